@@ -36,8 +36,8 @@ deb: packages ## build the Debian package into target/
 	@packaging/deb.sh
 
 demo: ## show what Larder gains, beside plain QEMU; DEMO=cache (qcow2, memory, migration) for one step
-	@testbed/setup.sh --demo
-	cargo build --release -p larder
+	@testbed/setup.sh --demo-packages
+	@testbed/setup.sh --demo & setup=$$!; cargo build --release -p larder; wait $$setup
 	@demo/demo.py
 
 test: setup ## run every test; names those that failed last

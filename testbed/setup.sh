@@ -13,10 +13,11 @@
 # and quick when all is there; a part is made again when the script that makes
 # it changes. Uses sudo when not root.
 #
-#   setup.sh             all of it
-#   setup.sh --demo      only what the demo needs
-#   setup.sh --packages  only the Debian packages
-#   setup.sh --remove    removes target/testbed/ (parts of it belong to root)
+#   setup.sh                  all of it
+#   setup.sh --demo           only what the demo needs
+#   setup.sh --demo-packages  of that, only the Debian packages
+#   setup.sh --packages       only the Debian packages
+#   setup.sh --remove         removes target/testbed/ (parts of it belong to root)
 set -euo pipefail
 # shellcheck source=testbed/lib.sh
 . "$(dirname -- "$0")/lib.sh"
@@ -41,13 +42,13 @@ test_packages=(
 parts=(guest debian13)
 case ${1:-} in
   '' | --packages) packages+=("${test_packages[@]}") ;;
-  --demo) parts=(guest) ;;
+  --demo | --demo-packages) parts=(guest) ;;
   --remove)
     as_root rm -rf --one-file-system -- "$out_dir"
     exit
     ;;
   *)
-    echo "usage: $0 [--demo | --packages | --remove]" >&2
+    echo "usage: $0 [--demo | --demo-packages | --packages | --remove]" >&2
     exit 2
     ;;
 esac
@@ -76,7 +77,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     { tail -n 20 "$out_dir/log/apt" >&2; die "apt-get could not install them"; }
 fi
 
-[ "${1:-}" != --packages ] || exit 0
+case ${1:-} in --*packages) exit ;; esac
 
 stale=()
 for part in "${parts[@]}"; do

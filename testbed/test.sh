@@ -15,15 +15,16 @@ trap 'rm -f -- "$log"; [ -z "$watching" ] || kill "$watching" 2>/dev/null || tru
 # Test programs are children of cargo, which is a child of this shell.
 end_what_hangs() {
   local cargo program
-  while sleep 20; do
+  # The shell that started this may have ended, and what it is piped into waits for the last one who has the pipe.
+  while kill -0 $$ 2>/dev/null && sleep 20 <&- >/dev/null 2>&1; do
     [ $(($(date +%s) - $(stat -c %Y -- "$log"))) -ge "$quiet_seconds" ] || continue
     for cargo in $(pgrep -P $$); do
-      for program in $(pgrep -P "$cargo" -f '/deps/[a-z0-9_]+-[0-9a-f]+'); do
+      for program in $(pgrep -P "$cargo" -f '^[^ ]*/deps/[a-z0-9_]+-[0-9a-f]+'); do
         {
           echo "test.sh: nothing was said for $((quiet_seconds / 60)) minutes; what runs:"
           ps -eo pid,ppid,etime,stat,wchan:20,args --forest | cut -c1-200 | grep -v ' \['
         } | tee -a -- "$log" >&2
-        kill -ABRT "$program"
+        kill -ABRT "$program" || true
       done
     done
   done

@@ -274,6 +274,7 @@ impl Cache {
             Ok(contents) if !is_changed || only_dirty.is_some() => contents,
             found => {
                 let why = match found {
+                    Ok(_) if is_detached => "what it has is not to be believed",
                     Ok(_) => "the disk was changed without it",
                     Err(_) => "its journal is damaged",
                 };

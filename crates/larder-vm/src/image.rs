@@ -431,7 +431,7 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
 /// # Errors
 /// It is one: [`ImageError::IsCache`], [`ImageError::IsSwap`].
 pub async fn refuse_needed(image: &ImageAddress, device: &Rc<dyn BlockDevice>) -> Result<(), ImageError> {
-    needed::refuse(image, device).await
+    needed::refuse(image, device, false).await
 }
 
 /// # Errors

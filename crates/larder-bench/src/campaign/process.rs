@@ -14,6 +14,11 @@ pub fn mortal(program: &str) -> Command {
     command
 }
 
+const ENDING_POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Longer than a process takes to end that waits for no device, however large its memory.
+const DROP_LIMIT: Duration = Duration::from_secs(60);
+
 /// A child process.
 pub struct Process {
     name: String,
@@ -202,7 +207,14 @@ impl Process {
         }
         drop(state);
         // Both its outputs have ended: it is ending too.
-        Ok(self.child.wait()?)
+        match self.gone_by(give_up)? {
+            Some(status) => Ok(status),
+            None => bail!(
+                "{} has closed its outputs, and does not end:\n{}",
+                self.name,
+                self.output()
+            ),
+        }
     }
 
     /// Kills it, and waits until it is gone.
@@ -211,10 +223,24 @@ impl Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+
+    /// Its status, if it is gone by then.
+    fn gone_by(&mut self, give_up: Instant) -> std::io::Result<Option<ExitStatus>> {
+        loop {
+            let status = self.child.try_wait()?;
+            if status.is_some() || Instant::now() >= give_up {
+                return Ok(status);
+            }
+            std::thread::sleep(ENDING_POLL_INTERVAL);
+        }
+    }
 }
 
+/// A killed process is left to itself if it is not gone within [`DROP_LIMIT`]: the kernel may have it wait for a device
+/// whose server is a process that is dropped later.
 impl Drop for Process {
     fn drop(&mut self) {
-        self.kill();
+        let _ = self.child.kill();
+        let _ = self.gone_by(Instant::now() + DROP_LIMIT);
     }
 }

@@ -164,10 +164,10 @@ impl Moving {
         served.image.replace(None);
         // Of one that was opened in vain, and not parted from.
         let closed = image.device.close().await;
+        closed.map_err(|error| error.to_string())?;
         if let Some(cache) = &image.cache {
             cache.now().forget_note();
         }
-        closed.map_err(|error| error.to_string())?;
         tracing::info!(disk = %served.name(), "its image is closed, and may be opened on another host");
         Ok(())
     }

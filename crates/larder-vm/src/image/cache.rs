@@ -538,7 +538,7 @@ async fn open_on(
         .into_iter()
         .chain([&note])
         .collect();
-    leave_out_others(on, &disk.identity, &used, &replaced::old_of(&note)).await?;
+    leave_out_others(on, disk, &used, &replaced::old_of(&note)).await?;
     let says = match superblock.clean {
         true => Says::Believe,
         false => match note.says(superblock, &disk.files) {
@@ -547,7 +547,28 @@ async fn open_on(
         },
     };
     let mut detached = detached(superblock, says, &note, disk, wish)?;
-    let is_used = superblock.clean && note.says_used(superblock);
+    let closed = superblock.clean.then(|| note.says_of_closed(superblock));
+    let is_used = match closed {
+        Some(Says::Changed) => {
+            tracing::warn!(
+                "{}: it was used without its cache {} since that was closed, so the cache is not believed",
+                disk.image,
+                wish.file
+            );
+            true
+        }
+        // Its note stays where nothing else tells whether the disk was used without it.
+        Some(Says::Nothing) if disk.lacks_times && !superblock.may_be_dirty => {
+            tracing::warn!(
+                "{}: its cache {} was closed, but the note that tells whether the disk was used without it is gone (looked for at {}), so the cache is not believed",
+                disk.image,
+                wish.file,
+                note.place()
+            );
+            true
+        }
+        _ => false,
+    };
     // Of one that may be dirty the user decides.
     let is_empty_then = is_used && !superblock.may_be_dirty;
     let is_forced = wish.force && superblock.clean && superblock.may_be_dirty;
@@ -570,7 +591,11 @@ async fn open_on(
         }
         Err(error) => {
             tracing::warn!(
-                "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty",
+                "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty{}",
+                match disk.lacks_times {
+                    true => ", and after a stop, too",
+                    false => "",
+                },
                 disk.image,
                 note.place()
             );
@@ -607,11 +632,13 @@ async fn open_on(
 ///
 /// # Errors
 /// One of them may have something that the disk has not.
-async fn leave_out_others(on: &Loop, identity: &[u8], used: &[&Note], replaced: &[Vec<u8>]) -> Result<(), CacheError> {
-    let others = Note::others(identity, used);
+async fn leave_out_others(on: &Loop, disk: &Cached, used: &[&Note], replaced: &[Vec<u8>]) -> Result<(), CacheError> {
+    let others = Note::others(&disk.identity, used);
     let (old, others): (Vec<Other>, Vec<Other>) = others.into_iter().partition(|other| other.is_one_of(replaced));
     refuse_dirty(on, &others).await?;
-    old.iter().chain(&others).for_each(Other::is_used_without);
+    if !disk.device.geometry().read_only {
+        old.iter().chain(&others).for_each(Other::is_used_without);
+    }
     Ok(())
 }
 

@@ -11,7 +11,9 @@
 //! alive then, and that what was changed before was changed by it.
 //!
 //! When the cache is closed, its note is taken back; but if part of the disk is on a device or an export, whose writers
-//! leave no time, it stays: a server or command of this user that uses the disk without the cache notes that in it.
+//! leave no time, it stays. Such a cache is believed only if the note is there. A server or command of this user that opens
+//! the disk without the cache, to write to it, makes a file beside the note, with its name and the ending `used`: who has the
+//! cache may be writing the note at that moment, and would not see a change of it.
 //!
 //! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
 //! data which the disk has not is refused.
@@ -25,7 +27,7 @@
 //! clock 5f3c... 1700000000 when the stamps were noted: the host's boot ID, and the clock's seconds less those since boot
 //! stamp 0000002a...        for each file of the disk, hexadecimal; `written` of one that the server writes to
 //! dirty                    the cache may have what the disk has not
-//! used                     the disk has been opened without the cache since, to be written
+//! used                     its server has given it up: the disk is used without the cache since
 //! detached                 the device has failed: only what the cache alone has is to be believed
 //! superseded 4096 8192     and not that of these bytes of the disk: where, how many
 //! end                      it is whole
@@ -85,13 +87,16 @@ impl Note {
         }
     }
 
-    /// Of a cache that was closed: whether the disk has been used without it since, as far as is noted.
-    pub(super) fn says_used(&self, superblock: &Superblock) -> bool {
+    /// What it says of a cache that was closed.
+    pub(super) fn says_of_closed(&self, superblock: &Superblock) -> Says {
         let is_of_it = |noted: &Noted| noted.sessions.contains(&superblock.session);
-        // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted already.
-        self.read()
-            .filter(is_of_it)
-            .is_some_and(|noted| noted.is_used || noted.detached.is_some())
+        match self.read().filter(is_of_it) {
+            None => Says::Nothing,
+            // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted
+            // already.
+            Some(noted) if noted.is_used || noted.detached.is_some() => Says::Changed,
+            Some(_) => Says::Believe,
+        }
     }
 
     /// What it says of a closed cache, which was copied, is so of the copy, too.
@@ -110,13 +115,15 @@ impl Note {
         }
     }
 
-    /// The cache may have what its disk has not, as far as is noted.
-    pub(super) fn says_dirty(&self) -> bool {
-        self.read().is_some_and(|noted| noted.is_dirty)
+    /// The cache may have what its disk has not, as far as is noted, and is on a file or device, not behind an NBD server.
+    pub(super) fn says_dirty_at_a_path(&self) -> bool {
+        let file = |noted: &Noted| file_in(&noted.cache);
+        self.read()
+            .is_some_and(|noted| noted.is_dirty && matches!(file(&noted), Some(ImageAddress::Path(_))))
     }
 
     fn read(&self) -> Option<Noted> {
-        Noted::parse(&small_file::read_text(self.path.as_ref()?, STATE_BYTES_MAX).ok()?)
+        Noted::read(self.path.as_ref()?)
     }
 
     /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was
@@ -146,6 +153,11 @@ impl Note {
             stamps: disk_id::stamps_of_all(files),
         };
         noted.write(path)?;
+        // Which the note says itself now, if it was there.
+        match fs::remove_file(used_mark(path)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
         Ok(Made::new(self.clone(), Some(noted), files))
     }
 
@@ -168,6 +180,7 @@ impl Note {
             _ => Err(error),
         };
         fs::remove_file(path).or_else(gone)?;
+        fs::remove_file(used_mark(path)).or_else(gone)?;
         // Of one who was killed while he wrote it.
         let _ = fs::remove_file(new_of(path));
         File::open(folder_of(path))
@@ -283,6 +296,14 @@ pub(super) struct Noted {
 }
 
 impl Noted {
+    /// That at `path`, with what others have marked beside it.
+    fn read(path: &Path) -> Option<Self> {
+        let mut noted = Self::parse(&small_file::read_text(path, STATE_BYTES_MAX).ok()?)?;
+        // What cannot be looked at counts.
+        noted.is_used |= used_mark(path).try_exists().unwrap_or(true);
+        Some(noted)
+    }
+
     /// `None` if it is not whole, or nothing that this program writes.
     fn parse(text: &str) -> Option<Self> {
         let mut noted = Self {
@@ -415,7 +436,7 @@ fn all() -> impl Iterator<Item = Other> {
         .flatten();
     let paths = notes.map(|note| note.path()).filter(|path| path.extension().is_none());
     paths.filter_map(|path| {
-        let noted = Noted::parse(&small_file::read_text(&path, STATE_BYTES_MAX).ok()?)?;
+        let noted = Noted::read(&path)?;
         Some(Other { path, noted })
     })
 }
@@ -444,8 +465,7 @@ impl Note {
 impl Other {
     /// What the cache is on.
     pub(super) fn file(&self) -> Option<ImageAddress> {
-        let file = std::str::from_utf8(&self.noted.cache).ok()?;
-        file.parse().ok()
+        file_in(&self.noted.cache)
     }
 
     /// The cache is one of those, as [`super::replaced`] has them.
@@ -471,17 +491,23 @@ impl Other {
     /// The disk is used without the cache: what it has of that too is not to be believed any more, and what only it has not
     /// without being asked for. Files say so by their times, if the last change was not too short a while ago.
     pub(super) fn is_used_without(&self) {
-        let noted = Noted {
-            is_used: true,
-            ..self.noted.clone()
-        };
-        if let Err(error) = noted.write(&self.path) {
+        if let Err(error) = write_whole(&used_mark(&self.path), "") {
             tracing::warn!(
                 "{}: it cannot be noted that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
                 self.path.display()
             );
         }
     }
+}
+
+/// What says that a disk has been opened without the cache of the note at `path`, to be written.
+fn used_mark(path: &Path) -> PathBuf {
+    path.with_extension("used")
+}
+
+/// What a note says that its cache is on.
+fn file_in(cache: &[u8]) -> Option<ImageAddress> {
+    std::str::from_utf8(cache).ok()?.parse().ok()
 }
 
 /// Where a file is written before it takes the place of the old one.

@@ -54,6 +54,10 @@ pub enum CacheToolError {
     NotAFile { file: String },
     #[error("{file}: it was not closed; serve {disk} with it once more, and stop that server")]
     NotClosed { file: String, disk: String },
+    #[error(
+        "{file}: it may have data that was never written to {disk}; have it written there first, with `larder disk cache flush {file}`"
+    )]
+    ResizeDirty { file: String, disk: String },
     #[error("{file}, the new cache, cannot be made: {source}; one that an earlier try has left can be removed")]
     Beside { file: String, source: std::io::Error },
     #[error(transparent)]
@@ -309,6 +313,13 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             disk: superblock.disk.name,
         });
     }
+    // Its note would have to be that of both files for a moment.
+    if superblock.may_be_dirty {
+        return Err(CacheToolError::ResizeDirty {
+            file: name(),
+            disk: superblock.disk.name,
+        });
+    }
     let before = larder_cache::count_lines(&old, &superblock, boot_of(file)).await?;
     let size = rounded(size);
     if size == old.geometry().size {
@@ -327,7 +338,11 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             file: note.place(),
             source,
         })?;
-        let moved = std::fs::rename(&beside, &target).and_then(|()| match target.parent() {
+        let moved = std::fs::rename(&beside, &target).inspect_err(|_| {
+            // Or the cache that is not there would be looked for.
+            let _ = Note::of(&new).take_back();
+        });
+        let moved = moved.and_then(|()| match target.parent() {
             Some(folder) => File::open(folder)?.sync_all(),
             None => Ok(()),
         });

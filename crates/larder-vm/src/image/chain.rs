@@ -93,7 +93,7 @@ impl Opener<'_> {
                     image: image.to_string(),
                 });
             }
-            let file = self.open_bytes(image, format, read_only, role).await?;
+            let file = self.open_bytes(image, (format, is_guessed), read_only, role).await?;
             let device = match format {
                 // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
@@ -112,7 +112,7 @@ impl Opener<'_> {
     async fn open_bytes(
         &mut self,
         image: &ImageAddress,
-        format: Format,
+        (format, is_guessed): (Format, bool),
         read_only: bool,
         role: Role,
     ) -> Result<Rc<dyn BlockDevice>, ImageError> {
@@ -145,7 +145,7 @@ impl Opener<'_> {
         };
         let device = in_guest_blocks(device);
         if !read_only && format == Format::Raw {
-            needed::refuse(image, &device).await?;
+            needed::refuse(image, &device, is_guessed).await?;
         }
         Ok(device)
     }

@@ -42,6 +42,8 @@ const HEADER: usize = 4096;
 const CHECKSUM_AT: usize = 12;
 const OWNER_AT: usize = 40;
 const MADE_AT: usize = 56;
+/// 1 if the pager has it by way of an NBD server, whose file this may be.
+const EXPORTED_AT: usize = 60;
 /// How often a file is made that another pager removes as it ends.
 const TRIES_MAX: u32 = 3;
 /// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
@@ -239,6 +241,7 @@ pub(super) async fn open(
     let found = read_header(&name, &device).await?;
     // Who is killed before the header is written leaves an empty file, which its successor takes for a user's.
     let is_made = before == Before::Missing || matches!(found, Header::Ours { is_made: true, .. });
+    let is_exported = matches!(address, ImageAddress::Nbd(_));
     let identity = match left {
         Some(left) => match found {
             Header::Ours { uuid, .. } if uuid == left.uuid && segments_of(&device) >= left.segments => left,
@@ -249,13 +252,13 @@ pub(super) async fn open(
             Header::Ours { of, .. } if of.pid != owner.pid && of.is_alive() => {
                 return Err(SwapError::Used { name, pid: of.pid });
             }
-            Header::Ours { .. } => begin(&name, &device, size, owner, is_made).await?,
+            Header::Ours { .. } => begin(&name, &device, size, owner, is_made, is_exported).await?,
             Header::Nothing => {
                 if before == Before::Unknown {
                     let checked = occupied::check(on, &device, &address).await;
                     checked.map_err(foreign(&name))?;
                 }
-                begin(&name, &device, size, owner, is_made).await?
+                begin(&name, &device, size, owner, is_made, is_exported).await?
             }
         },
     };
@@ -634,10 +637,12 @@ impl Header {
 }
 
 /// The process that has pages on a disk with this beginning, of at least [`HEADER`] bytes; `None` if it is no swap cache, or
-/// nobody's any more. The bytes have no meaning after that.
+/// nobody's any more, or is used by way of an NBD server, which must be able to serve it. The bytes have no meaning after
+/// that.
 pub(crate) fn pages_of(beginning: &mut [u8]) -> Option<u32> {
+    let exported = beginning[EXPORTED_AT..EXPORTED_AT + 4] == 1u32.to_le_bytes();
     match Header::parse(beginning) {
-        Ok(Header::Ours { of, .. }) if of.is_alive() => Some(of.pid),
+        Ok(Header::Ours { of, .. }) if of.is_alive() && !exported => Some(of.pid),
         _ => None,
     }
 }
@@ -660,6 +665,7 @@ async fn begin(
     size: Option<ByteLen>,
     owner: Owner,
     is_made: bool,
+    is_exported: bool,
 ) -> Result<SwapIdentity, SwapError> {
     let has = segments_of(device);
     let segments = match size {
@@ -684,6 +690,7 @@ async fn begin(
     header[OWNER_AT..OWNER_AT + 4].copy_from_slice(&owner.pid.to_le_bytes());
     header[OWNER_AT + 8..OWNER_AT + 16].copy_from_slice(&owner.started.to_le_bytes());
     header[MADE_AT..MADE_AT + 4].copy_from_slice(&u32::from(is_made).to_le_bytes());
+    header[EXPORTED_AT..EXPORTED_AT + 4].copy_from_slice(&u32::from(is_exported).to_le_bytes());
     let checksum = crc32c::crc32c(&header);
     header[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&checksum.to_le_bytes());
     let io = |error: IoError| SwapError::Io(error.to_string());

@@ -405,7 +405,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.stop();
     let served = serve(&[]);
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 8 15M 64k"]);
-    let message = "the disk was changed without it";
+    let message = "it was used without its cache";
     served.process.wait_for(message, LIMIT).expect("told");
     served.warm_up(4);
     let said = served.stop();
@@ -425,6 +425,16 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     place.start(reading).stop();
     let served = serve(&[]);
     served.io(&["read -P 10 2M 64k", "read -P 9 1M 64k"]);
+    served.warm_up(4);
+    served.stop();
+    // Nor is it believed if the note is lost.
+    std::fs::remove_dir_all(place.path("state")).expect("there are notes");
+    let served = without();
+    served.io(&["write -P 11 3M 64k"]);
+    served.stop();
+    let served = serve(&[]);
+    served.process.wait_for("is gone (looked for at", LIMIT).expect("told");
+    served.io(&["read -P 11 3M 64k"]);
     served.stop();
 }
 
