@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::Attached;
+use super::{Attached, INJECT_LIMIT};
 use crate::inject::{InjectError, with_stopped_thread};
 use crate::state::Region;
 use crate::userfaultfd::{Range, Userfaultfd};
@@ -47,6 +47,9 @@ impl Attached {
         let let_go = views.with(|servers| {
             with_stopped_thread(self.pid, limit, |thread| {
                 has_begun.store(true, Ordering::Relaxed);
+                // There is no second try, and on a busy host a thread waits for a processor for longer than it may take to
+                // stop.
+                thread.allow(INJECT_LIMIT);
                 servers.iter().for_each(View::unregister);
                 unregister_all(userfaultfd, &ranges);
                 numbers.iter().try_for_each(|number| thread.close(*number))

@@ -183,6 +183,11 @@ impl StoppedThread {
         self.tracee.tid
     }
 
+    /// From now on a call may take so long, if it is longer than before.
+    pub fn allow(&mut self, limit: Duration) {
+        self.limit = self.limit.max(limit);
+    }
+
     /// Makes a system call. It should be one that does not wait; if it does, it is interrupted after the limit given for
     /// the thread to be stopped. `nanosleep` and its like must not be called: the kernel notes no more than one sleep of
     /// a thread, and the thread's own would go on as this one.

@@ -24,6 +24,11 @@ const BATCH_SHARE: u64 = 4;
 /// With a quarantine there are few evictions for long, so each is as large as need be.
 const BATCH_PAGES_QUARANTINED: usize = 8192;
 
+/// The least number of pages that make room for others when there is no memory.
+const MAKE_ROOM_PAGES_MIN: usize = 64;
+/// They leave only while more than this part of the limit is used: a guest with less does not get on either.
+const MAKE_ROOM_SHARE_MIN: u64 = 4;
+
 /// After so long it is tried again to evict pages, when that has failed.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// The same when there was no room for them.
@@ -56,7 +61,19 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn excess_pages(&self) -> usize {
         let target = self.options.limit_bytes.saturating_sub(self.reserve_bytes());
         let excess = self.used_bytes().saturating_sub(target).div_ceil(PAGE_BYTES);
-        (excess as usize).saturating_sub(self.batches.leaving() + self.punching)
+        (excess as usize)
+            .max(self.pages_to_make_room())
+            .saturating_sub(self.batches.leaving() + self.punching)
+    }
+
+    /// How many pages should leave because there is no memory for those that are wanted, although the limit allows them. A
+    /// full tmpfs has room again for as many; where memory is short, some is free.
+    fn pages_to_make_room(&self) -> usize {
+        let is_far_below = self.used_bytes() <= self.options.limit_bytes / MAKE_ROOM_SHARE_MIN;
+        match self.no_memory_until.is_some() && !is_far_below {
+            true => self.stalled.len().max(MAKE_ROOM_PAGES_MIN),
+            false => 0,
+        }
     }
 
     /// Whether whoever wants a page now must wait until others have gone.
@@ -107,7 +124,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return false;
         }
         let enough = (self.reserve_bytes() / BATCH_SHARE / PAGE_BYTES) as usize;
-        if excess < enough.min(BATCH_PAGES) && self.used_bytes() < self.options.limit_bytes {
+        let is_wanted_now = self.used_bytes() >= self.options.limit_bytes || self.no_memory_until.is_some();
+        if excess < enough.min(BATCH_PAGES) && !is_wanted_now {
             return false;
         }
         if self.stuck.is_some() && !self.may_try_again() {

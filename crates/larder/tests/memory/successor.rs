@@ -190,7 +190,7 @@ fn detach_of_frozen_process_waits_for_thaw() {
     group.freeze(false);
     let ended = pager.process.wait(LIMIT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
-    assert_eq!(fixture.alone(), before);
+    assert_eq!(fixture.alone(), before, "{}", pager.process.output());
     fixture.works();
     fixture.verify();
 }

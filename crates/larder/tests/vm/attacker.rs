@@ -54,9 +54,10 @@ impl Victim {
         all.filter(|(_, name)| !name.starts_with("iou-")).collect()
     }
 
-    /// What the kernel answers to a thread's system call: at least 0, or a negative error number.
-    pub(crate) fn call(&self, thread: i32, call: c_long, arguments: &[Argument]) -> i64 {
-        let stopped = Stopped::new(thread);
+    /// What the kernel answers to a thread's system call: at least 0, or a negative error number. `None` if the thread has
+    /// ended.
+    pub(crate) fn call(&self, thread: i32, call: c_long, arguments: &[Argument]) -> Option<i64> {
+        let stopped = Stopped::new(thread)?;
         let before = stopped.registers();
         let mut registers = before;
         // Below all that is in use there.
@@ -88,7 +89,7 @@ impl Victim {
         stopped.step();
         let result = stopped.registers().rax as i64;
         stopped.set_registers(&before);
-        result
+        Some(result)
     }
 }
 
@@ -96,12 +97,18 @@ impl Victim {
 struct Stopped(i32);
 
 impl Stopped {
-    fn new(thread: i32) -> Self {
+    fn new(thread: i32) -> Option<Self> {
+        // SAFETY: the request has no data.
+        let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, thread, 0, 0) };
+        let error = io::Error::last_os_error();
+        if seized != 0 && error.raw_os_error() == Some(libc::ESRCH) {
+            return None;
+        }
+        assert_eq!(seized, 0, "PTRACE_SEIZE: {error}");
         let stopped = Self(thread);
-        stopped.ptrace(libc::PTRACE_SEIZE, std::ptr::null_mut());
         stopped.ptrace(libc::PTRACE_INTERRUPT, std::ptr::null_mut());
         stopped.wait();
-        stopped
+        Some(stopped)
     }
 
     fn ptrace(&self, request: libc::c_uint, data: *mut c_void) {

@@ -216,13 +216,19 @@ mod taken_over {
     fn answers(process: &Process, other: &Other) -> Vec<(String, i64)> {
         let victim = Victim::new(process.id());
         let mut answers = Vec::new();
-        for (thread, name) in victim.threads() {
+        // One that only writes a note may end meanwhile.
+        'threads: for (thread, name) in victim.threads() {
             for (what, call, arguments) in attacks(other) {
-                let answer = victim.call(thread, call, &arguments);
+                let Some(answer) = victim.call(thread, call, &arguments) else {
+                    continue 'threads;
+                };
                 answers.push((format!("{what}, from {name}"), answer));
             }
             // Where it may be done there is nothing there to be started.
-            let execve = victim.call(thread, libc::SYS_execve, &[path("/nosuch"), number(0), number(0)]);
+            let arguments = [path("/nosuch"), number(0), number(0)];
+            let Some(execve) = victim.call(thread, libc::SYS_execve, &arguments) else {
+                continue;
+            };
             let is_refused = execve == i64::from(-libc::EPERM);
             assert!(is_refused || execve == i64::from(-libc::ENOENT), "{execve}");
             answers.push((format!("a program, from {name}"), if is_refused { execve } else { 0 }));
@@ -235,6 +241,7 @@ mod taken_over {
             number(0),
         ];
         let traced = victim.call(process.id() as i32, libc::SYS_ptrace, &seize);
+        let traced = traced.expect("its first thread stays");
         answers.push(("tracing".to_owned(), traced));
         answers
     }
