@@ -27,7 +27,7 @@ packages=(
   qemu-system-x86 qemu-utils nbdkit fio e2fsprogs          # what the demo starts
   python3 iproute2                                         # its steps, and its network
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
-  cpio zstd kmod util-linux xz-utils procps
+  cpio zstd kmod util-linux mount xz-utils procps
 )
 test_packages=(
   qemu-block-extra libnbd-bin curl                         # servers and clients to compare with
