@@ -70,7 +70,7 @@ impl Note {
 
     /// What it says of the cache since it was last used, for a disk of these files.
     pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile]) -> Says {
-        let Some(noted) = self.read().filter(|noted| noted.sessions.contains(&superblock.session)) else {
+        let Some(noted) = self.read_of(superblock) else {
             return Says::Nothing;
         };
         let are_ours_lately = || {
@@ -89,8 +89,7 @@ impl Note {
 
     /// What it says of a cache that was closed.
     pub(super) fn says_of_closed(&self, superblock: &Superblock) -> Says {
-        let is_of_it = |noted: &Noted| noted.sessions.contains(&superblock.session);
-        match self.read().filter(is_of_it) {
+        match self.read_of(superblock) {
             None => Says::Nothing,
             // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted
             // already.
@@ -105,8 +104,8 @@ impl Note {
     /// The host's.
     pub(super) fn copy_to(&self, superblock: &Superblock, copy: &Superblock) -> io::Result<()> {
         let copied = Self::of(copy);
-        match (self.read(), &copied.path) {
-            (Some(noted), Some(path)) if noted.sessions.contains(&superblock.session) => Noted {
+        match (self.read_of(superblock), &copied.path) {
+            (Some(noted), Some(path)) => Noted {
                 sessions: vec![copy.session],
                 ..noted
             }
@@ -117,9 +116,13 @@ impl Note {
 
     /// The cache may have what its disk has not, as far as is noted, and is on a file or device, not behind an NBD server.
     pub(super) fn says_dirty_at_a_path(&self) -> bool {
-        let file = |noted: &Noted| file_in(&noted.cache);
-        self.read()
-            .is_some_and(|noted| noted.is_dirty && matches!(file(&noted), Some(ImageAddress::Path(_))))
+        let is_at_a_path = |noted: &Noted| matches!(file_in(&noted.cache), Some(ImageAddress::Path(_)));
+        self.read().is_some_and(|noted| noted.is_dirty && is_at_a_path(&noted))
+    }
+
+    /// What it says of the cache's last session.
+    fn read_of(&self, superblock: &Superblock) -> Option<Noted> {
+        self.read().filter(|noted| noted.sessions.contains(&superblock.session))
     }
 
     fn read(&self) -> Option<Noted> {

@@ -338,14 +338,15 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             file: note.place(),
             source,
         })?;
-        let moved = std::fs::rename(&beside, &target).inspect_err(|_| {
-            // Or the cache that is not there would be looked for.
-            let _ = Note::of(&new).take_back();
-        });
-        let moved = moved.and_then(|()| match target.parent() {
-            Some(folder) => File::open(folder)?.sync_all(),
-            None => Ok(()),
-        });
+        let moved = std::fs::rename(&beside, &target)
+            .inspect_err(|_| {
+                // Or the cache that is not there would be looked for.
+                let _ = Note::of(&new).take_back();
+            })
+            .and_then(|()| match target.parent() {
+                Some(folder) => File::open(folder)?.sync_all(),
+                None => Ok(()),
+            });
         let failed = |source| CacheToolError::Host { file: name(), source };
         moved.map(|()| lines).map_err(failed)
     });

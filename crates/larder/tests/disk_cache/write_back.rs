@@ -442,10 +442,7 @@ fn other_formats_header_is_refused() {
 #[test]
 fn cache_that_its_disk_needs_is_no_image() {
     let place = Place::new();
-    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-    let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", "wb"]);
-    served.io(&["write -P 9 1M 64k", "flush"]);
-    served.kill();
+    let (image, cache) = killed(&place);
     place.left(&cache);
     let before = fs::read(&cache).expect("is there");
     let words = [
@@ -498,10 +495,7 @@ fn cache_that_its_disk_needs_is_no_image() {
 #[test]
 fn data_of_a_cache_that_is_overwritten_is_given_up() {
     let place = Place::new();
-    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-    let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", "wb"]);
-    served.io(&["write -P 9 1M 64k", "flush"]);
-    served.kill();
+    let (image, cache) = killed(&place);
     place.left(&cache);
     let junk = vec![1; 8 << 20];
     fs::write(&cache, &junk).expect("written");
