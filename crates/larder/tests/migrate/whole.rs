@@ -162,13 +162,11 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         address: None,
     };
     let state = state_when(at, "it moves", |state| {
-        state["phase"] == "moving" && state["rates"]["wire_bytes_per_s"].as_u64() > Some(0)
+        state["phase"] == "moving"
+            && state["rates"]["wire_bytes_per_s"].as_u64() > Some(0)
+            && state["course"]["remaining_bytes"].as_u64() > Some(0)
+            && state["course"]["round"] == 1
     });
-    let course = &state["course"];
-    assert!(
-        course["remaining_bytes"].as_u64() > Some(0) && course["round"] == 1,
-        "{state}"
-    );
     assert_eq!(
         (&state["whole"], &state["limits"]["downtime_ms"]),
         (&true.into(), &300.into())
