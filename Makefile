@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup packages build deb demo test package-test bench simulate fuzz lint audit clean distclean
+.PHONY: help setup packages build deb demo test others-enter package-test bench simulate fuzz lint audit clean distclean
 
 SEEDS ?= 10000
 BENCH ?= all
@@ -40,9 +40,11 @@ demo: ## show what Larder gains, beside plain QEMU; DEMO=cache (qcow2, memory, m
 	@testbed/setup.sh --demo & setup=$$!; cargo build --release -p larder; wait $$setup
 	@demo/demo.py
 
-test: setup ## run every test; names those that failed last
-	@testbed/others-enter.sh
+test: others-enter setup ## run every test; names those that failed last
 	RUST_TEST_THREADS=$(TEST_THREADS) testbed/test.sh $(CARGO_TEST)
+
+others-enter:
+	@testbed/others-enter.sh
 
 package-test: setup ## install, upgrade under load and remove the package in a Debian of its own
 	@packaging/try.sh
