@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::entry::Entry;
 use crate::journal::{self, Position, Record};
-use crate::page;
+use crate::page::{self, When};
 use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use larder_block::signal::Signal;
 
@@ -439,7 +439,7 @@ impl Cache {
             return Ok(());
         }
         let mut bytes = AlignedBuf::zeroed(self.shape.page_len as usize);
-        let second = {
+        let newest = {
             let (mut index, ledger) = (self.index.borrow_mut(), self.ledger.borrow());
             index.set_changed(set, half, false);
             let index = &mut *index;
@@ -455,20 +455,18 @@ impl Cache {
             // What is loose is not in the page, nor what its last sector gets besides.
             let growing = self.commits.growing();
             let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
-            page::encode(
-                &self.shape,
-                self.seed,
-                set,
-                loose.map_or(growing, |loose| loose.min(growing)),
-                &entries,
-                &mut bytes,
-            );
-            !index.is_page_second(set)
+            let newest = index.newest_page(set).next();
+            let when = When {
+                sequence: loose.map_or(growing, |loose| loose.min(growing)),
+                turn: newest.turn,
+            };
+            page::encode(&self.shape, self.seed, set, when, &entries, &mut bytes);
+            newest
         };
-        let at = self.shape.page_at(set, second);
+        let at = self.shape.page_at(set, newest.is_second);
         let len = bytes.len();
         self.fast.write(at, Rc::new(bytes), 0..len, WriteFlags::NONE).await?;
-        self.index.borrow_mut().set_page_second(set, second);
+        self.index.borrow_mut().set_newest_page(set, newest);
         self.counts.borrow_mut().metadata_written += ByteLen::of_buffer(len).get();
         Ok(())
     }

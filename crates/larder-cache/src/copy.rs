@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::entry::{self, Entry};
 use crate::offline::{Damage, Lines, entries_of_all};
 use crate::open::{CreateOptions, OpenError, create, read_superblock, write_superblock};
-use crate::page;
+use crate::page::{self, When};
 use crate::shape::{Shape, Slot};
 use crate::superblock::Superblock;
 
@@ -167,7 +167,15 @@ async fn write_pages(to: &Rc<dyn BlockDevice>, superblock: &Superblock, places: 
     let shape = superblock.shape;
     let mut bytes = AlignedBuf::zeroed(shape.page_len as usize);
     for set in 0..shape.sets {
-        page::encode(&shape, superblock.seed(), set, 1, &places.entries_of(set), &mut bytes);
+        let when = When { sequence: 1, turn: 0 };
+        page::encode(
+            &shape,
+            superblock.seed(),
+            set,
+            when,
+            &places.entries_of(set),
+            &mut bytes,
+        );
         let at = shape.page_at(set, false);
         to.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
     }

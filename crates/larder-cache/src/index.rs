@@ -10,6 +10,7 @@ use larder_policy::Policy;
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
 use crate::lines::LineSet;
+use crate::page::{Newest, TURNS};
 use crate::policy::{self, OverSets};
 use crate::sets::Sets;
 use crate::shape::{Line, Sectors, Shape, Slot};
@@ -22,6 +23,9 @@ impl SetFlags {
     const LOADED: u8 = 1;
     const SECOND: u8 = 2;
     const CHANGED: [u8; 2] = [4, 8];
+    /// From this bit on: the turn of the newer page.
+    const TURN_SHIFT: u32 = 4;
+    const TURN: u8 = (TURNS - 1) << Self::TURN_SHIFT;
 
     fn set(&mut self, bit: u8, on: bool) {
         self.0 = if on { self.0 | bit } else { self.0 & !bit };
@@ -112,13 +116,20 @@ impl Index {
         self.flags[set as usize].set(SetFlags::LOADED, true);
     }
 
-    /// Whether the newer page of a set is the second one.
-    pub(crate) fn is_page_second(&self, set: u32) -> bool {
-        self.flags[set as usize].0 & SetFlags::SECOND != 0
+    /// The newer page of a set.
+    pub(crate) fn newest_page(&self, set: u32) -> Newest {
+        let SetFlags(flags) = self.flags[set as usize];
+        Newest {
+            is_second: flags & SetFlags::SECOND != 0,
+            turn: (flags & SetFlags::TURN) >> SetFlags::TURN_SHIFT,
+        }
     }
 
-    pub(crate) fn set_page_second(&mut self, set: u32, second: bool) {
-        self.flags[set as usize].set(SetFlags::SECOND, second);
+    pub(crate) fn set_newest_page(&mut self, set: u32, newest: Newest) {
+        let flags = &mut self.flags[set as usize];
+        flags.set(SetFlags::SECOND, newest.is_second);
+        flags.set(SetFlags::TURN, false);
+        flags.set(newest.turn << SetFlags::TURN_SHIFT, true);
     }
 
     /// Whether a set has changed, in the even or the odd half of the journal, and its page was not written since.

@@ -13,7 +13,7 @@ use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation,
 
 use crate::entry::Entry;
 use crate::journal::Records;
-use crate::page::{self, Believed};
+use crate::page::{self, Believed, Newest, When};
 use crate::shape::{Line, Sectors, Slot};
 use crate::{Cache, Detached, EIO};
 
@@ -180,14 +180,19 @@ impl Cache {
             None if self.was_dirty => return Ok(()),
             Some(found) => {
                 // The same twice is as good as once.
-                let whole = pair.chunks_exact(len).nth(found.is_second.into());
+                let is_second = found.newest.is_second;
+                let whole = pair.chunks_exact(len).nth(is_second.into());
                 bytes.copy_from_slice(whole.unwrap_or_default());
-                !found.is_second..=!found.is_second
+                !is_second..=!is_second
             }
             None => {
                 // What the journal says of the set is no more believed than its pages.
                 let empty = vec![Entry::default(); self.shape.ways as usize];
-                page::encode(&self.shape, self.seed, set, self.commits.growing(), &empty, &mut bytes);
+                let when = When {
+                    sequence: self.commits.growing(),
+                    turn: 0,
+                };
+                page::encode(&self.shape, self.seed, set, when, &empty, &mut bytes);
                 false..=true
             }
         };
@@ -205,9 +210,9 @@ impl Cache {
             self.is_damaged(set);
             return;
         };
-        let is_second = found.is_second;
+        let newest = found.newest;
         let entries = found.with(self.loading.left.borrow().records.of_set(set), &self.shape);
-        self.install(set, &entries, is_second);
+        self.install(set, &entries, newest);
     }
 
     fn is_damaged(&self, set: u32) {
@@ -225,15 +230,19 @@ impl Cache {
             );
         }
         let empty = vec![Entry::default(); self.shape.ways as usize];
-        self.install(set, &empty, true);
+        let newest = Newest {
+            is_second: true,
+            turn: 0,
+        };
+        self.install(set, &empty, newest);
     }
 
     /// Puts what was found of a set into memory. What was open is not believed.
-    fn install(&self, set: u32, entries: &[Entry], is_second: bool) {
+    fn install(&self, set: u32, entries: &[Entry], newest: Newest) {
         let mut removed = Vec::new();
         {
             let mut index = self.index.borrow_mut();
-            index.set_page_second(set, is_second);
+            index.set_newest_page(set, newest);
             let mut hotness = Vec::new();
             let is_kept = |(_, entry): &(usize, &Entry)| {
                 !entry.is_empty() && self.believed(set, entry) != 0 && self.is_inside(set, entry)

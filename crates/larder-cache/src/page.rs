@@ -4,12 +4,17 @@
 //! sector stands for itself: a page whose writing was cut off has whole sectors that do not fit together, and only one
 //! that is damaged has others.
 //!
+//! Both pages may be as of the same place in the journal, since a sector of it is written again with more records: the turn
+//! tells which one is newer.
+//!
 //! ```text
 //! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
 //!      4   the set, u32
 //!      8   sequence, u64: records of the journal with a lower one are contained
 //!      16  the sector's number in the page, u16
-//!      18  zero, 6 bytes
+//!      18  zero, 2 bytes
+//!      20  turn, u8: 0 to 3, one more than that of the page before, or 0 after 3
+//!      21  zero, 3 bytes
 //!      24  entries, as many as fit; those of the ways in order
 //! ```
 
@@ -19,6 +24,27 @@ use crate::shape::{SECTOR, Shape, WAYS_MAX};
 
 const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 24;
+
+/// How many turns there are.
+pub(crate) const TURNS: u8 = 4;
+
+/// Which of a set's two pages is the newer one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Newest {
+    /// The second.
+    pub(crate) is_second: bool,
+    pub(crate) turn: u8,
+}
+
+impl Newest {
+    /// The one that is written next.
+    pub(crate) fn next(self) -> Self {
+        Self {
+            is_second: !self.is_second,
+            turn: (self.turn + 1) % TURNS,
+        }
+    }
+}
 
 /// A page as it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +59,7 @@ pub(crate) enum Found {
     Whole {
         /// Records of the journal below this one are contained.
         sequence: u64,
+        turn: u8,
         entries: Vec<Entry>,
     },
 }
@@ -46,15 +73,24 @@ pub(crate) fn len_for(line_bits: u32) -> u64 {
     (WAYS_MAX as usize).div_ceil(per_sector(line_bits)) as u64 * SECTOR
 }
 
+/// When a page was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct When {
+    /// Records of the journal below this one are contained.
+    pub(crate) sequence: u64,
+    pub(crate) turn: u8,
+}
+
 /// Writes a page; `bytes` is as long as the shape says.
-pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, sequence: u64, entries: &[Entry], bytes: &mut [u8]) {
+pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, when: When, entries: &[Entry], bytes: &mut [u8]) {
     bytes.fill(0);
     let len = entry::len_for(shape.line_bits);
     let mut rest = entries.chunks(per_sector(shape.line_bits));
     for (index, sector) in bytes.chunks_exact_mut(SECTOR_LEN).enumerate() {
         sector[4..8].copy_from_slice(&set.to_le_bytes());
-        sector[8..16].copy_from_slice(&sequence.to_le_bytes());
+        sector[8..16].copy_from_slice(&when.sequence.to_le_bytes());
         sector[16..18].copy_from_slice(&(index as u16).to_le_bytes());
+        sector[20] = when.turn;
         let places = sector[HEADER_LEN..].chunks_exact_mut(len);
         for (place, entry) in places.zip(rest.next().unwrap_or_default()) {
             entry.encode(shape, place);
@@ -66,7 +102,7 @@ pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, sequence: u64, entries:
 
 /// Reads a page.
 pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found {
-    let (mut sequences, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
+    let (mut written, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
     let sectors = bytes.chunks_exact(SECTOR_LEN);
     let count = sectors.len();
     for (index, sector) in sectors.enumerate() {
@@ -80,7 +116,10 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
         if !is_whole {
             return Found::Damaged;
         }
-        sequences.push(u64::from(word(8)) | u64::from(word(12)) << 32);
+        written.push(When {
+            sequence: u64::from(word(8)) | u64::from(word(12)) << 32,
+            turn: sector[20] % TURNS,
+        });
         let places = sector[HEADER_LEN..].chunks_exact(entry::len_for(shape.line_bits));
         for place in places.take(per_sector(shape.line_bits)) {
             let Some(entry) = Entry::decode(shape, place) else {
@@ -89,12 +128,18 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
             entries.push(entry);
         }
     }
-    match sequences[..] {
+    match written[..] {
         [] => Found::Never,
         _ if never > 0 => Found::Torn,
-        [sequence, ..] if sequences.len() == count && sequences.iter().all(|other| *other == sequence) => {
+        [When { sequence, turn }, ref rest @ ..]
+            if written.len() == count && rest.iter().all(|other| *other == When { sequence, turn }) =>
+        {
             entries.resize(shape.ways as usize, Entry::default());
-            Found::Whole { sequence, entries }
+            Found::Whole {
+                sequence,
+                turn,
+                entries,
+            }
         }
         _ => Found::Torn,
     }
@@ -106,8 +151,8 @@ pub(crate) struct Believed {
     /// Records of the journal below this one are contained.
     sequence: u64,
     entries: Vec<Entry>,
-    /// It is the second of the two.
-    pub(crate) is_second: bool,
+    /// Which one it is.
+    pub(crate) newest: Newest,
     /// The other one is damaged.
     pub(crate) has_damage: bool,
 }
@@ -135,21 +180,46 @@ pub(crate) fn believed(shape: &Shape, seed: u32, set: u32, pair: &[u8], tail: u6
     // all that happened since.
     let suffices = |sequence: u64, other: &Found| *other != Found::Damaged || sequence >= tail;
     let never = || (0, vec![Entry::default(); shape.ways as usize]);
-    let ((sequence, entries), is_second) = match (first, second) {
-        (Found::Whole { sequence: earlier, .. }, Found::Whole { sequence, entries }) if sequence > earlier => {
-            ((sequence, entries), true)
+    let ((sequence, entries), is_second, turn) = match (first, second) {
+        (
+            Found::Whole {
+                sequence: of_first,
+                turn: before,
+                ..
+            },
+            Found::Whole {
+                sequence,
+                turn,
+                entries,
+            },
+        ) if sequence > of_first || (sequence == of_first && turn == (before + 1) % TURNS) => {
+            ((sequence, entries), true, turn)
         }
-        (Found::Whole { sequence, entries }, other) if suffices(sequence, &other) => ((sequence, entries), false),
-        (other, Found::Whole { sequence, entries }) if suffices(sequence, &other) => ((sequence, entries), true),
+        (
+            Found::Whole {
+                sequence,
+                turn,
+                entries,
+            },
+            other,
+        ) if suffices(sequence, &other) => ((sequence, entries), false, turn),
+        (
+            other,
+            Found::Whole {
+                sequence,
+                turn,
+                entries,
+            },
+        ) if suffices(sequence, &other) => ((sequence, entries), true, turn),
         // The very first one was being written, and is again: never both are torn.
-        (Found::Never | Found::Torn, Found::Never) => (never(), true),
-        (Found::Never, Found::Torn) => (never(), false),
+        (Found::Never | Found::Torn, Found::Never) => (never(), true, 0),
+        (Found::Never, Found::Torn) => (never(), false, 0),
         _ => return None,
     };
     Some(Believed {
         sequence,
         entries,
-        is_second,
+        newest: Newest { is_second, turn },
         has_damage,
     })
 }
@@ -170,7 +240,8 @@ mod tests {
             })
             .collect();
         let mut bytes = vec![0; shape.page_len as usize];
-        encode(shape, SEED, 5, sequence, &entries, &mut bytes);
+        let turn = (sequence % 4) as u8;
+        encode(shape, SEED, 5, When { sequence, turn }, &entries, &mut bytes);
         (entries, bytes)
     }
 
@@ -179,7 +250,11 @@ mod tests {
         for line_bits in 12..=16 {
             let shape = Shape::for_size(ByteLen::mib(64), line_bits, 512).expect("large enough");
             let (entries, old) = page(&shape, 7);
-            let whole = Found::Whole { sequence: 7, entries };
+            let whole = Found::Whole {
+                sequence: 7,
+                turn: 3,
+                entries,
+            };
             assert_eq!(decode(&shape, SEED, 5, &old), whole);
             assert_eq!(decode(&shape, SEED, 4, &old), Found::Damaged, "another set's");
             assert_eq!(decode(&shape, SEED, 5, &vec![0; old.len()]), Found::Never);
@@ -194,6 +269,42 @@ mod tests {
                 let mut damaged = old.clone();
                 damaged[at] ^= 1 << (at % 8);
                 assert_eq!(decode(&shape, SEED, 5, &damaged), Found::Damaged, "byte {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn of_two_pages_as_of_the_same_sector_the_one_written_later_is_believed() {
+        let shape = Shape::for_size(ByteLen::mib(64), 12, 512).expect("large enough");
+        let page = |sequence, turn, valid| {
+            let entries = vec![
+                Entry {
+                    tag: 1,
+                    valid,
+                    ..Entry::default()
+                };
+                shape.ways as usize
+            ];
+            let mut bytes = vec![0; shape.page_len as usize];
+            encode(&shape, SEED, 5, When { sequence, turn }, &entries, &mut bytes);
+            bytes
+        };
+        let mut newest = Newest::default();
+        let mut pages = [page(9, 0, 1), vec![0; shape.page_len as usize]];
+        for round in 0..12 {
+            newest = newest.next();
+            let valid = 2 + round;
+            let new = page(9 + u64::from(round > 8), newest.turn, valid);
+            let old = std::mem::replace(&mut pages[usize::from(newest.is_second)], new.clone());
+            let found = believed(&shape, SEED, 5, &pages.concat(), 0).expect("whole");
+            assert_eq!((found.newest, found.entries[0].valid), (newest, valid));
+            if round > 0 {
+                // Its writing was cut off.
+                let torn = [&new[..SECTOR_LEN], &old[SECTOR_LEN..]].concat();
+                let mut pages = pages.clone();
+                pages[usize::from(newest.is_second)] = torn;
+                let found = believed(&shape, SEED, 5, &pages.concat(), 0).expect("whole");
+                assert_eq!(found.entries[0].valid, valid - 1);
             }
         }
     }

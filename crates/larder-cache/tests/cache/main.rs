@@ -6,4 +6,5 @@ mod discards;
 mod failed_device;
 mod handed_over;
 mod hanging;
+mod kills;
 mod warm;
