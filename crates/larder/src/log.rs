@@ -1,10 +1,15 @@
 //! What is logged: `LARDER_LOG`.
 
 use std::ffi::OsStr;
+use std::fmt::{self, Debug};
 use std::io::{self, IsTerminal, Write};
 
+use larder_block::printable;
+use tracing::field::Field;
 use tracing::{Level, Metadata};
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 const VARIABLE: &str = "LARDER_LOG";
@@ -16,6 +21,7 @@ const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync> {
     let messages = tracing_subscriber::fmt::layer()
         .with_target(false)
+        .fmt_fields(debug_fn(write_field).delimited(" "))
         // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
         .log_internal_errors(false);
     match is_journal() {
@@ -28,6 +34,17 @@ pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync>
             let messages = messages.with_ansi(has_colours).with_writer(io::stderr);
             messages.with_filter(filter).boxed()
         }
+    }
+}
+
+/// Writes one field of a message, on one line: names of files, of images and of clients are in them, and are not to look like
+/// other lines, or to be commands to a terminal.
+fn write_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt::Result {
+    let text = printable(&format!("{value:?}"));
+    match field.name() {
+        "message" => writer.write_str(&text),
+        name if text.contains(' ') && !text.starts_with('"') => write!(writer, "{name}=\"{text}\""),
+        name => write!(writer, "{name}={text}"),
     }
 }
 

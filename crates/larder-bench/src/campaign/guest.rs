@@ -198,6 +198,8 @@ pub struct Monitor {
     stream: UnixStream,
     reader: BufReader<UnixStream>,
     events: Vec<String>,
+    /// Answers to come that nobody waits for.
+    begun: usize,
 }
 
 impl Monitor {
@@ -220,6 +222,7 @@ impl Monitor {
             reader: BufReader::new(stream.try_clone()?),
             stream,
             events: Vec::new(),
+            begun: 0,
         };
         this.line()?;
         this.run("qmp_capabilities", "{}")?;
@@ -247,20 +250,34 @@ impl Monitor {
     /// # Errors
     /// QEMU refuses it.
     pub fn run(&mut self, command: &str, arguments: &str) -> anyhow::Result<String> {
-        writeln!(
-            self.stream,
-            "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}"
-        )?;
+        self.begin(command, arguments)?;
         loop {
             let line = self.line()?;
-            if line.starts_with("{\"return\"") {
-                return Ok(line);
+            if !is_answer(&line) {
+                self.events.push(line);
+                continue;
+            }
+            self.begun -= 1;
+            if self.begun > 0 {
+                continue;
             }
             if line.starts_with("{\"error\"") {
                 bail!("QEMU refuses {command}: {line}");
             }
-            self.events.push(line);
+            return Ok(line);
         }
+    }
+
+    /// The same, without waiting for its answer, which may come when something else has happened.
+    ///
+    /// # Errors
+    /// QEMU has ended.
+    pub fn begin(&mut self, command: &str, arguments: &str) -> anyhow::Result<()> {
+        self.begun += 1;
+        Ok(writeln!(
+            self.stream,
+            "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}"
+        )?)
     }
 
     /// The events, in JSON, that came while commands were run.
@@ -275,9 +292,14 @@ impl Monitor {
     pub fn wait_for_event(&mut self, name: &str) -> anyhow::Result<String> {
         loop {
             let line = self.line()?;
+            self.begun -= usize::from(self.begun > 0 && is_answer(&line));
             if line.contains("\"event\"") && line.contains(name) {
                 return Ok(line);
             }
         }
     }
+}
+
+fn is_answer(line: &str) -> bool {
+    line.starts_with("{\"return\"") || line.starts_with("{\"error\"")
 }

@@ -116,6 +116,10 @@ pub enum CacheError {
         "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
     )]
     Away { file: ImageAddress },
+    #[error(
+        "{file}: it is an older copy of the disk's cache, which was not closed when it was used last, and may have data then that was never written to the disk: serve the disk with that one, as {newer} was; or give that data up with `larder disk cache drop --lose-dirty {newer}`"
+    )]
+    Older { file: String, newer: String },
     #[error("{file}, a cache of it, is used by its server, and has data that it has not: read it from that server")]
     Served { file: ImageAddress },
     #[error("{file}: another server uses it, or a command")]
@@ -539,6 +543,13 @@ async fn open_on(
         .chain([&note])
         .collect();
     leave_out_others(on, disk, &used, &replaced::old_of(&note)).await?;
+    if superblock.clean
+        && !wish.force
+        && let Some(newer) = note.newer_than(superblock)
+    {
+        let file = wish.file.to_string();
+        return Err(CacheError::Older { file, newer });
+    }
     let says = match superblock.clean {
         true => Says::Believe,
         false => match note.says(superblock, &disk.files) {

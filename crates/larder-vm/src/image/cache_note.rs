@@ -98,6 +98,14 @@ impl Note {
         }
     }
 
+    /// Where the cache is, of which that with this superblock, which was closed, is an older copy: it was not closed, and may
+    /// have data that the disk has not.
+    pub(super) fn newer_than(&self, superblock: &Superblock) -> Option<String> {
+        let is_newer = |noted: &Noted| noted.sessions.iter().all(|session| superblock.session < *session);
+        let newer = self.read().filter(|noted| noted.is_dirty && is_newer(noted))?;
+        Some(String::from_utf8_lossy(&newer.cache).into_owned())
+    }
+
     /// What it says of a closed cache, which was copied, is so of the copy, too.
     ///
     /// # Errors

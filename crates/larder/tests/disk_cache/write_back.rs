@@ -93,6 +93,36 @@ fn what_was_written_is_there_after_a_kill() {
 }
 
 #[test]
+fn an_older_copy_of_a_cache_that_has_newer_data_is_refused() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&["write -P 8 1M 64k"]);
+    served.stop();
+    let older = place.path("older");
+    fs::copy(&cache, &older).expect("copied");
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&WRITES);
+    served.kill();
+    let newer = format!("`larder disk cache drop --lose-dirty {}`", text(&cache));
+    let is_refused = |given: &Path| place.refused(&image, text(given), &[], &["older copy", &newer]);
+    is_refused(&older);
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&READS);
+    served.kill();
+    // In its place it is no better.
+    fs::rename(&cache, place.path("newer")).expect("moved");
+    fs::copy(&older, &cache).expect("copied");
+    is_refused(&cache);
+    // Given up, as it says.
+    cache_command(&place, &["drop", "--lose-dirty", text(&cache)]);
+    let served = place.serve(&image, &older, &[]);
+    served.io(&["read -P 8 1M 64k", "read -P 7 5M 4k"]);
+    served.stop();
+    qemu_io("raw", text(&image), &["read -P 8 1M 64k"]);
+}
+
+#[test]
 fn a_cache_that_is_deleted_under_its_server_is_told_of_as_one_and_nothing_need_be_lost() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));

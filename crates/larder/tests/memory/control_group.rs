@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::support::{LIMIT, need_root};
 
@@ -82,15 +82,19 @@ impl ControlGroup {
             (false, true) => ("freezer.state", "FROZEN"),
             (false, false) => ("freezer.state", "THAWED"),
         };
-        self.write(file, text);
         let is_done = || match self.is_unified {
             true => self.read("cgroup.events").contains(&format!("frozen {text}")),
             false => self.read(file).trim() == text,
         };
         let give_up = Instant::now() + LIMIT;
-        while !is_done() {
+        loop {
+            // The first freezer misses a process that was just being stopped, unless it is told again.
+            self.write(file, text);
+            if is_done() {
+                return;
+            }
             assert!(Instant::now() < give_up, "it is not {text}");
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 }

@@ -77,7 +77,8 @@ impl Way {
         if stage == Stage::Sent {
             way.relay.hold_at(way.relay.carried());
             let go_on = json!({"state": "pre-switchover"});
-            source.ask("migrate-continue", &go_on).expect("it goes on");
+            // It may answer only once the rest has been sent.
+            source.begin("migrate-continue", &go_on).expect("it goes on");
             way.relay.wait_until_held(LIMIT).expect("it sends the rest");
         }
         way

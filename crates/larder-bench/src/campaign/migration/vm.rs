@@ -373,6 +373,14 @@ impl Vm {
         Ok(answer["return"].take())
     }
 
+    /// Gives a command whose answer QEMU may owe until something else has happened.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn begin(&mut self, command: &str, arguments: &Value) -> anyhow::Result<()> {
+        self.monitor.begin(command, &arguments.to_string())
+    }
+
     /// Prepares it, as source or destination.
     ///
     /// # Errors
