@@ -8,7 +8,7 @@ use larder_bench::campaign::memory::Pager;
 use larder_bench::campaign::memory_kills::{self, Kills};
 
 use crate::holder::{Holder, NONE, readable};
-use crate::support::{larder, on_disk, on_tmpfs, run};
+use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 use crate::{BUDGET, Fixture, MIB, verifier_command};
 
 /// Where the key is in the state (docs/memory.md).
@@ -111,7 +111,7 @@ fn who_was_not_encrypted_stays_so_until_it_is_attached_to_again() {
     let attach = holder.attach(folder.path(), &[&disks[..], &["--encrypt", "on"]].concat());
     let mut pager = attach.start().expect("it takes the place");
     let told = "what goes to the disks is not encrypted, as the pager before had it";
-    assert!(pager.process.output().contains(told), "{}", pager.process.output());
+    pager.process.wait_for(told, LIMIT).expect("it is logged");
     assert!(!pager.state().expect("answers").disks[0].encrypted);
     assert_eq!(holder.check(), NONE);
     pager.detach().expect("lets go");
@@ -145,7 +145,8 @@ fn pages_whose_key_is_damaged_are_lost_and_never_wrong() {
     assert!(lost.len() > 2000 && lost.len() < 11_000, "{} pages", lost.len());
     let told = pager.state().expect("answers").lost_pages;
     assert_eq!(told, lost.len() as u64);
-    assert!(pager.process.output().contains(" is lost, its stored copy is damaged"));
+    let logged = pager.process.wait_for(" is lost, its stored copy is damaged", LIMIT);
+    logged.expect("it is logged");
     pager.detach().expect("lets go");
 }
 

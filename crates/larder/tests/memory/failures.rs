@@ -134,7 +134,8 @@ fn reads_that_fail_now_and_then_are_made_again_and_nothing_is_lost() {
     for _ in 0..2 {
         assert_eq!(holder.check(), NONE);
     }
-    assert!(pager.process.output().contains(": it is tried again"));
+    let logged = pager.process.wait_for(": it is tried again", LIMIT);
+    logged.expect("it is logged");
     std::fs::remove_file(&switch).expect("was there");
     assert_eq!(pager.state().expect("answers").lost_pages, 0);
     pager.detach().expect("lets go");
@@ -247,7 +248,7 @@ fn a_server_that_is_away_is_waited_for_and_told_and_nothing_is_lost() {
         "{said}"
     );
     let said = " cannot be reached: whoever wants a page that is there waits until it can";
-    assert!(pager.process.output().contains(said), "{}", pager.process.output());
+    pager.process.wait_for(said, LIMIT).expect("it is logged");
     // As often as it would take for a disk to be given up that fails.
     let failed = "cannot reconnect";
     pager.process.wait_for(failed, LIMIT).expect("it is tried again");

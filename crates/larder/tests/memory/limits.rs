@@ -2,6 +2,7 @@
 
 use larder_vm::control::memory::MemoryProblem;
 
+use crate::support::LIMIT;
 use crate::{BUDGET, Fixture, MIB};
 
 #[test]
@@ -87,7 +88,7 @@ fn a_budget_that_cannot_be_kept_because_nothing_can_be_compressed_is_told() {
     let state = is_told.expect("a problem");
     assert!(state.used > state.budget, "{state:#?}");
     let told = "what is in memory cannot be compressed, and there is no swap cache";
-    assert!(pager.process.output().contains(told), "{}", pager.process.output());
+    pager.process.wait_for(told, LIMIT).expect("it is logged");
     let (_, said) = fixture.ask("status");
     assert!(said.contains(told), "{said}");
     fixture.works();
@@ -134,7 +135,7 @@ fn a_budget_that_cannot_be_kept_for_want_of_room_is_told_and_nothing_is_lost() {
         "{state:#?}"
     );
     let told = "there is no room left for evicted pages";
-    assert!(pager.process.output().contains(told), "{}", pager.process.output());
+    pager.process.wait_for(told, LIMIT).expect("it is logged");
     fixture.works();
     pager.detach().expect("lets go");
     fixture.works();
