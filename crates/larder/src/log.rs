@@ -43,7 +43,6 @@ fn write_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt
     let text = printable(&format!("{value:?}"));
     match field.name() {
         "message" => writer.write_str(&text),
-        name if text.contains(' ') && !text.starts_with('"') => write!(writer, "{name}=\"{text}\""),
         name => write!(writer, "{name}={text}"),
     }
 }

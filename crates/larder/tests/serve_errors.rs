@@ -279,6 +279,19 @@ fn wrong_options_are_refused_with_what_is_right() {
 }
 
 #[test]
+fn names_in_the_log_are_neither_other_lines_nor_commands_to_a_terminal() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let named = folder.path().join("a\n<2>forged \u{1b}[31m.raw");
+    fs::rename(image(folder.path(), MIB), &named).expect("renamed");
+    let server = serve(&named, sockets.path(), &[]);
+    let line = server.process.wait_for("serving", LIMIT).expect("says so");
+    assert!(line.contains(r"a\u000a<2>forged \u001b[31m.raw"), "{line}");
+    let said = server.process.output();
+    assert!(!said.contains('\u{1b}') && !said.contains("\n<2>forged"), "{said:?}");
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+#[test]
 fn a_disk_that_is_served_says_where_in_words_to_paste() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
