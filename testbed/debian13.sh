@@ -5,7 +5,7 @@
 #   testbed/debian13.sh qemu-img bench -c 100000 -d 8 -t none -n \
 #     --image-opts driver=virtio-blk-vhost-user,path=/tmp/x.sock,cache.direct=on
 #
-# The host's /dev (with /dev/shm), /proc, /sys, /tmp and the project's directory
+# The host's /dev (with /dev/shm), /proc, /sys, /tmp, /run and the project's directory
 # are there at their own paths. The mounts live in a mount namespace of the
 # command's own and end with it. The process started is the command itself (same
 # PID, when run as root), so a signal sent to it arrives. Needs root, or sudo.
@@ -25,7 +25,7 @@ fi
 exec unshare --mount --propagation private -- bash -euc '
   root=$1 project=$2 dir=$3
   shift 3
-  for path in /dev /proc /sys /tmp; do mount --rbind "$path" "$root$path"; done
+  for path in /dev /proc /sys /tmp /run; do mount --rbind "$path" "$root$path"; done
   mkdir -p "$root$project"
   mount --rbind "$project" "$root$project"
   exec chroot "$root" /bin/sh -c '\''cd "$1" 2>/dev/null || cd /; shift; exec "$@"'\'' sh "$dir" "$@"
