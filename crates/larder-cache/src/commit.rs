@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::entry::Entry;
 use crate::journal::{self, Position, Record};
-use crate::page::{self, When};
+use crate::page::{self, Version};
 use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use larder_block::signal::Signal;
 
@@ -456,11 +456,11 @@ impl Cache {
             let growing = self.commits.growing();
             let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
             let newest = index.newest_page(set).next();
-            let when = When {
+            let version = Version {
                 sequence: loose.map_or(growing, |loose| loose.min(growing)),
                 turn: newest.turn,
             };
-            page::encode(&self.shape, self.seed, set, when, &entries, &mut bytes);
+            page::encode(&self.shape, self.seed, set, version, &entries, &mut bytes);
             newest
         };
         let at = self.shape.page_at(set, newest.is_second);

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::entry::{self, Entry};
 use crate::offline::{Damage, Lines, entries_of_all};
 use crate::open::{CreateOptions, OpenError, create, read_superblock, write_superblock};
-use crate::page::{self, When};
+use crate::page::{self, Version};
 use crate::shape::{Shape, Slot};
 use crate::superblock::Superblock;
 
@@ -167,12 +167,12 @@ async fn write_pages(to: &Rc<dyn BlockDevice>, superblock: &Superblock, places: 
     let shape = superblock.shape;
     let mut bytes = AlignedBuf::zeroed(shape.page_len as usize);
     for set in 0..shape.sets {
-        let when = When { sequence: 1, turn: 0 };
+        let version = Version { sequence: 1, turn: 0 };
         page::encode(
             &shape,
             superblock.seed(),
             set,
-            when,
+            version,
             &places.entries_of(set),
             &mut bytes,
         );

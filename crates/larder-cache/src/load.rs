@@ -13,7 +13,7 @@ use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation,
 
 use crate::entry::Entry;
 use crate::journal::Records;
-use crate::page::{self, Believed, Newest, When};
+use crate::page::{self, Believed, Newest, Version};
 use crate::shape::{Line, Sectors, Slot};
 use crate::{Cache, Detached, EIO};
 
@@ -188,11 +188,11 @@ impl Cache {
             None => {
                 // What the journal says of the set is no more believed than its pages.
                 let empty = vec![Entry::default(); self.shape.ways as usize];
-                let when = When {
+                let version = Version {
                     sequence: self.commits.growing(),
                     turn: 0,
                 };
-                page::encode(&self.shape, self.seed, set, when, &empty, &mut bytes);
+                page::encode(&self.shape, self.seed, set, version, &empty, &mut bytes);
                 false..=true
             }
         };

@@ -4,8 +4,8 @@
 //! sector stands for itself: a page whose writing was cut off has whole sectors that do not fit together, and only one
 //! that is damaged has others.
 //!
-//! Both pages may be as of the same place in the journal, since a sector of it is written again with more records: the turn
-//! tells which one is newer.
+//! Both pages may be as of the same place in the journal, since a sector of it is written again with more records: by the
+//! turn the newer one is known.
 //!
 //! ```text
 //! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
@@ -25,13 +25,33 @@ use crate::shape::{SECTOR, Shape, WAYS_MAX};
 const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 24;
 
-/// How many turns there are.
+/// The number of turns.
 pub(crate) const TURNS: u8 = 4;
 
-/// Which of a set's two pages is the newer one.
+/// The turn of the page that is written next.
+fn turn_after(turn: u8) -> u8 {
+    (turn + 1) % TURNS
+}
+
+/// The version of a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Version {
+    /// Records of the journal below this one are contained.
+    pub(crate) sequence: u64,
+    pub(crate) turn: u8,
+}
+
+impl Version {
+    /// Returns whether a set's page of this version is newer than its other page.
+    fn is_newer_than(self, other: Self) -> bool {
+        self.sequence > other.sequence || (self.sequence == other.sequence && self.turn == turn_after(other.turn))
+    }
+}
+
+/// The newer one of a set's two pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Newest {
-    /// The second.
+    /// It is the second of the two.
     pub(crate) is_second: bool,
     pub(crate) turn: u8,
 }
@@ -41,7 +61,7 @@ impl Newest {
     pub(crate) fn next(self) -> Self {
         Self {
             is_second: !self.is_second,
-            turn: (self.turn + 1) % TURNS,
+            turn: turn_after(self.turn),
         }
     }
 }
@@ -56,12 +76,7 @@ pub(crate) enum Found {
     /// It is not what was written.
     Damaged,
     /// All is well.
-    Whole {
-        /// Records of the journal below this one are contained.
-        sequence: u64,
-        turn: u8,
-        entries: Vec<Entry>,
-    },
+    Whole { version: Version, entries: Vec<Entry> },
 }
 
 fn per_sector(line_bits: u32) -> usize {
@@ -73,24 +88,16 @@ pub(crate) fn len_for(line_bits: u32) -> u64 {
     (WAYS_MAX as usize).div_ceil(per_sector(line_bits)) as u64 * SECTOR
 }
 
-/// When a page was written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct When {
-    /// Records of the journal below this one are contained.
-    pub(crate) sequence: u64,
-    pub(crate) turn: u8,
-}
-
 /// Writes a page; `bytes` is as long as the shape says.
-pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, when: When, entries: &[Entry], bytes: &mut [u8]) {
+pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, version: Version, entries: &[Entry], bytes: &mut [u8]) {
     bytes.fill(0);
     let len = entry::len_for(shape.line_bits);
     let mut rest = entries.chunks(per_sector(shape.line_bits));
     for (index, sector) in bytes.chunks_exact_mut(SECTOR_LEN).enumerate() {
         sector[4..8].copy_from_slice(&set.to_le_bytes());
-        sector[8..16].copy_from_slice(&when.sequence.to_le_bytes());
+        sector[8..16].copy_from_slice(&version.sequence.to_le_bytes());
         sector[16..18].copy_from_slice(&(index as u16).to_le_bytes());
-        sector[20] = when.turn;
+        sector[20] = version.turn;
         let places = sector[HEADER_LEN..].chunks_exact_mut(len);
         for (place, entry) in places.zip(rest.next().unwrap_or_default()) {
             entry.encode(shape, place);
@@ -102,7 +109,7 @@ pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, when: When, entries: &[
 
 /// Reads a page.
 pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found {
-    let (mut written, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
+    let (mut versions, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
     let sectors = bytes.chunks_exact(SECTOR_LEN);
     let count = sectors.len();
     for (index, sector) in sectors.enumerate() {
@@ -116,7 +123,7 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
         if !is_whole {
             return Found::Damaged;
         }
-        written.push(When {
+        versions.push(Version {
             sequence: u64::from(word(8)) | u64::from(word(12)) << 32,
             turn: sector[20] % TURNS,
         });
@@ -128,18 +135,12 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
             entries.push(entry);
         }
     }
-    match written[..] {
+    match versions[..] {
         [] => Found::Never,
         _ if never > 0 => Found::Torn,
-        [When { sequence, turn }, ref rest @ ..]
-            if written.len() == count && rest.iter().all(|other| *other == When { sequence, turn }) =>
-        {
+        [version, ..] if versions.len() == count && versions.iter().all(|other| *other == version) => {
             entries.resize(shape.ways as usize, Entry::default());
-            Found::Whole {
-                sequence,
-                turn,
-                entries,
-            }
+            Found::Whole { version, entries }
         }
         _ => Found::Torn,
     }
@@ -151,7 +152,7 @@ pub(crate) struct Believed {
     /// Records of the journal below this one are contained.
     sequence: u64,
     entries: Vec<Entry>,
-    /// Which one it is.
+    /// Its place and its turn.
     pub(crate) newest: Newest,
     /// The other one is damaged.
     pub(crate) has_damage: bool,
@@ -178,44 +179,20 @@ pub(crate) fn believed(shape: &Shape, seed: u32, set: u32, pair: &[u8], tail: u6
     let has_damage = first == Found::Damaged || second == Found::Damaged;
     // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the journal has
     // all that happened since.
-    let suffices = |sequence: u64, other: &Found| *other != Found::Damaged || sequence >= tail;
-    let never = || (0, vec![Entry::default(); shape.ways as usize]);
-    let ((sequence, entries), is_second, turn) = match (first, second) {
-        (
-            Found::Whole {
-                sequence: of_first,
-                turn: before,
-                ..
-            },
-            Found::Whole {
-                sequence,
-                turn,
-                entries,
-            },
-        ) if sequence > of_first || (sequence == of_first && turn == (before + 1) % TURNS) => {
-            ((sequence, entries), true, turn)
+    let suffices = |version: Version, other: &Found| *other != Found::Damaged || version.sequence >= tail;
+    let never = || (Version::default(), vec![Entry::default(); shape.ways as usize]);
+    let ((version, entries), is_second) = match (first, second) {
+        (Found::Whole { version: other, .. }, Found::Whole { version, entries }) if version.is_newer_than(other) => {
+            ((version, entries), true)
         }
-        (
-            Found::Whole {
-                sequence,
-                turn,
-                entries,
-            },
-            other,
-        ) if suffices(sequence, &other) => ((sequence, entries), false, turn),
-        (
-            other,
-            Found::Whole {
-                sequence,
-                turn,
-                entries,
-            },
-        ) if suffices(sequence, &other) => ((sequence, entries), true, turn),
+        (Found::Whole { version, entries }, other) if suffices(version, &other) => ((version, entries), false),
+        (other, Found::Whole { version, entries }) if suffices(version, &other) => ((version, entries), true),
         // The very first one was being written, and is again: never both are torn.
-        (Found::Never | Found::Torn, Found::Never) => (never(), true, 0),
-        (Found::Never, Found::Torn) => (never(), false, 0),
+        (Found::Never | Found::Torn, Found::Never) => (never(), true),
+        (Found::Never, Found::Torn) => (never(), false),
         _ => return None,
     };
+    let Version { sequence, turn } = version;
     Some(Believed {
         sequence,
         entries,
@@ -241,7 +218,7 @@ mod tests {
             .collect();
         let mut bytes = vec![0; shape.page_len as usize];
         let turn = (sequence % 4) as u8;
-        encode(shape, SEED, 5, When { sequence, turn }, &entries, &mut bytes);
+        encode(shape, SEED, 5, Version { sequence, turn }, &entries, &mut bytes);
         (entries, bytes)
     }
 
@@ -250,11 +227,8 @@ mod tests {
         for line_bits in 12..=16 {
             let shape = Shape::for_size(ByteLen::mib(64), line_bits, 512).expect("large enough");
             let (entries, old) = page(&shape, 7);
-            let whole = Found::Whole {
-                sequence: 7,
-                turn: 3,
-                entries,
-            };
+            let version = Version { sequence: 7, turn: 3 };
+            let whole = Found::Whole { version, entries };
             assert_eq!(decode(&shape, SEED, 5, &old), whole);
             assert_eq!(decode(&shape, SEED, 4, &old), Found::Damaged, "another set's");
             assert_eq!(decode(&shape, SEED, 5, &vec![0; old.len()]), Found::Never);
@@ -286,7 +260,7 @@ mod tests {
                 shape.ways as usize
             ];
             let mut bytes = vec![0; shape.page_len as usize];
-            encode(&shape, SEED, 5, When { sequence, turn }, &entries, &mut bytes);
+            encode(&shape, SEED, 5, Version { sequence, turn }, &entries, &mut bytes);
             bytes
         };
         let mut newest = Newest::default();
