@@ -198,8 +198,8 @@ pub struct Monitor {
     stream: UnixStream,
     reader: BufReader<UnixStream>,
     events: Vec<String>,
-    /// Answers to come that nobody waits for.
-    begun: usize,
+    /// Commands that QEMU has not answered.
+    unanswered: usize,
 }
 
 impl Monitor {
@@ -222,7 +222,7 @@ impl Monitor {
             reader: BufReader::new(stream.try_clone()?),
             stream,
             events: Vec::new(),
-            begun: 0,
+            unanswered: 0,
         };
         this.line()?;
         this.run("qmp_capabilities", "{}")?;
@@ -257,8 +257,8 @@ impl Monitor {
                 self.events.push(line);
                 continue;
             }
-            self.begun -= 1;
-            if self.begun > 0 {
+            self.unanswered -= 1;
+            if self.unanswered > 0 {
                 continue;
             }
             if line.starts_with("{\"error\"") {
@@ -273,7 +273,7 @@ impl Monitor {
     /// # Errors
     /// QEMU has ended.
     pub fn begin(&mut self, command: &str, arguments: &str) -> anyhow::Result<()> {
-        self.begun += 1;
+        self.unanswered += 1;
         Ok(writeln!(
             self.stream,
             "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}"
@@ -292,7 +292,7 @@ impl Monitor {
     pub fn wait_for_event(&mut self, name: &str) -> anyhow::Result<String> {
         loop {
             let line = self.line()?;
-            self.begun -= usize::from(self.begun > 0 && is_answer(&line));
+            self.unanswered -= usize::from(self.unanswered > 0 && is_answer(&line));
             if line.contains("\"event\"") && line.contains(name) {
                 return Ok(line);
             }

@@ -1,5 +1,5 @@
-//! What was written at one go, by many at once, is there after a kill: over a journal so short that its beginning is given up
-//! all the time.
+//! Many writers change the disk at once, the process is killed, and the next one reads what they wrote. The journal is short,
+//! so that its beginning is given up all the time.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -27,7 +26,7 @@ use super::{
 };
 use crate::disk::CacheWork;
 use crate::image::absolute;
-use crate::vm::{Moved, VmMove};
+use crate::vm::{Moved, VmMove, find};
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -325,7 +324,7 @@ async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
             io::ErrorKind::PermissionDenied => FetchError::Permission { path },
             // So many wait to be let in that there is no room for one more.
             io::ErrorKind::WouldBlock => FetchError::Busy { path },
-            io::ErrorKind::ConnectionRefused => match path.metadata().is_ok_and(|it| it.file_type().is_socket()) {
+            io::ErrorKind::ConnectionRefused => match find::is_socket(&path) {
                 true => FetchError::Dead { path },
                 false => FetchError::NotASocket { path },
             },

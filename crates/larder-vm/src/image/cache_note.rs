@@ -98,7 +98,7 @@ impl Note {
         }
     }
 
-    /// Where the cache is, of which that with this superblock, which was closed, is an older copy: it was not closed, and may
+    /// Returns where the cache is if the closed one with this superblock is an older copy of it, and the cache itself may
     /// have data that the disk has not.
     pub(super) fn newer_than(&self, superblock: &Superblock) -> Option<String> {
         let is_newer = |noted: &Noted| noted.sessions.iter().all(|session| superblock.session < *session);

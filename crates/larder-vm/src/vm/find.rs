@@ -115,6 +115,11 @@ pub fn moved_of(path: &Path) -> Option<(String, Direction)> {
     })
 }
 
+/// Returns whether a socket is at `path`, or where that leads.
+pub fn is_socket(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
+}
+
 /// The sockets of the processes that move VMs now, or did until they were killed.
 pub fn moves() -> Vec<(String, Direction, PathBuf)> {
     let entries = moves_folders()
@@ -122,7 +127,7 @@ pub fn moves() -> Vec<(String, Direction, PathBuf)> {
         .filter_map(|folder| std::fs::read_dir(folder).ok());
     let paths = entries.flatten().flatten().map(|entry| entry.path());
     let mut all: Vec<_> = paths
-        .filter(|path| std::fs::metadata(path).is_ok_and(|it| it.file_type().is_socket()))
+        .filter(|path| is_socket(path))
         .filter_map(|path| moved_of(&path).map(|(vm, way)| (vm, way, path)))
         .collect();
     all.sort();
@@ -154,7 +159,6 @@ pub const OF_MEMORY: &str = "-memory";
 /// The processes that manage the memory of a VM each, by the VM's name: the sockets `NAME.sock` in their own folders, and
 /// `NAME-memory.sock` among those of the VMs. A socket of a disk, as the files of `vms` or these paths say, is none.
 pub fn memories(of_disks: &[PathBuf]) -> Vec<Found> {
-    let is_socket = |path: &Path| std::fs::metadata(path).is_ok_and(|it| it.file_type().is_socket());
     let sockets = |folder: &Path| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let paths = entries.map(|entry| entry.path());

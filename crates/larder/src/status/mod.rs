@@ -5,7 +5,6 @@ mod detail;
 pub(crate) mod rates;
 
 use std::ffi::OsString;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -138,16 +137,12 @@ pub(crate) fn not_served(name: &str, control: &Path) -> String {
             Err(error) => format!("{why}; its file is wrong: {error}"),
             Ok(_) => format!("{why}; {}, and {others}", server_of(name)),
         },
-        None if is_socket(Path::new(name)) => {
+        None if find::is_socket(Path::new(name)) => {
             format!("{why}; for the socket of that name in this folder give ./{name}")
         }
         None if is_of_host(name) => format!("{why}; what the host serves root can ask: sudo larder status {name}"),
         None => format!("{why}; it has no file in {} either; {others}", folder().display()),
     }
-}
-
-fn is_socket(path: &Path) -> bool {
-    path.metadata().is_ok_and(|found| found.file_type().is_socket())
 }
 
 /// What serves a VM of this user, for him to type.

@@ -88,7 +88,7 @@ impl ControlGroup {
         };
         let give_up = Instant::now() + LIMIT;
         loop {
-            // The first freezer misses a process that was just being stopped, unless it is told again.
+            // The freezer of version 1 misses a process that is being stopped, unless this is written again.
             self.write(file, text);
             if is_done() {
                 return;
