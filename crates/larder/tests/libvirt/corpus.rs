@@ -19,6 +19,8 @@ truncate -s 16M 'data & more.raw' fixed.raw shared.raw s.raw install.iso
 qemu-img create -q -f vmdk other.vmdk 16M
 "#;
 
+const MACHINE: &str = "pc-q35-";
+
 /// The names of the corpus' domains are those of its files.
 const CORPUS: [(&str, &str, &[&str]); 4] = [
     (
@@ -37,6 +39,16 @@ fn host() -> Host {
     host
 }
 
+/// The same text whatever version of QEMU a machine type names: libvirt writes the host's newest for `q35`.
+fn without_version(text: &str) -> String {
+    let (before, rest) = match text.split_once(MACHINE) {
+        Some(parts) => parts,
+        None => return text.to_owned(),
+    };
+    let rest = rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
+    format!("{before}{MACHINE}VERSION{}", without_version(rest))
+}
+
 fn corpus(file: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/libvirt/corpus")
@@ -52,7 +64,7 @@ fn domains_are_attached_as_expected_and_detached_without_a_trace() {
         host.define(&host.xml(name));
         let before = host.xml(name);
         let attach = [&["libvirt", "attach", name], options].concat();
-        let said = host.larder(&attach);
+        let said = without_version(&host.larder(&attach));
         let expected = corpus(&format!("{file}.txt"));
         if std::env::var_os("LARDER_EXPECTED").is_some_and(|what| what == "write") {
             fs::write(&expected, said.clone() + "\n").expect("writes");
