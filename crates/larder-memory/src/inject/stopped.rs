@@ -15,6 +15,10 @@ use super::tracee::{Resume, Stop, Tracee};
 /// How much memory of the process a [`StoppedThread`] offers for what calls point to.
 pub const SCRATCH_BYTES: usize = 2048;
 
+/// How long a thread is waited for at least that is to go on: it leaves the call that it is in as soon as it gets a processor,
+/// unless the kernel lets nothing interrupt that call. One that was left in a call which waits would wait for good.
+const BRING_BACK_LIMIT: Duration = Duration::from_secs(30);
+
 /// Of all signals but SIGKILL and SIGSTOP, which the kernel leaves out.
 const ALL_SIGNALS: u64 = u64::MAX;
 
@@ -374,7 +378,7 @@ impl StoppedThread {
         if from != Place::Calling {
             self.tracee.resume(Resume::Freely, 0)?;
         }
-        match first_stop(&self.tracee, Instant::now() + self.limit)? {
+        match first_stop(&self.tracee, Instant::now() + self.limit.max(BRING_BACK_LIMIT))? {
             Stop::Event => Ok(()),
             Stop::Ended => Err(InjectError::Gone { pid }),
             // The thread goes on by itself, as this one of ours ends.
