@@ -56,7 +56,7 @@ def qemu(children, space, name, words):
     others = WORK / f"demo-{name}.qmp2"
     others.unlink(missing_ok=True)
     command = [
-        "ip", "netns", "exec", space, "qemu-system-x86_64", *guest_command(WORK / "migration.initrd", "no_timer_check"),
+        "ip", "netns", "exec", space, "qemu-system-x86_64", *guest_command(WORK / "migration.initrd"),
         "-m", f"{MEMORY_KIB}k", "-qmp", f"unix:{socket},server=on,wait=off", "-qmp", f"unix:{others},server=on,wait=off",
         *words,
     ]  # fmt: skip

@@ -109,7 +109,7 @@ step "a guest, whose QEMU cannot connect again"
 mkfifo /tmp/keys
 exec 3<>/tmp/keys
 qemu-system-x86_64 -accel tcg -m 256 -nodefaults -display none -serial stdio -no-reboot \
-  -kernel /try/vmlinuz -initrd /try/guest.cpio -append 'console=ttyS0 quiet panic=-1' \
+  -kernel /try/vmlinuz -initrd /try/guest.cpio -append 'console=ttyS0 quiet panic=-1 no_timer_check' \
   -object memory-backend-memfd,id=ram,size=256M,share=on -machine memory-backend=ram \
   -chardev socket,id=vda,path=/run/larder/web-vda.sock -device vhost-user-blk-pci,chardev=vda \
   -chardev socket,id=data,path=/run/larder/web-data.sock -device vhost-user-blk-pci,chardev=data \

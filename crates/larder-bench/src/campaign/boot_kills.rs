@@ -81,7 +81,7 @@ pub fn run(
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet panic=-1"]);
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"]);
         for (format, image) in images.iter().filter(|_| cache.is_none()) {
             let format = format!("{format:?}").to_lowercase();
             let drive = format!("if=virtio,cache=none,format={format},file={}", image.display());

@@ -153,7 +153,7 @@ impl Guest {
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet panic=-1"])
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"])
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", monitor.display()))
             .arg("-chardev")

@@ -54,7 +54,7 @@ impl Guest {
             .arg(test_bed("vmlinuz"))
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet panic=-1"])
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"])
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

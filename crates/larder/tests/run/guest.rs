@@ -212,7 +212,7 @@ impl Guest {
                 "stdio",
                 "-no-reboot",
                 "-append",
-                &format!("console=ttyS0 quiet panic=-1 {kernel}"),
+                &format!("console=ttyS0 quiet panic=-1 no_timer_check {kernel}"),
             ])
             .arg("-kernel")
             .arg(built("vmlinuz"))
