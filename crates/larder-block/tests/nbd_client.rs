@@ -88,6 +88,7 @@ fn every_kind_of_server_holds_what_was_written_to_it() {
             "memory",
             "16M",
             "blocksize-minimum=4096",
+            "blocksize-preferred=8192",
             "blocksize-maximum=8192",
             "blocksize-error-policy=error",
         ],

@@ -107,7 +107,7 @@ fn nobody_else_gets_in() {
         certificates::make(&other);
         let (server, port) = serve(on, &pki);
         let plain = format!("nbd://127.0.0.1:{port}/disk");
-        let (in_clear, told) = try_beside(on, with("nbdinfo", ["--size", &plain])).await;
+        let (in_clear, told) = try_beside(on, with("qemu-img", ["info", &plain])).await;
         assert!(!in_clear && told.contains("TLS"), "{told}");
         // The old way in, which skips all options.
         let (in_clear, told) = try_beside(on, with("nbdinfo", ["--list", &plain])).await;

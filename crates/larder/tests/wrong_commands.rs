@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use support::{larder, on_tmpfs, run};
@@ -203,8 +204,8 @@ const WRONG: [(&str, &str); 51] = [
         "error: invalid value '0ms' for '--disk-latency <TIME>': give a time from 1us to 60s, as in 500us or 20ms\n\nFor more information, try '--help'.",
     ),
     (
-        "run -- ls",
-        "larder: ls --version does not name QEMU's version ('ls (GNU coreutils) 9.1'); behind -- comes the QEMU program",
+        "run -- ./other",
+        "larder: ./other --version does not name QEMU's version ('other 9.1'); behind -- comes the QEMU program",
     ),
 ];
 
@@ -213,6 +214,9 @@ fn wrong_command_lines_are_told_what_is_wrong() {
     let folder = on_tmpfs();
     let image = std::fs::File::create(folder.path().join("ok.raw"));
     image.and_then(|image| image.set_len(1 << 20)).expect("an image");
+    let other = folder.path().join("other");
+    std::fs::write(&other, "#!/bin/sh\necho other 9.1\n").expect("a file");
+    std::fs::set_permissions(&other, std::fs::Permissions::from_mode(0o755)).expect("it is ours");
     for (line, wanted) in WRONG {
         let mut command = Command::new(larder());
         command.current_dir(folder.path()).args(line.split(' '));
@@ -221,6 +225,7 @@ fn wrong_command_lines_are_told_what_is_wrong() {
     }
     // Nothing is left behind.
     let left = std::fs::read_dir(folder.path()).expect("a folder").flatten();
-    let left: Vec<_> = left.map(|entry| entry.file_name()).collect();
-    assert_eq!(left, ["ok.raw"]);
+    let mut left: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["ok.raw", "other"]);
 }

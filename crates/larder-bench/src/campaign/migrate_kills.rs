@@ -574,7 +574,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let release = if arguments.debian13 {
         Release::Debian13
     } else {
-        Release::Debian12
+        Release::Host
     };
     let mut random = Random::new(arguments.seed);
     let disk = arguments.disks.then(|| DiskChoice {
@@ -586,7 +586,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         (None, _) => Fault::ALL.to_vec(),
         (Some(_), Release::Debian13) => Fault::WITH_DISKS.to_vec(),
         // Where a server has ended while it waits for its VM, it never sees that the next one does.
-        (Some(_), Release::Debian12) => {
+        (Some(_), Release::Host) => {
             let faults = Fault::WITH_DISKS.into_iter();
             faults.filter(|fault| *fault != Fault::KillServerThere).collect()
         }

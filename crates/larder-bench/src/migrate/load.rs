@@ -112,7 +112,7 @@ mod tests {
             done"#,
             load.trim_end()
         );
-        let machine = Machine::running(Release::Debian12, 512, &script)?;
+        let machine = Machine::running(Release::Host, 512, &script)?;
         let guest = machine.boot()?;
         let end = guest.wait_for_console("ROUND 2", 1).expect_err("its values are gone");
         let said = format!("{end:#}");

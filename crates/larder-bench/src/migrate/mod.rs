@@ -93,7 +93,7 @@ impl Arguments {
         if self.debian13 {
             Release::Debian13
         } else {
-            Release::Debian12
+            Release::Host
         }
     }
 

@@ -351,8 +351,8 @@ fn goes_over_by_post_copy(release: Release) {
 }
 
 #[test]
-fn a_guest_of_qemu_7_goes_over_by_post_copy_whose_connections_are_cut_as_it_switches_over() {
-    goes_over_by_post_copy(Release::Debian12);
+fn a_guest_of_the_hosts_qemu_goes_over_by_post_copy_whose_connections_are_cut_as_it_switches_over() {
+    goes_over_by_post_copy(Release::Host);
 }
 
 #[test]

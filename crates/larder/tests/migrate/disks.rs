@@ -93,7 +93,7 @@ fn a_disk_goes_along_and_comes_back_and_nothing_old_is_read_from_a_cache() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wt"));
-    let machine = machine(Release::Debian12);
+    let machine = machine(Release::Host);
     let mut consoles = Vec::new();
 
     let mut server_here = serve(&here, &[]);
@@ -140,7 +140,7 @@ fn a_vm_goes_on_with_its_disk_where_the_destination_cannot_open_it() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
-    let machine = machine(Release::Debian12);
+    let machine = machine(Release::Host);
     let _server = serve(&here, &[]);
     let source = here.boot(&machine).expect("the guest boots");
 
@@ -218,7 +218,7 @@ fn a_host_that_was_switched_off_has_the_disk_if_it_had_not_gone_and_leaves_it_al
     let storage = on_disk();
     let image = image(&storage);
     let [mut here, there] = [(); 2].map(|()| host(&image, "wb").with_boots().expect("it has a folder"));
-    let machine = machine(Release::Debian12);
+    let machine = machine(Release::Host);
     let mut server_here = serve(&here, &[]);
     let mut guest = here.boot(&machine).expect("the guest boots");
     let server_there = serve(&there, &["--incoming"]);
@@ -343,7 +343,7 @@ fn a_vm_with_such_a_disk_does_not_go_by_post_copy_and_is_told_so_before_anything
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
-    for release in [Release::Debian12, Release::Debian13] {
+    for release in [Release::Host, Release::Debian13] {
         let machine = machine(release);
         let _server = serve(&here, &[]);
         let source = here.boot(&machine).expect("the guest boots");

@@ -115,7 +115,7 @@ impl Way {
 type Break<'a> = (&'a str, &'a dyn Fn(&mut Way));
 
 fn machine() -> Machine {
-    Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up")
+    Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up")
 }
 
 /// Moves the guest after all.

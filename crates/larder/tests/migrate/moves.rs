@@ -105,27 +105,27 @@ const SLOWER: [&str; 2] = ["--bandwidth", "16MiB"];
 const FOURTH: u64 = 4;
 
 #[test]
-fn a_guest_of_qemu_7_moves_over_one_channel() {
-    moves(Release::Debian12, "mixed", &Settings::default(), &[], None);
+fn a_guest_of_the_hosts_qemu_moves_over_one_channel() {
+    moves(Release::Host, "mixed", &Settings::default(), &[], None);
 }
 
 #[test]
-fn a_guest_of_qemu_7_moves_over_two_channels_for_pages() {
+fn a_guest_of_the_hosts_qemu_moves_over_two_channels_for_pages() {
     let settings = Settings {
         multifd: 2,
         ..Settings::default()
     };
-    let told = moves(Release::Debian12, "sequence", &settings, &SLOWER, Some(FOURTH));
+    let told = moves(Release::Host, "sequence", &settings, &SLOWER, Some(FOURTH));
     assert!(deltas(&told) > 0, "{told}");
 }
 
 #[test]
-fn a_guest_of_qemu_7_moves_by_post_copy() {
+fn a_guest_of_the_hosts_qemu_moves_by_post_copy() {
     let settings = Settings {
         postcopy: true,
         ..Settings::default()
     };
-    moves(Release::Debian12, "random", &settings, &[], None);
+    moves(Release::Host, "random", &settings, &[], None);
 }
 
 #[test]

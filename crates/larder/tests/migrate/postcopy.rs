@@ -33,7 +33,7 @@ fn post_copy(source: &Vm, receiver: &Side, words: &[&str]) -> Command {
 /// whichever it is, and the VM runs.
 #[test]
 fn postcopy_and_pager_exclude_each_other() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let machine = machine.shared();
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
@@ -78,7 +78,7 @@ fn postcopy_and_pager_exclude_each_other() {
 /// Memory in a file of an ordinary file system cannot be received by post-copy, which QEMU would find out too late.
 #[test]
 fn postcopy_into_file_on_disk_is_refused() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a file");
     let destination = machine.incoming_in_file(file.path()).expect("QEMU starts");

@@ -38,11 +38,11 @@ fn take_back(vm: &Vm) -> (Option<i32>, String) {
 
 #[test]
 fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let before = source.ask("query-migrate-parameters", &json!({})).expect("answers");
 
-    let other = Machine::new(Release::Debian12, MEMORY_MIB + 32, &Load::default()).expect("the test bed is set up");
+    let other = Machine::new(Release::Host, MEMORY_MIB + 32, &Load::default()).expect("the test bed is set up");
     let larger = other.incoming().expect("QEMU starts");
     let waits = receiver(&larger);
     let (code, said) = moves(&source, &waits, &[]);
@@ -214,7 +214,7 @@ fn words(all: &[String]) -> Vec<&str> {
 
 #[test]
 fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     for (options, said) in [
         ("-machine q35", "machine type: pc-"),
@@ -273,12 +273,16 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
     assert_eq!(waits.end().expect("it ends").0, Some(0));
 }
 
-/// A VM that its user has paused, and whose destination finds out at the very end that it lacks a device.
-fn stays_paused(release: Release, after: &str) {
+/// A VM that its user has paused, and whose destination finds out at the very end that it lacks a device. QEMU before 10 calls
+/// it 'postmigrate' then, and does not send it again before it has run.
+fn stays_paused(release: Release) {
     let machine = Machine::new(release, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     // No PCI device, of which nobody knows before.
     let more = with("-serial null");
     let mut source = machine.boot_by(&words(&more)).expect("the guest boots");
+    let version = source.ask("query-version", &json!({})).expect("answers");
+    let major = version["qemu"]["major"].as_u64().expect("a number");
+    let after = if major < 10 { "postmigrate" } else { "paused" };
     source.ask("stop", &json!({})).expect("it may");
     let stood = source.console();
     let lacks = machine.incoming().expect("QEMU starts");
@@ -314,13 +318,13 @@ fn stays_paused(release: Release, after: &str) {
 }
 
 #[test]
-fn a_paused_vm_of_qemu_7_that_could_not_be_moved_stands_still_and_runs_when_it_is_told_to() {
-    stays_paused(Release::Debian12, "postmigrate");
+fn a_paused_vm_of_the_hosts_qemu_that_could_not_be_moved_is_paused_as_before() {
+    stays_paused(Release::Host);
 }
 
 #[test]
 fn a_paused_vm_of_qemu_10_that_could_not_be_moved_is_paused_as_before() {
-    stays_paused(Release::Debian13, "paused");
+    stays_paused(Release::Debian13);
 }
 
 #[test]
@@ -330,7 +334,7 @@ fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
         rate: 0,
         ..Load::default()
     };
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &load).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &load).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let at = ["here", "there"].map(|name| machine.folder().join(name));
@@ -370,7 +374,7 @@ fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
 
 #[test]
 fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
-    let report = campaign(larder(), Release::Debian12, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
+    let report = campaign(larder(), Release::Host, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
     assert_eq!(report.moves, 9);
 }
 
@@ -385,7 +389,7 @@ fn slow_mover(source: &Vm, receiver: &Side) -> Process {
 
 #[test]
 fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
@@ -418,7 +422,7 @@ fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
 
 #[test]
 fn a_vm_whose_qemu_dies_before_all_has_gone_is_lost_and_nobody_says_otherwise() {
-    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
@@ -444,7 +448,7 @@ fn vm_ended_during_move_is_reported() {
         ("system_reset", "QEMU received the command to reset"),
         ("quit", "QEMU received the command to quit"),
     ] {
-        let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+        let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
         let mut source = machine.boot().expect("the guest boots");
         let destination = machine.incoming().expect("QEMU starts");
         let mut waits = receiver(&destination);

@@ -36,7 +36,7 @@ END
 
 if [ ! -e $work/done ]; then
   mkdir -p $work/package/DEBIAN $work/package/opt/work
-  cp -r /usr/lib/python3.11/encodings /usr/lib/python3.11/email $work/package/opt/work
+  cp -r /usr/lib/python3.*/encodings /usr/lib/python3.*/email $work/package/opt/work
   printf 'Package: work\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: work\n' \
     >$work/package/DEBIAN/control
   dpkg-deb --build $work/package $work/work.deb >/dev/null

@@ -16,8 +16,8 @@ use super::{LIMIT, LOOK};
 /// Whose QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Release {
-    /// QEMU 7.2, of the host.
-    Debian12,
+    /// The QEMU that is installed: 7.2 on Debian 12, 10.0 on Debian 13.
+    Host,
     /// QEMU 10, of the test bed's chroot. Entering it needs root.
     Debian13,
 }
@@ -25,7 +25,7 @@ pub enum Release {
 impl Release {
     fn command(self) -> anyhow::Result<Command> {
         const QEMU: &str = "qemu-system-x86_64";
-        if self == Self::Debian12 {
+        if self == Self::Host {
             return Ok(mortal(QEMU));
         }
         ensure!(
