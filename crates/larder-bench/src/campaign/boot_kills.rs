@@ -10,7 +10,7 @@ use anyhow::ensure;
 use super::Random;
 use super::cached::CacheChoice;
 use super::disk::{self, Format, Victim};
-use super::guest::{accelerator, initramfs, test_bed};
+use super::guest::{KERNEL_ARGUMENTS, accelerator, initramfs, test_bed};
 use super::process::Process;
 
 /// A guest that has not powered off this long after the last kill hangs: 120 s, counted in steps, so that time in which
@@ -81,7 +81,7 @@ pub fn run(
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"]);
+            .args(["-append", KERNEL_ARGUMENTS]);
         for (format, image) in images.iter().filter(|_| cache.is_none()) {
             let format = format!("{format:?}").to_lowercase();
             let drive = format!("if=virtio,cache=none,format={format},file={}", image.display());

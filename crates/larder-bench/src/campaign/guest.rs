@@ -12,6 +12,10 @@ use tempfile::TempDir;
 
 use super::process::{Process, mortal};
 
+/// The kernel's arguments in a guest. Without `no_timer_check` Linux ends with a panic if an emulated timer's first ticks come
+/// late, as they do on a busy machine.
+pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 no_timer_check";
+
 /// Booting under emulation on a busy machine takes its time.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
@@ -153,7 +157,7 @@ impl Guest {
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"])
+            .args(["-append", KERNEL_ARGUMENTS])
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", monitor.display()))
             .arg("-chardev")

@@ -9,6 +9,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use larder_bench::campaign::guest::KERNEL_ARGUMENTS;
+
 /// Longer than a guest needs on a loaded machine without KVM.
 const PATIENCE: Duration = Duration::from_secs(600);
 
@@ -212,7 +214,7 @@ impl Guest {
                 "stdio",
                 "-no-reboot",
                 "-append",
-                &format!("console=ttyS0 quiet panic=-1 no_timer_check {kernel}"),
+                &format!("{KERNEL_ARGUMENTS} {kernel}"),
             ])
             .arg("-kernel")
             .arg(built("vmlinuz"))

@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::super::guest::{Monitor, accelerator, initramfs, project, test_bed};
+use super::super::guest::{KERNEL_ARGUMENTS, Monitor, accelerator, initramfs, project, test_bed};
 use super::super::process::{Process, mortal};
 use super::{LIMIT, LOOK};
 
@@ -72,9 +72,8 @@ impl Default for Load {
     }
 }
 
-/// The guest kernel's command line. On a busy host the kernel may find its timer missing. Memory that a virtio-mem device
-/// plugs is used at once.
-const APPEND: &str = "console=ttyS0 quiet panic=-1 no_timer_check memhp_default_state=online_movable";
+/// Has the guest's kernel use memory at once that a virtio-mem device plugs.
+const USE_PLUGGED_MEMORY: &str = "memhp_default_state=online_movable";
 
 /// The memory backend of a QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -273,7 +272,11 @@ impl Machine {
             .arg(test_bed("vmlinuz")?.canonicalize()?)
             .arg("-initrd")
             .arg(&self.initrd)
-            .args(["-append", APPEND, "-serial"])
+            .args([
+                "-append",
+                &format!("{KERNEL_ARGUMENTS} {USE_PLUGGED_MEMORY}"),
+                "-serial",
+            ])
             .arg(format!("file:{}", console.display()))
             .args([
                 "-qmp",
