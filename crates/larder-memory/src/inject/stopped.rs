@@ -15,8 +15,8 @@ use super::tracee::{Resume, Stop, Tracee};
 /// How much memory of the process a [`StoppedThread`] offers for what calls point to.
 pub const SCRATCH_BYTES: usize = 2048;
 
-/// How long a thread is waited for at least that is to go on: it leaves the call that it is in as soon as it gets a processor,
-/// unless the kernel lets nothing interrupt that call. One that was left in a call which waits would wait for good.
+/// The shortest wait for an interrupted thread to stop again. It leaves its call as soon as it gets a processor, unless the
+/// kernel lets nothing interrupt that call. A thread that is detached within a call that waits stays in it.
 const BRING_BACK_LIMIT: Duration = Duration::from_secs(30);
 
 /// Of all signals but SIGKILL and SIGSTOP, which the kernel leaves out.

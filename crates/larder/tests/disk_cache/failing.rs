@@ -213,7 +213,7 @@ impl Stoppable {
         self.server.signal(libc::SIGCONT);
     }
 
-    /// Whether a request is under way on it.
+    /// Returns whether the device has a request in flight.
     fn has_requests(&self) -> bool {
         let name = self.device.0.file_name().expect("a name");
         let inflight = Path::new("/sys/block").join(name).join("inflight");

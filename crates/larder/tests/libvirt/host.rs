@@ -99,7 +99,7 @@ impl Host {
         self.virsh(&["list"]);
     }
 
-    /// Ends libvirtd. That of Debian 13 may wait for its own threads without end on a busy machine, and is killed then.
+    /// Ends libvirtd, by SIGKILL after a minute: on a busy machine Debian 13's libvirtd may wait for its own threads forever.
     pub(crate) fn stop_libvirtd(&self) {
         const STOP: &str = "pid=$(cat /run/libvirtd.pid); kill $pid; \
             for _ in $(seq 600); do [ -e /run/libvirtd.pid ] || exit 0; sleep 0.1; done; \
