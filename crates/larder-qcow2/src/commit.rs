@@ -102,6 +102,26 @@ impl Qcow2 {
         if commits.succeeded.get() >= needed {
             return Ok(());
         }
+        self.commit_locked().await
+    }
+
+    /// Commits until the journal is less than half full, so that no request has to wait for room in it unless it fills
+    /// faster than that. If a commit fails, who waits for room or flushes makes another one, and is told.
+    pub(crate) async fn commit_ahead(&self) {
+        // Looked at anew with the lock: whoever closes the image has emptied the journal for good. What has no session
+        // yet has no changes.
+        let is_due =
+            || self.autoclear_pending.get().is_none() && self.journal.as_ref().is_some_and(Journal::is_half_full);
+        while is_due() {
+            let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+            if !is_due() || self.commit_locked().await.is_err() {
+                break;
+            }
+        }
+    }
+
+    async fn commit_locked(&self) -> IoResult {
+        let commits = &self.commits;
         let number = commits.started.get() + 1;
         commits.started.set(number);
         let running = Running::begin(&commits.running);

@@ -34,9 +34,11 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use larder_block::SizeChanges;
 use larder_block::boot::is_tmpfs;
 use larder_block::lock_wait::{LockKind, LockWait};
 use rustix::io::Errno;
@@ -261,6 +263,8 @@ pub struct Journal {
     promised: Cell<u64>,
     /// Its file, locked, to be removed when the image is left tidy.
     file: Option<(PathBuf, File)>,
+    /// Announces that it has become half full.
+    pub(crate) half_full: Rc<SizeChanges>,
 }
 
 /// Room for records; what is not used is given back when this is dropped.
@@ -374,6 +378,7 @@ impl Journal {
             end: Cell::new(0),
             promised: Cell::new(0),
             file: None,
+            half_full: Rc::default(),
         };
         let is_of_this_start = is_of_this_start(file, [journal.load(2), journal.load(3)])?;
         if is_valid(is_of_this_start, |at| journal.load(at)) {
@@ -448,6 +453,11 @@ impl Journal {
         Some(Room { journal: self, records })
     }
 
+    /// Whether it is time for a commit, before one has to make room for records that wait.
+    pub(crate) fn is_half_full(&self) -> bool {
+        self.free() <= RECORDS / 2
+    }
+
     /// The end of the records as they are now.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
@@ -484,6 +494,9 @@ impl Journal {
         // Killed before this, the record was never there, and its request has not completed.
         self.end.set(self.end.get() + 1);
         self.store(AT_END, self.end.get());
+        if self.free() == RECORDS / 2 {
+            self.half_full.announce();
+        }
     }
 
     /// All records, oldest first.
@@ -537,8 +550,10 @@ mod tests {
         let journal = Journal::map(&file).expect("it can be mapped");
         journal.begin(77);
         (0..RECORDS).for_each(|number| journal.append(record(number)));
-        assert!(journal.room(1).is_none());
+        assert!(journal.room(1).is_none() && journal.is_half_full());
+        assert_eq!(journal.half_full.generation(), 1);
         journal.forget(RECORDS - 3);
+        assert!(!journal.is_half_full());
         (RECORDS..RECORDS + 5).for_each(|number| journal.append(record(number)));
         drop(journal);
         let journal = Journal::map(&file).expect("it can be mapped again");

@@ -207,6 +207,9 @@ impl Qcow2 {
         if !read_only {
             let ended = Rc::clone(&image.in_flight.ended);
             on.spawn(reclaim(Rc::downgrade(&image), ended));
+            if let Some(journal) = &image.journal {
+                on.spawn(commit_ahead(Rc::downgrade(&image), Rc::clone(&journal.half_full)));
+            }
         }
         if load_ahead {
             on.spawn(load_metadata_ahead(Rc::downgrade(&image)));
@@ -480,6 +483,18 @@ async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
             None => return,
         }
         ended.after(generation).await;
+    }
+}
+
+/// Commits whenever the journal has become half full.
+async fn commit_ahead(image: Weak<Qcow2>, half_full: Rc<SizeChanges>) {
+    loop {
+        let generation = half_full.generation();
+        match image.upgrade() {
+            Some(image) => image.commit_ahead().await,
+            None => return,
+        }
+        half_full.after(generation).await;
     }
 }
 

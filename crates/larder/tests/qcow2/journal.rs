@@ -1,5 +1,6 @@
 //! What a killed server had not flushed: who finds it, who is refused, and what the commands about images say of it.
 
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::bad_input::Bytes;
 use crate::served::{Health, await_release, health, qemu_io, text};
-use crate::support::{LIMIT, LoopDevice, larder, need_root, on_disk, on_tmpfs, run, tool};
+use crate::support::{LIMIT, LoopDevice, larder, need_root, on_disk, on_tmpfs, run, tool, wait_until};
 
 const AUTOCLEAR: u64 = 88;
 const NOBODY: u32 = 65534;
@@ -129,18 +130,24 @@ fn kill_unflushed(who: Who<'_>, image: &Path) {
 
 /// Writes without a flush, and kills the server.
 fn write_and_kill(mut server: Server, image: &Path) {
+    let client = write_unflushed(&server, &WRITES);
+    server.process.kill();
+    drop(client);
+    await_release(image);
+}
+
+/// Writes without a flush; the client, which flushes when it ends.
+fn write_unflushed(server: &Server, writes: &[impl AsRef<OsStr>]) -> Process {
     let mut command = Command::new("stdbuf");
     // A write is not flushed by itself.
     command.args(["-oL", "qemu-io", "-f", "raw", "-t", "writeback"]);
-    for write in WRITES {
-        command.args(["-c", write]);
+    for write in writes {
+        command.arg("-c").arg(write);
     }
     command.args(["-c", MARK.0, "-c", "sleep 100000000", &server.uri]);
     let client = Process::start(command).expect("starts");
     client.wait_for(MARK.1, LIMIT).expect("an answer");
-    server.process.kill();
-    drop(client);
-    await_release(image);
+    client
 }
 
 fn is_all_there(server: Server, image: &Path) {
@@ -653,4 +660,51 @@ fn own_journal(image: &Path) -> PathBuf {
         .into_iter()
         .find(|path| path.exists())
         .unwrap_or_else(|| name.into())
+}
+
+/// Nobody waits for room in a journal that is emptied in time.
+#[test]
+fn a_journal_that_is_half_full_is_committed_without_a_flush() {
+    const CLUSTER: u64 = 512;
+    const HALF: u64 = 4096;
+    const FIRST_VALID: usize = 48;
+    let (folder, runtime) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("image.qcow2");
+    tool(
+        "qemu-img",
+        &["create", "-f", "qcow2", "-o", "cluster_size=512", text(&image), "16M"],
+    );
+    let who = Who {
+        runtime: Some(runtime.path()),
+        ..Who::default()
+    };
+    let mut server = who.serve(&image).serving();
+    let clusters: Vec<u64> = (0..HALF + 100).map(|number| number * 2 * CLUSTER).collect();
+    let commands = |command: &str| -> Vec<String> {
+        let all = clusters.iter().map(|at| format!("{command} -P 7 {at} {CLUSTER}"));
+        all.collect()
+    };
+    let client = write_unflushed(&server, &commands("write"));
+    let journals = fs::read_dir(runtime.path().join("larder/journals")).expect("a folder");
+    let journals: Vec<PathBuf> = journals.map(|entry| entry.expect("an entry").path()).collect();
+    let [journal] = &journals[..] else {
+        panic!("one journal, not {journals:?}");
+    };
+    let first_valid = || {
+        let bytes = fs::read(journal).expect("reads");
+        let word = bytes[FIRST_VALID..].first_chunk().expect("a journal");
+        u64::from_ne_bytes(*word)
+    };
+    wait_until("the journal is half full and nothing is committed", || {
+        first_valid() >= HALF
+    });
+    server.process.kill();
+    drop(client);
+    await_release(&image);
+    let server = who.serve(&image).serving();
+    let reads = commands("read");
+    server.io(&reads.iter().map(String::as_str).collect::<Vec<_>>());
+    server.stop();
+    // Clusters that were taken ahead may leak.
+    health(&image);
 }
