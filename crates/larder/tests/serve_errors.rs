@@ -15,7 +15,7 @@ use std::time::Instant;
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
-use larder_bench::campaign::process::Process;
+use larder_bench::campaign::process::{Process, install_program};
 use larder_bench::campaign::server::Server;
 use support::{LIMIT, disk_serve, image, larder, need_root, on_disk, on_tmpfs, pattern, run, serve, tool, works};
 
@@ -87,7 +87,7 @@ fn a_user_without_permission_is_told_so() {
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("chmod");
     let program = folder.path().join("larder");
-    fs::copy(larder(), &program).expect("a copy that nobody may run");
+    install_program(larder(), &program);
     let disk = image(folder.path(), MIB);
     fs::set_permissions(&disk, Permissions::from_mode(0o644)).expect("chmod");
     let as_nobody = |socket: &str| {

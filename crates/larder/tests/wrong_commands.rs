@@ -2,9 +2,9 @@
 
 mod support;
 
-use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
+use larder_bench::campaign::process::install_script;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
@@ -215,8 +215,7 @@ fn wrong_command_lines_are_told_what_is_wrong() {
     let image = std::fs::File::create(folder.path().join("ok.raw"));
     image.and_then(|image| image.set_len(1 << 20)).expect("an image");
     let other = folder.path().join("other");
-    std::fs::write(&other, "#!/bin/sh\necho other 9.1\n").expect("a file");
-    std::fs::set_permissions(&other, std::fs::Permissions::from_mode(0o755)).expect("it is ours");
+    install_script("#!/bin/sh\necho other 9.1\n", &other);
     for (line, wanted) in WRONG {
         let mut command = Command::new(larder());
         command.current_dir(folder.path()).args(line.split(' '));

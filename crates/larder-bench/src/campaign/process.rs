@@ -1,6 +1,7 @@
 //! A child process whose output is kept line by line, and that is killed when its handle goes.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +13,34 @@ pub fn mortal(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--", program]);
     command
+}
+
+/// Makes a program for all users at `path`, a copy of `from`. What this process writes itself, a child that another thread
+/// has just forked may still have open, and the kernel does not run a file that is open for writing.
+///
+/// # Panics
+/// It cannot be made.
+pub fn install_program(from: &Path, path: &Path) {
+    let status = Command::new("install")
+        .args(["-m", "755", "--"])
+        .args([from, path])
+        .status();
+    assert!(
+        status.as_ref().is_ok_and(std::process::ExitStatus::success),
+        "{} is not copied: {status:?}",
+        from.display()
+    );
+}
+
+/// Makes a script for all users at `path`; see [`install_program`].
+///
+/// # Panics
+/// It cannot be made.
+pub fn install_script(text: &str, path: &Path) {
+    let source = path.with_extension("source");
+    std::fs::write(&source, text).expect("a script is written");
+    install_program(&source, path);
+    std::fs::remove_file(source).expect("a file of ours is removed");
 }
 
 const ENDING_POLL_INTERVAL: Duration = Duration::from_millis(2);

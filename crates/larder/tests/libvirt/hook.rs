@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use larder_bench::campaign::process::install_script;
+
 use crate::host::Host;
 
 const FILE: &str = "[[disk]]\nimage = \"/run/disk.raw\"\n";
@@ -161,8 +163,7 @@ fn systemd_has_the_server_where_it_runs_the_host() {
     // What stands for it notes what it is told, and refuses when told to.
     let program = host.folder.path().join("bin/systemctl");
     let script = "#!/bin/sh\necho \"$*\" >>/run/told\n[ \"$1\" = is-active ] && { echo inactive; exit 3; }\n[ ! -e /run/refuse ] || { echo Job failed >&2; exit 1; }\n";
-    fs::write(&program, script).expect("writes");
-    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("ours");
+    install_script(script, &program);
     host.works(&["mkdir", "-p", "/run/systemd/system"]);
     assert_eq!(
         hook(&host, "/run/ours.xml", "web prepare begin -"),

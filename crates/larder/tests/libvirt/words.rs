@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use larder_bench::campaign::process::install_script;
+
 use crate::host::Host;
 
 const DOMAIN: &str = "<domain type='qemu'><name>NAME</name><memory unit='MiB'>64</memory><vcpu>1</vcpu><os><type arch='x86_64' machine='q35'>hvm</type></os><devices><emulator>/usr/bin/qemu-system-x86_64</emulator>DISKS</devices></domain>";
@@ -215,8 +217,7 @@ fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     // libvirt refuses the new XML: all is as it was.
     let virsh = host.folder.path().join("bin/virsh");
     let script = "#!/bin/sh\ncase \" $* \" in *' define '*) echo 'error: no such thing' >&2; exit 1;; esac\nexec /usr/bin/virsh \"$@\"\n";
-    fs::write(&virsh, script).expect("writes");
-    fs::set_permissions(&virsh, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("ours");
+    install_script(script, &virsh);
     host.refused(
         &[&["larder"], &attach[..]].concat(),
         &["the domain is as it was", "no such thing"],

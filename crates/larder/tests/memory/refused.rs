@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::process::Process;
+use larder_bench::campaign::process::{Process, install_program};
 
 use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
 use crate::{BUDGET, Fixture};
@@ -126,7 +126,7 @@ fn whoever_has_no_right_to_a_process_is_refused() {
     // Where anyone may run it.
     let folder = on_disk();
     let program = Path::new("/dev/shm").join(format!("larder-{}", std::process::id()));
-    std::fs::copy(larder(), &program).expect("copies the program");
+    install_program(larder(), &program);
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
     command.arg(&program).args([

@@ -1,8 +1,7 @@
 //! Devices that compress, by their libraries without the device: QATzip's in the chroot that has it.
 
-use std::os::unix::fs::PermissionsExt;
-
 use larder_bench::campaign::guest::project;
+use larder_bench::campaign::process::install_script;
 
 use crate::ends::{Waiting, carries_on, write};
 use crate::support::{larder, on_tmpfs};
@@ -30,8 +29,7 @@ fn carried(words: &[&str]) -> String {
         project().display(),
         larder().display()
     );
-    std::fs::write(&in_chroot, script).expect("a file");
-    std::fs::set_permissions(&in_chroot, std::fs::Permissions::from_mode(0o755)).expect("a file");
+    install_script(&script, &in_chroot);
     let words = [&["--bandwidth", "8MiB"], words].concat();
     let mut between = Waiting::start(&[]).joined_with(&in_chroot, &words);
     let stream = text(4096);

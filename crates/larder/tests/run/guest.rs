@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use larder_bench::campaign::guest::KERNEL_ARGUMENTS;
+use larder_bench::campaign::process::install_script;
 
 /// Longer than a guest needs on a loaded machine without KVM.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -104,8 +105,7 @@ impl Place {
 
     fn program(&self, text: &str) -> PathBuf {
         let path = self.path("qemu-system-x86_64");
-        fs::write(&path, text).expect("writes a script");
-        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("makes it a program");
+        install_script(text, &path);
         path
     }
 }
