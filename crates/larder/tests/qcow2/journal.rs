@@ -668,16 +668,13 @@ fn a_journal_that_is_half_full_is_committed_without_a_flush() {
     const CLUSTER: u64 = 512;
     const HALF: u64 = 4096;
     const FIRST_VALID: usize = 48;
-    let (folder, runtime) = (on_disk(), on_tmpfs());
+    let folder = on_disk();
     let image = folder.path().join("image.qcow2");
     tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", "cluster_size=512", text(&image), "16M"],
     );
-    let who = Who {
-        runtime: Some(runtime.path()),
-        ..Who::default()
-    };
+    let who = Who::default();
     let mut server = who.serve(&image).serving();
     let clusters: Vec<u64> = (0..HALF + 100).map(|number| number * 2 * CLUSTER).collect();
     let commands = |command: &str| -> Vec<String> {
@@ -685,13 +682,9 @@ fn a_journal_that_is_half_full_is_committed_without_a_flush() {
         all.collect()
     };
     let client = write_unflushed(&server, &commands("write"));
-    let journals = fs::read_dir(runtime.path().join("larder/journals")).expect("a folder");
-    let journals: Vec<PathBuf> = journals.map(|entry| entry.expect("an entry").path()).collect();
-    let [journal] = &journals[..] else {
-        panic!("one journal, not {journals:?}");
-    };
+    let journal = own_journal(&image);
     let first_valid = || {
-        let bytes = fs::read(journal).expect("reads");
+        let bytes = fs::read(&journal).expect("reads");
         let word = bytes[FIRST_VALID..].first_chunk().expect("a journal");
         u64::from_ne_bytes(*word)
     };
