@@ -106,10 +106,11 @@ impl Qcow2 {
     }
 
     /// Commits until the journal is less than half full, so that no request has to wait for room in it unless it fills
-    /// faster than that. If a commit fails, who waits for room or flushes makes another one, and is told.
+    /// faster than that. An error is not reported here: a request that waits for room, or flushes, commits again and
+    /// gets the error.
     pub(crate) async fn commit_ahead(&self) {
-        // Looked at anew with the lock: whoever closes the image has emptied the journal for good. What has no session
-        // yet has no changes.
+        // This is asked again under the lock, because closing the image has emptied the journal by then. An image
+        // without a session has no changes yet.
         let is_due =
             || self.autoclear_pending.get().is_none() && self.journal.as_ref().is_some_and(Journal::is_half_full);
         while is_due() {

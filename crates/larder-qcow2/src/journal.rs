@@ -453,7 +453,7 @@ impl Journal {
         Some(Room { journal: self, records })
     }
 
-    /// Whether it is time for a commit, before one has to make room for records that wait.
+    /// Returns whether a commit is due, so that no request has to wait for room.
     pub(crate) fn is_half_full(&self) -> bool {
         self.free() <= RECORDS / 2
     }

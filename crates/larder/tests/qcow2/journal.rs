@@ -1,6 +1,5 @@
 //! What a killed server had not flushed: who finds it, who is refused, and what the commands about images say of it.
 
-use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
@@ -10,13 +9,11 @@ use larder_bench::campaign::process::Process;
 use tempfile::TempDir;
 
 use crate::bad_input::Bytes;
-use crate::served::{Health, await_release, health, qemu_io, text};
+use crate::served::{Health, await_release, health, io_without_flush, qemu_io, text};
 use crate::support::{LIMIT, LoopDevice, larder, need_root, on_disk, on_tmpfs, run, tool, wait_until};
 
 const AUTOCLEAR: u64 = 88;
 const NOBODY: u32 = 65534;
-/// What qemu-io says when all before it has ended.
-const MARK: (&str, &str) = ("help quit", "exit the program");
 
 /// Who serves an image, with which folder for journals, and with a file in place of the boot ID, as in a container.
 #[derive(Clone, Copy, Default)]
@@ -130,24 +127,10 @@ fn kill_unflushed(who: Who<'_>, image: &Path) {
 
 /// Writes without a flush, and kills the server.
 fn write_and_kill(mut server: Server, image: &Path) {
-    let client = write_unflushed(&server, &WRITES);
+    let client = io_without_flush(&server.uri, &WRITES);
     server.process.kill();
     drop(client);
     await_release(image);
-}
-
-/// Writes without a flush; the client, which flushes when it ends.
-fn write_unflushed(server: &Server, writes: &[impl AsRef<OsStr>]) -> Process {
-    let mut command = Command::new("stdbuf");
-    // A write is not flushed by itself.
-    command.args(["-oL", "qemu-io", "-f", "raw", "-t", "writeback"]);
-    for write in writes {
-        command.arg("-c").arg(write);
-    }
-    command.args(["-c", MARK.0, "-c", "sleep 100000000", &server.uri]);
-    let client = Process::start(command).expect("starts");
-    client.wait_for(MARK.1, LIMIT).expect("an answer");
-    client
 }
 
 fn is_all_there(server: Server, image: &Path) {
@@ -662,9 +645,9 @@ fn own_journal(image: &Path) -> PathBuf {
         .unwrap_or_else(|| name.into())
 }
 
-/// Nobody waits for room in a journal that is emptied in time.
+/// A write does not wait for room in a journal that is emptied early enough.
 #[test]
-fn a_journal_that_is_half_full_is_committed_without_a_flush() {
+fn half_full_journal_is_committed_without_a_flush() {
     const CLUSTER: u64 = 512;
     const HALF: u64 = 4096;
     const FIRST_VALID: usize = 48;
@@ -681,7 +664,7 @@ fn a_journal_that_is_half_full_is_committed_without_a_flush() {
         let all = clusters.iter().map(|at| format!("{command} -P 7 {at} {CLUSTER}"));
         all.collect()
     };
-    let client = write_unflushed(&server, &commands("write"));
+    let client = io_without_flush(&server.uri, &commands("write"));
     let journal = own_journal(&image);
     let first_valid = || {
         let bytes = fs::read(&journal).expect("reads");

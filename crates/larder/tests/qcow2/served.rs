@@ -65,21 +65,9 @@ impl Served {
         said
     }
 
-    /// Runs commands of qemu-io, none of which it flushes, and returns when they have ended. The client stays connected: it
-    /// flushes when it ends.
+    /// See [`io_without_flush`].
     pub(crate) fn io_without_flush<S: AsRef<str>>(&self, commands: &[S]) -> Process {
-        const MARK: (&str, &str) = ("help quit", "exit the program");
-        let mut command = Command::new("stdbuf");
-        command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
-        for text in commands {
-            command.args(["-c", text.as_ref()]);
-        }
-        command.args(["-c", MARK.0, "-c", "sleep 1000000"]).arg(self.uri());
-        let client = Process::start(command).expect("starts");
-        client.wait_for(MARK.1, LIMIT).expect("an answer");
-        let said = client.output();
-        assert!(!said.contains("failed"), "{said}");
-        client
+        io_without_flush(&self.uri(), commands)
     }
 
     /// What a client reads, the whole disk.
@@ -103,6 +91,23 @@ impl Served {
         self.process.kill();
         await_release(&self.image);
     }
+}
+
+/// Runs commands of qemu-io on the server at `uri`, none of which it flushes, and returns when they have ended. The client
+/// stays connected: it flushes when it ends.
+pub(crate) fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
+    const MARK: (&str, &str) = ("help quit", "exit the program");
+    let mut command = Command::new("stdbuf");
+    command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
+    for text in commands {
+        command.args(["-c", text.as_ref()]);
+    }
+    command.args(["-c", MARK.0, "-c", "sleep 1000000", uri]);
+    let client = Process::start(command).expect("starts");
+    client.wait_for(MARK.1, LIMIT).expect("an answer");
+    let said = client.output();
+    assert!(!said.contains("failed"), "{said}");
+    client
 }
 
 /// Larder must refuse to serve this; what it says, which names the file, or one in the same folder that it leads to.
