@@ -8,16 +8,13 @@ use larder_bench::campaign::process::Process;
 use crate::corpus::{Kept, images, options};
 use crate::model::Model;
 use crate::operations::{Operation, commands};
-use crate::served::{Folder, Served, dump, health, qemu_io, text};
+use crate::served::{Folder, MARK, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run, tool};
 
 /// How many images of each kind.
 const IMAGES: u64 = 4;
 const KILLS: u64 = 4;
-
-/// What qemu-io is made to say when all before it has ended.
-const MARK: (&str, &str) = ("help quit", "exit the program");
 
 /// Starts qemu-io over NBD, which says at once what it has done.
 fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Process {

@@ -93,10 +93,12 @@ impl Served {
     }
 }
 
+/// A command of qemu-io, and what qemu-io says at it: by that the commands before it have ended.
+pub(crate) const MARK: (&str, &str) = ("help quit", "exit the program");
+
 /// Runs commands of qemu-io on the server at `uri`, none of which it flushes, and returns when they have ended. The client
 /// stays connected: it flushes when it ends.
 pub(crate) fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
-    const MARK: (&str, &str) = ("help quit", "exit the program");
     let mut command = Command::new("stdbuf");
     command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
     for text in commands {
