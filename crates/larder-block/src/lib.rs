@@ -5,6 +5,7 @@
 
 pub mod backend;
 pub mod boot;
+pub mod budget;
 pub mod buffer;
 pub mod buffer_pool;
 pub mod device;
@@ -15,6 +16,7 @@ pub mod histogram;
 pub mod lock_wait;
 pub mod memory;
 pub mod nbd;
+pub mod pieces;
 pub mod printable;
 pub mod range_lock;
 pub mod signal;

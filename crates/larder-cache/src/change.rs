@@ -8,13 +8,12 @@
 use std::rc::Rc;
 
 use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
-use larder_block::{
-    AlignedBuf, ByteLen, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join,
-};
+use larder_block::{ByteLen, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
 use crate::commit::Failed;
+use crate::copies::{Copy, Room};
 use crate::entry::Entry;
 use crate::flushing::Flushing;
 use crate::parts::Part;
@@ -209,6 +208,9 @@ impl Cache {
                 Err(Failed) => self.write_past(range, buffer, flags).await,
             };
         }
+        let Ok(room) = self.room_for_copy(buffer).await else {
+            return self.write_past(range, buffer, flags).await;
+        };
         let context = self.context(self.turn_time(), Access::Write, range.len.get());
         let mut writing = Writing {
             cache: self,
@@ -253,7 +255,7 @@ impl Cache {
         if writing.places.is_empty() {
             return self.lower.write(range.start, buffer, flags).await;
         }
-        let memory = self.fast.copy(buffer);
+        let memory = room.copy(buffer);
         let kept: SmallVec<[Io<'_>; 2]> = writing
             .places
             .iter()
@@ -267,7 +269,6 @@ impl Cache {
         });
         let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([disk, Io::task(join(kept))]);
         let in_cache = join(both).await;
-        self.fast.is_copied(memory);
         match in_cache {
             Ok(()) if on_disk.is_ok() => writing.done(),
             Ok(()) => {}
@@ -276,13 +277,19 @@ impl Cache {
         on_disk
     }
 
+    /// Room for a copy of what a guest writes: whoever has it waits for no other write.
+    pub(crate) async fn room_for_copy(&self, buffer: WriteBuf<'_>) -> Result<Room, Failed> {
+        let room = self.fast.copies.reserve(buffer.len(), || self.has_failed()).await;
+        room.ok_or(Failed)
+    }
+
     /// Writes `part` of a request for `range`, which `memory` has, to its place.
     pub(crate) fn write_slot<'a>(
         &'a self,
         place: &Place<'_>,
         part: &Part,
         range: ByteRange,
-        memory: &Rc<AlignedBuf>,
+        memory: &Rc<Copy>,
     ) -> Io<'a> {
         let at = self.data_at(place.slot(), part.range.start);
         let from = (part.range.start - range.start).as_usize();

@@ -16,6 +16,7 @@ mod apart;
 mod change;
 mod clean;
 mod commit;
+mod copies;
 mod copy;
 mod device;
 mod dirty;
@@ -51,6 +52,7 @@ use std::future::Future;
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
+use larder_block::budget::Budget;
 use larder_block::event_loop::WeakLoop;
 use larder_block::histogram::Histogram;
 use larder_block::range_lock::Ranges;
@@ -237,6 +239,8 @@ pub struct Cache {
     size_generation: Cell<u64>,
     sizing: Ranges,
     fills: Fills,
+    /// Fragments that reads may be of at the same time.
+    fragments: Rc<Budget>,
     /// Those who wait for readers to leave a slot.
     readers: Signal,
     counts: RefCell<Statistics>,
@@ -389,6 +393,8 @@ impl Cache {
             self.lower.name()
         );
         self.readers.raise();
+        self.fragments.wake();
+        self.fast.copies.wake();
         self.commits.wake();
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::budget::Budget;
 use larder_block::event_loop::WeakLoop;
 use larder_block::filter::meter::metered;
 use larder_block::range_lock::{Mode as Hold, Ranges};
@@ -21,6 +22,7 @@ use crate::flushing::Flushing;
 use crate::index::Index;
 use crate::journal;
 use crate::load::Loading;
+use crate::read::FRAGMENTS_MAX;
 use crate::samples::{self, Sample};
 use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, SUPERBLOCK_LEN, Shape};
 use crate::superblock::{DiskId, Superblock, SuperblockError};
@@ -369,6 +371,7 @@ impl Cache {
             size_generation: Cell::new(generation),
             sizing: Ranges::default(),
             fills: Fills::default(),
+            fragments: Budget::new(FRAGMENTS_MAX),
             readers: Signal::default(),
             counts: RefCell::default(),
             pace: crate::pace::Pace::default(),

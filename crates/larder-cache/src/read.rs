@@ -1,6 +1,6 @@
 //! The guest's reads.
 
-use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, join};
+use larder_block::{AlignedBuf, ByteLen, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, join};
 use smallvec::SmallVec;
 
 use crate::fill::{FILL_LEN, Found};
@@ -9,6 +9,15 @@ use crate::parts::{Part, runs};
 use crate::shape::{Line, Slot};
 use crate::{Cache, Mode};
 use larder_policy::policy::{Access, Context};
+
+/// A read of up to so many bytes is of a few fragments at most.
+const SMALL: ByteLen = ByteLen::kib(4);
+
+/// Fragments of one read that are read at the same time: stretches that lie together on a device.
+const FRAGMENTS_OF_READ: usize = 128;
+
+/// And of all reads: that bounds memory, of which each takes some hundred bytes.
+pub(crate) const FRAGMENTS_MAX: usize = 8192;
 
 /// A read that the cache has all of, of one line.
 #[derive(Clone, Copy)]
@@ -43,8 +52,40 @@ impl Cache {
         }
         match self.whole_hit(range) {
             Some(hit) => self.read_whole(hit, range, buffer),
-            None => Io::task(self.read_steps(range, buffer)),
+            None if range.len <= SMALL => Io::task(self.read_steps(range, buffer)),
+            None => Io::task(self.read_in_windows(range, buffer)),
         }
+    }
+
+    /// A read that may be of many fragments: as many at a time as [`FRAGMENTS_OF_READ`], and of all reads together as
+    /// [`FRAGMENTS_MAX`].
+    async fn read_in_windows(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let (window, fragments) = self.window_of(rest);
+            // Of a cache that has failed nobody needs to wait for others' reads, which may never end.
+            let _share = self.fragments.take(fragments, || self.has_failed()).await;
+            let from = (window.start - range.start).as_usize();
+            self.read_steps(window, buffer.slice(from, window.len.as_usize()))
+                .await?;
+            rest = ByteRange::between(window.end(), rest.end());
+        }
+        Ok(())
+    }
+
+    /// The beginning of `range`, one line at least, and in how many fragments it is on the two devices, as it looks now.
+    fn window_of(&self, range: ByteRange) -> (ByteRange, usize) {
+        let index = self.index.borrow();
+        let (mut fragments, mut end) = (0, range.start);
+        for part in self.shape.parts_of(range) {
+            let valid = index.find(part.line).map_or(0, |slot| index.valid(slot));
+            let more = fragments + runs(part, valid).count();
+            if more > FRAGMENTS_OF_READ && fragments > 0 {
+                break;
+            }
+            (fragments, end) = (more, part.range.end());
+        }
+        (ByteRange::between(range.start, end), fragments)
     }
 
     /// What the cache has may be read from it.

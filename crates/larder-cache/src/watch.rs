@@ -14,7 +14,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::pin::Pin;
 use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -26,6 +26,7 @@ use larder_block::{
     WriteBuf, WriteFlags,
 };
 
+use crate::copies::Copies;
 use crate::{Cache, State};
 
 /// How long the device may take for an answer: half of what a guest gives a disk on SCSI before it resets it, so that the
@@ -41,10 +42,6 @@ const AGES: usize = (PATIENCE.as_secs() / TICK.as_secs()) as usize + 1;
 
 /// Requests that have been under way for so many ticks are late.
 const LATE: usize = 2;
-
-/// Copies of what guests write, up to this length, are kept to be used again, so many at most.
-const COPY_LEN: usize = 64 << 10;
-const COPIES_KEPT: usize = 16;
 
 /// The cache device, as it is watched.
 pub(crate) struct Fast {
@@ -64,7 +61,7 @@ pub(crate) struct Fast {
     /// Bytes that were asked for.
     read: Cell<u64>,
     written: Cell<u64>,
-    copies: RefCell<Vec<AlignedBuf>>,
+    pub(crate) copies: Copies,
 }
 
 /// Those who wait for requests that can be left behind.
@@ -92,7 +89,7 @@ impl Fast {
             write_errors: Cell::new(0),
             read: Cell::new(0),
             written: Cell::new(0),
-            copies: RefCell::default(),
+            copies: Copies::default(),
         })
     }
 
@@ -151,10 +148,10 @@ impl Fast {
     }
 
     /// Writes a part of `memory`.
-    pub(crate) async fn write(
+    pub(crate) async fn write<M: Deref<Target = [u8]> + 'static>(
         &self,
         start: ByteOffset,
-        memory: Rc<AlignedBuf>,
+        memory: Rc<M>,
         part: Range<usize>,
         flags: WriteFlags,
     ) -> IoResult {
@@ -176,28 +173,6 @@ impl Fast {
         let device = Rc::clone(&self.device);
         let steps = async move { device.close().await };
         self.own(Operation::Flush, ByteRange::default(), steps).await
-    }
-
-    /// What a guest writes, in memory that can be left behind. It may be longer.
-    pub(crate) fn copy(&self, buffer: WriteBuf<'_>) -> Rc<AlignedBuf> {
-        let kept = match buffer.len() <= COPY_LEN {
-            true => self.copies.borrow_mut().pop(),
-            false => None,
-        };
-        let mut memory = kept.unwrap_or_else(|| AlignedBuf::zeroed(buffer.len().max(COPY_LEN)));
-        buffer.copy_to_slice(&mut memory[..buffer.len()]);
-        Rc::new(memory)
-    }
-
-    /// A copy is of no use any more.
-    pub(crate) fn is_copied(&self, memory: Rc<AlignedBuf>) {
-        let mut copies = self.copies.borrow_mut();
-        if let Some(memory) = Rc::into_inner(memory)
-            && memory.len() == COPY_LEN
-            && copies.len() < COPIES_KEPT
-        {
-            copies.push(memory);
-        }
     }
 
     /// A request with all that it needs.

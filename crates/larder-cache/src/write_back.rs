@@ -79,12 +79,10 @@ impl Cache {
     /// A write to `range`, which is held, and whose sets are loaded. Bytes that the disk would refuse are refused here, while
     /// the guest waits: they could never be cleaned.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
-        // The bytes that are checked are those that are written: a guest can change its memory in between.
-        let copied = self.lower.minds_content(range).then(|| self.fast.copy(buffer));
-        let buffer = match &copied {
-            Some(bytes) => WriteBuf::new(&bytes[..buffer.len()]),
-            None => buffer,
-        };
+        // The bytes that are checked are those that are written: a guest can change its memory in between. They are few: the
+        // beginning of a disk, which one write has at a time.
+        let copied = self.lower.minds_content(range).then(|| buffer.to_vec());
+        let buffer = copied.as_deref().map_or(buffer, WriteBuf::new);
         if copied.is_some() {
             self.lower.check_content(range.start, buffer)?;
         }
@@ -106,6 +104,7 @@ impl Cache {
     ) -> Result<Option<IoResult>, Failed> {
         let context = self.context(self.turn_time(), Access::Write, range.len.get());
         self.allow_dirty().await?;
+        let room = self.room_for_copy(buffer).await?;
         let mut places = self.places_there(range, context);
         self.premark(&places).await?;
         let mut hidden = Hidden {
@@ -142,7 +141,7 @@ impl Cache {
             let from = (part.range.start - range.start).as_usize();
             buffer.slice(from, part.range.len.as_usize())
         };
-        let memory = (!places.is_empty()).then(|| self.fast.copy(buffer));
+        let memory = (!places.is_empty()).then(|| room.copy(buffer));
         let changed = (!places.is_empty()).then(|| self.kept.change());
         let to_cache: SmallVec<[Io<'_>; 2]> = places
             .iter()
@@ -160,8 +159,7 @@ impl Cache {
         });
         let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([cached, Io::task(join(to_disk))]);
         let on_disk = join(both).await;
-        drop(changed);
-        memory.into_iter().for_each(|memory| self.fast.is_copied(memory));
+        drop((changed, memory));
         if let Err(error) = in_cache {
             self.fail(&error);
         }

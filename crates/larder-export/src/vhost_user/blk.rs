@@ -2,6 +2,7 @@
 
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Geometry, IoError, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    pieces,
 };
 
 use super::Serial;
@@ -223,7 +224,7 @@ async fn carry_out(
         T_IN => {
             let start = start_of(header.sector, data_in.len())?;
             let bytes = data_in.len() as u64;
-            let read = activity.count(Kind::Read, bytes, || device.read(start, data_in));
+            let read = activity.count(Kind::Read, bytes, || pieces::read(device, start, data_in));
             Ok(read.await?)
         }
         T_OUT => {
@@ -232,7 +233,7 @@ async fn carry_out(
             };
             let start = start_of(header.sector, data_out.len())?;
             let bytes = data_out.len() as u64;
-            let written = activity.count(Kind::Write, bytes, || device.write(start, data_out, flags));
+            let written = activity.count(Kind::Write, bytes, || pieces::write(device, start, data_out, flags));
             Ok(written.await?)
         }
         T_FLUSH => Ok(activity.count(Kind::Flush, 0, || device.flush()).await?),

@@ -190,6 +190,7 @@ impl VhostUserServer {
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
                 rests: Cell::new(false),
+                weight: Cell::new(0),
                 at_work: RefCell::default(),
                 lent: Lent::default(),
                 under_way,

@@ -11,6 +11,7 @@ use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
 
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
+use larder_block::pieces::{PIECE_LEN, PIECES_AT_ONCE};
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
 use super::Serial;
@@ -40,6 +41,8 @@ pub(super) struct Shared {
     pub(super) activity: Rc<Activity>,
     /// No queue takes a request: the disk is not here.
     pub(super) rests: Cell<bool>,
+    /// What the requests under way weigh.
+    pub(super) weight: Cell<u32>,
     /// Queues that were started and not stopped.
     pub(super) at_work: RefCell<Vec<Weak<Queue>>>,
     /// Queues that the front-end has not taken back.
@@ -80,6 +83,18 @@ const SIGNAL_EVERY: u32 = 8;
 const TURN_REQUESTS: u32 = 64;
 const TURN_BYTES: usize = 256 << 10;
 
+/// What all requests of a disk may weigh before each queue has its share only, of as much again. A request weighs 1, or more
+/// if it is cut into pieces, or its memory is scattered. A queue at its limit takes its next request when others have ended:
+/// what layers need for requests is the host's memory, and a guest may send as many as its rings have descriptors.
+const WEIGHT_MAX: u32 = 1024;
+
+/// Pieces of memory that a request of weight 1 may have.
+const MEMORY_PIECES: usize = 128;
+
+/// Chains that a queue keeps to be used again, and the most pieces of memory that one of them has room for.
+const CHAINS_KEPT: usize = 256;
+const ROOM_KEPT: usize = 256;
+
 /// Everything that a queue needs to run.
 pub(super) struct QueueParts {
     pub(super) index: u16,
@@ -117,6 +132,8 @@ pub(super) struct Queue {
     /// Something was given back since the guest was last interrupted.
     unsignalled: Cell<bool>,
     running: Cell<u32>,
+    /// What those weigh.
+    weight: Cell<u32>,
     /// It is not where the front-end thinks.
     moved: Cell<bool>,
     idle_waker: RefCell<Option<Waker>>,
@@ -148,6 +165,13 @@ impl Drop for Request {
             self.queue.index
         );
     }
+}
+
+/// How much a request counts among those under way.
+fn weight_of(chain: &Chain) -> u32 {
+    let pieces = chain.bytes().div_ceil(PIECE_LEN).min(PIECES_AT_ONCE);
+    let scattered = chain.pieces().div_ceil(MEMORY_PIECES);
+    pieces.max(scattered).max(1) as u32
 }
 
 async fn serve(mut request: Request) {
@@ -189,6 +213,7 @@ impl Queue {
             log_ring: Cell::new(parts.log_ring),
             unsignalled: Cell::new(false),
             running: Cell::new(0),
+            weight: Cell::new(0),
             moved: Cell::new(false),
             idle_waker: RefCell::new(None),
             kick_waker: RefCell::new(None),
@@ -250,6 +275,7 @@ impl Queue {
 
     fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: Chain, head: Head, note: u16) {
         self.running.set(self.running.get() + 1);
+        self.weighs(weight_of(&chain), u32::wrapping_add);
         self.moved.set(true);
         let request = Request {
             queue: Rc::clone(self),
@@ -270,7 +296,7 @@ impl Queue {
     fn take_available(self: &Rc<Self>) -> bool {
         let mut taken = 0u32;
         let mut bytes = 0;
-        while taken < TURN_REQUESTS && bytes < TURN_BYTES {
+        while taken < TURN_REQUESTS && bytes < TURN_BYTES && self.has_room() {
             let Some((memory, chain, head, note)) = self.take_one() else {
                 break;
             };
@@ -345,8 +371,13 @@ impl Queue {
                 inflight.after_give_back(&ring, request.note);
             }
         }
-        chain.clear();
-        self.spare_chains.borrow_mut().push(chain);
+        self.weighs(weight_of(&chain), u32::wrapping_sub);
+        let mut spare = self.spare_chains.borrow_mut();
+        if spare.len() < CHAINS_KEPT && chain.room() <= ROOM_KEPT {
+            chain.clear();
+            spare.push(chain);
+        }
+        drop(spare);
         self.unsignalled.set(true);
         self.running.set(self.running.get() - 1);
         if self.running.get() == 0
@@ -369,6 +400,21 @@ impl Queue {
         {
             // A full counter means that the event is raised already.
             let _ = rustix::io::write(call.as_ref(), &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Adds what a request weighs to what is under way, or takes it away.
+    fn weighs(&self, weight: u32, change: fn(u32, u32) -> u32) {
+        for sum in [&self.weight, &self.shared.weight] {
+            sum.set(change(sum.get(), weight));
+        }
+    }
+
+    /// Another request may be taken.
+    fn has_room(&self) -> bool {
+        self.shared.weight.get() < WEIGHT_MAX || {
+            let queues = self.shared.at_work.borrow().len().max(1) as u32;
+            self.weight.get() < (WEIGHT_MAX / queues).max(1)
         }
     }
 
@@ -439,7 +485,7 @@ impl Queue {
 impl Poller for Queue {
     fn poll(&self) -> bool {
         self.signal();
-        if !self.may_take() || !self.ring.borrow().has_available() {
+        if !self.may_take() || !self.has_room() || !self.ring.borrow().has_available() {
             return false;
         }
         let any = self.me.upgrade().is_some_and(|me| me.take_available());
@@ -448,7 +494,8 @@ impl Poller for Queue {
     }
 
     fn arm(&self) -> bool {
-        if !self.may_take() {
+        // What ends wakes the loop.
+        if !self.may_take() || !self.has_room() {
             return false;
         }
         if !self.has_kick {

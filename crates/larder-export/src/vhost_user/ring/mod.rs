@@ -58,6 +58,16 @@ impl Chain {
         &self.pieces[self.readable_count..]
     }
 
+    /// How many pieces it has.
+    pub fn pieces(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// Pieces that it has memory for.
+    pub fn room(&self) -> usize {
+        self.pieces.capacity()
+    }
+
     /// Bytes of all its pieces.
     pub fn bytes(&self) -> usize {
         self.pieces.iter().map(|piece| piece.len()).sum()

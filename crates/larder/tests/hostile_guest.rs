@@ -1,0 +1,199 @@
+//! A guest that breaks no rule of virtio, and asks for as much at once as it can: the host's memory that its disk's server
+//! takes is bounded, and its requests are carried out.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::server::Server;
+use support::{LIMIT, image, on_disk, on_tmpfs, serve};
+
+const MIB: u64 = 1 << 20;
+
+/// So much more than at rest a server may take for the requests of one disk.
+const GROWTH_MAX: u64 = 64 * MIB;
+
+/// Watches how much memory a process has of its own, which guest memory and files are not.
+struct Watched {
+    ends: Arc<AtomicBool>,
+    most: Arc<AtomicU64>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    before: u64,
+}
+
+fn anonymous_bytes(process: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    kib.and_then(|kib| kib.trim().parse::<u64>().ok()).unwrap_or(0) << 10
+}
+
+impl Watched {
+    fn new(server: &Server) -> Self {
+        let process = server.process.id();
+        let (ends, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let thread = std::thread::spawn({
+            let (ends, most) = (Arc::clone(&ends), Arc::clone(&most));
+            move || {
+                while !ends.load(Ordering::Relaxed) {
+                    most.fetch_max(anonymous_bytes(process), Ordering::Relaxed);
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            }
+        });
+        Self {
+            ends,
+            most,
+            thread: Some(thread),
+            before: anonymous_bytes(process),
+        }
+    }
+
+    /// How much more there was at once than before.
+    fn growth(mut self) -> u64 {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it ends");
+        }
+        let most = self.most.load(Ordering::Relaxed);
+        assert!(most > 0, "it was watched");
+        most.saturating_sub(self.before)
+    }
+}
+
+/// The caches to be tried: options of `larder disk serve`.
+fn caches(folder: &Path) -> Vec<Vec<String>> {
+    let mut all = vec![Vec::new()];
+    for mode in ["wt", "wb", "wa", "pt"] {
+        for line in ["4KiB", "64KiB"] {
+            let cache = folder.join(format!("cache-{mode}-{line}"));
+            let words = [
+                "--cache",
+                cache.to_str().expect("UTF-8"),
+                "--cache-size",
+                "64MiB",
+                "--cache-line",
+                line,
+                "--cache-mode",
+                mode,
+            ];
+            all.push(words.map(str::to_owned).to_vec());
+        }
+    }
+    all
+}
+
+#[test]
+fn one_request_of_any_length_takes_bounded_memory() {
+    const LEN: u64 = 512 * MIB;
+    const PIECE: u64 = 2 * MIB;
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), LEN);
+    for cache in caches(folder.path()) {
+        let mut words = vec!["--queue-size", "1024"];
+        words.extend(cache.iter().map(String::as_str));
+        let server = serve(&disk, folder.path(), &words);
+        let options = Options {
+            size: 1024,
+            data_bytes: PIECE as usize,
+            ..Options::default()
+        };
+        let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
+        let data = guest.data();
+        let pattern = support::pattern(1, PIECE as usize);
+        guest.memory.write(data, &pattern);
+        // All of them are the same memory.
+        let buffers: Vec<Buffer> = (0..LEN / PIECE)
+            .map(|_| Buffer {
+                address: data,
+                len: PIECE as u32,
+            })
+            .collect();
+        let watched = Watched::new(&server);
+        let written = guest.queue().run(&Request::write(0, &buffers)).expect("writes");
+        assert_eq!(written.status, 0, "{cache:?}");
+        let read = guest.queue().run(&Request::read(0, &buffers)).expect("reads");
+        assert_eq!(read.status, 0, "{cache:?}");
+        let growth = watched.growth();
+        assert!(growth <= GROWTH_MAX, "{cache:?}: {} MiB", growth / MIB);
+        assert!(guest.memory.read_vec(data, PIECE as usize) == pattern, "{cache:?}");
+        drop(guest);
+        assert_eq!(server.stop().expect("stops"), Some(0), "{cache:?}");
+    }
+}
+
+#[test]
+fn many_long_requests_of_many_fragments_take_bounded_memory() {
+    const QUEUES: u16 = 64;
+    const SIZE: u16 = 128;
+    const LEN: u64 = MIB;
+    const DISK: u64 = 64 * MIB;
+    // Requests to tmpfs end before the next one begins.
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), DISK);
+    for cache in caches(folder.path()) {
+        let mut words = vec!["--queues", "64"];
+        words.extend(cache.iter().map(String::as_str));
+        let server = serve(&disk, sockets.path(), &words);
+        let options = Options {
+            queues: QUEUES,
+            size: SIZE,
+            data_bytes: LEN as usize,
+            ..Options::default()
+        };
+        let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
+        let data = guest.data();
+        // Every second sector is in the cache, if it takes writes.
+        let sector = [Buffer {
+            address: data,
+            len: 512,
+        }];
+        for at in (0..DISK / 512).step_by(2).take(16 << 10) {
+            while !guest.queue().has_room(1) {
+                assert_eq!(guest.queue().complete(LIMIT).expect("writes").status, 0);
+            }
+            guest.queue().add(&Request::write(at, &sector));
+            guest.queue().go();
+        }
+        while guest.queue().ring.free_slots() < usize::from(SIZE) {
+            assert_eq!(guest.queue().complete(LIMIT).expect("writes").status, 0);
+        }
+        let watched = Watched::new(&server);
+        let long = [Buffer {
+            address: data,
+            len: LEN as u32,
+        }];
+        let mut asked = 0;
+        for round in 0..u64::from(SIZE) {
+            for queue in &mut guest.queues {
+                if queue.has_room(1) {
+                    let at = (asked % (DISK / LEN)) * (LEN / 512);
+                    match round % 2 {
+                        0 => queue.add(&Request::read(at, &long)),
+                        _ => queue.add(&Request::write(at, &long)),
+                    };
+                    asked += 1;
+                }
+            }
+        }
+        guest.queues.iter_mut().for_each(|queue| queue.go());
+        assert!(asked >= 64 * 42, "{asked}");
+        for queue in &mut guest.queues {
+            while queue.ring.free_slots() < usize::from(SIZE) {
+                assert_eq!(queue.complete(LIMIT).expect("comes back").status, 0, "{cache:?}");
+            }
+        }
+        let growth = watched.growth();
+        println!("{cache:?}: {} MiB", growth / MIB);
+        assert!(growth <= GROWTH_MAX, "{cache:?}: {} MiB", growth / MIB);
+        drop(guest);
+        assert_eq!(server.stop().expect("stops"), Some(0), "{cache:?}");
+    }
+}
