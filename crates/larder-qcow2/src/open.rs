@@ -6,7 +6,7 @@ use std::rc::{Rc, Weak};
 
 use larder_block::range_lock::Ranges;
 use larder_block::{
-    AlignedBuf, BlockDevice, ByteLen, ByteOffset, Failure, Geometry, IoError, Loop, ReadBuf, SizeChanges,
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ExtentKind, Failure, Geometry, IoError, Loop, ReadBuf, SizeChanges,
 };
 
 use crate::check::{self, CheckOptions, Repair};
@@ -173,7 +173,7 @@ impl Qcow2 {
         let (read_only, metadata_memory, load_ahead) = (options.read_only, options.metadata_memory, options.load_ahead);
         let mut opened = Self::read_tables(on, Rc::clone(&file), others, options).await?;
         if let Replayed::NoRoom = opened.replay().await? {
-            free_leaks(&file).await?;
+            free_leaks(&file, check_options(&file, metadata_memory).await).await?;
             let Opened { image, left, .. } = opened;
             // Nothing else has it yet.
             let Some(image) = Rc::into_inner(image) else {
@@ -241,7 +241,7 @@ impl Qcow2 {
             });
         }
         if header.dirty && !read_only {
-            repair_dirty(&file).await?;
+            repair_dirty(&file, check_options(&file, options.metadata_memory).await).await?;
             area = read_area(&file).await?;
             header = parse(&area)?;
         }
@@ -261,7 +261,7 @@ impl Qcow2 {
             false => metadata_clusters(&name, &header, &l1, &refcount_table)?,
         };
         if !read_only && has_use_past_end(&file, shape, &refcount_table).await? {
-            check_whole(&file).await?;
+            check_whole(&file, check_options(&file, options.metadata_memory).await).await?;
         }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
@@ -400,25 +400,64 @@ impl Opened {
 /// Frees the clusters that a killed server had taken or freed without a commit: on a full device it had its tables there,
 /// and the next one needs them again. Clusters that only the journal refers to are freed as well, and a replay takes them
 /// again before it allocates any, as it does after a kill in between.
-async fn free_leaks(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
+async fn free_leaks(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
     tracing::warn!(
         "{name}: no cluster is free for the uncommitted changes of a killed server; searching for clusters that it has leaked"
     );
-    let repaired = check::repair(file, Repair::Refcounts, CheckOptions::default()).await;
+    let repaired = check::repair(file, Repair::Refcounts, options).await;
     let repaired = repaired.map_err(|error| OpenError::Io(error.to_string()))?;
     tracing::warn!("{name}: {} leaked clusters are free again", repaired.leaks_fixed());
     Ok(())
 }
 
+/// Bytes of tables that a check may read before an image is used: this, and for each byte of data in the file...
+const CHECK_WORK_MIN: u64 = 256 << 20;
+
+/// ...so many: in a sound image each table is in a place of its own, and is read twice, by the walk and for its flags. Those of a
+/// crafted image may lead to the same table again and again.
+const CHECK_WORK_PER_BYTE: u64 = 4;
+
+/// How many extents of the file are looked up for that; what is behind them counts as data.
+const EXTENTS_MAX: usize = 1 << 20;
+const EXTENTS_STEP: usize = 1024;
+
+/// How an image is checked before it is used. The map, which is empty then, has left its memory.
+async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> CheckOptions {
+    let size = file.geometry().size;
+    let (mut at, mut extents, mut data) = (0, 0, 0);
+    while at < size.get() && extents < EXTENTS_MAX {
+        let rest = ByteOffset::new(at).range(ByteLen::new(size.get() - at));
+        let found = file.extents(rest, EXTENTS_STEP).await.unwrap_or_default();
+        if found.is_empty() {
+            break;
+        }
+        for extent in found {
+            at += extent.range.len.get();
+            extents += 1;
+            data += if extent.kind == ExtentKind::Data {
+                extent.range.len.get()
+            } else {
+                0
+            };
+        }
+    }
+    let data = data + size.get().saturating_sub(at);
+    CheckOptions {
+        memory_max: metadata_memory.max(ByteLen::mib(64)),
+        work_max: ByteLen::new(data.saturating_mul(CHECK_WORK_PER_BYTE).saturating_add(CHECK_WORK_MIN)),
+        ..CheckOptions::default()
+    }
+}
+
 /// Puts the refcounts of a dirty image right. If more than that is wrong, the image stays as it is.
-async fn repair_dirty(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
+async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
     let dirty = |why: String| OpenError::Dirty {
         name: name.to_string(),
         why,
     };
-    let repaired = check::repair(file, Repair::Refcounts, CheckOptions::default()).await;
+    let repaired = check::repair(file, Repair::Refcounts, options).await;
     let repaired = repaired.map_err(|error| dirty(error.to_string()))?;
     if repaired.after.errors > 0 {
         let errors = repaired.after.errors;
@@ -457,8 +496,8 @@ async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_tab
 
 /// Refuses an image of which something is missing: if it were changed, the file would grow over what is lost, and nobody
 /// could tell it from zeros any more.
-async fn check_whole(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
-    let found = check::check(file, CheckOptions::default()).await;
+async fn check_whole(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
+    let found = check::check(file, options).await;
     let found = found.map_err(|error| OpenError::Io(error.to_string()))?;
     match found.past_end {
         0 => Ok(()),

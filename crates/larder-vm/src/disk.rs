@@ -57,6 +57,8 @@ pub struct DiskConfig {
     pub moves: Moves,
     /// How long the thread spins for new work at most before it sleeps.
     pub poll_max: Duration,
+    /// Set to give the disk up while its image is being opened; later it has no effect.
+    pub cancel: Latch<()>,
 }
 
 /// What of a disk's moves is to be reckoned with.
@@ -81,6 +83,7 @@ impl DiskConfig {
             exports: ExportsConfig::default(),
             moves: Moves::Never,
             poll_max: POLL_MAX_DEFAULT,
+            cancel: Latch::default(),
         }
     }
 }
@@ -95,6 +98,8 @@ pub enum DiskError {
     Image(#[from] ImageError),
     #[error(transparent)]
     Export(#[from] ExportError),
+    #[error("stopped while the image was being opened")]
+    Cancelled,
     #[error("what was written last may not be on the disk: {0}")]
     Flush(String),
     #[error(
@@ -125,7 +130,7 @@ impl Disk {
     /// Opens the image, listens, and serves on a thread of its own. When this returns, clients can connect.
     ///
     /// # Errors
-    /// Anything in the way; nothing is left behind then.
+    /// Anything in the way, or [`DiskConfig::cancel`] is set; nothing is left behind then.
     pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
         let stop = Latch::default();
         let theirs = stop.clone();
@@ -200,7 +205,12 @@ fn serve(
     on.block_on(async {
         let image = match config.moves {
             Moves::Away => None,
-            _ => Some(Rc::new(image::open(&on, &config.image, &config.options).await?)),
+            _ => {
+                let opening = image::open(&on, &config.image, &config.options);
+                // Tables that a crafted image has can take long to check, and so can a server that answers slowly.
+                let opened = select(config.cancel.is_set(), opening).await;
+                Some(Rc::new(opened.ok_or(DiskError::Cancelled)??))
+            }
         };
         let (geometry, format) = match &image {
             Some(image) => (image.device.geometry(), image.format),

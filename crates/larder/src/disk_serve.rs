@@ -3,7 +3,7 @@
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
@@ -19,6 +19,7 @@ use larder_vm::control::{ControlServer, Subject};
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{CacheWish, Format, ImageError, ImageOptions, PrefetchWish};
+use larder_vm::latch::Latch;
 use larder_vm::listen::same_place;
 use larder_vm::run::shell::command_line;
 
@@ -44,10 +45,29 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     if let Some(note) = serial_note {
         tracing::info!("{note}");
     }
-    let signals = crate::signals::block()?;
+    let (cancel, stop) = (Latch::default(), Arc::new(OnceLock::<Latch<Stop>>::new()));
+    let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&stop));
+    crate::signals::block()?.stop_by(move || {
+        to_cancel.set(());
+        if let Some(stop) = to_stop.get() {
+            stop.set(Stop::Leave);
+        }
+    })?;
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let (image, options) = (config.image.clone(), config.options.clone());
-    let disk = Disk::start(config).map_err(|error| with_advice(error, &options))?;
+    let config = DiskConfig {
+        cancel: cancel.clone(),
+        ..config
+    };
+    let disk = match Disk::start(config) {
+        Ok(disk) => disk,
+        Err(DiskError::Cancelled) => return Ok(ExitCode::SUCCESS),
+        Err(error) => return Err(with_advice(error, &options)),
+    };
+    let stop = stop.get_or_init(|| disk.stop_signal());
+    if cancel.get().is_some() {
+        stop.set(Stop::Leave);
+    }
     let started = control
         .as_deref()
         .map(|path| ControlServer::start(path, Arc::new(Subject::disk(disk.inquiry()))))
@@ -71,8 +91,6 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         read_only = geometry.read_only,
         "serving"
     );
-    let stop = disk.stop_signal();
-    signals.stop_by(move || stop.set(Stop::Leave))?;
     disk.wait()?;
     Ok(ExitCode::SUCCESS)
 }

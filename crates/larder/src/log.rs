@@ -1,5 +1,7 @@
 //! What is logged: `LARDER_LOG`.
 
+pub(crate) mod limit;
+
 use std::ffi::OsStr;
 use std::fmt::{self, Debug};
 use std::io::{self, IsTerminal, Write};

@@ -56,6 +56,7 @@ fn main() -> ExitCode {
     tracing_subscriber::registry()
         .with(log::layer(filter))
         .with(events::layer())
+        .with(log::limit::layer())
         .init();
     if let Some(wrong) = wrong {
         tracing::warn!("{wrong}");

@@ -7,6 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
@@ -15,13 +16,14 @@ use larder_vm::control::FetchError;
 use larder_vm::control::state::ServerState;
 use larder_vm::disk::DiskError;
 use larder_vm::inherited::Inherited;
+use larder_vm::latch::Latch;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::away::AwayNote;
 use larder_vm::vm::config::{VmConfig, path_of, read_text};
 use larder_vm::vm::look::problems;
-use larder_vm::vm::{Progress, Vm, VmError, VmMove, check_places};
+use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
 
 use crate::cli::VmArguments;
 use crate::output::print;
@@ -49,9 +51,37 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if config.disks.is_empty() {
         return Ok(not_started(&VmError::no_disk(&path).into(), true));
     }
-    let signals = signals::block()?;
-    let vm = match Vm::start(&path, config.clone(), inherited, arguments.confine, arguments.incoming) {
+    let (cancel, reload) = (Latch::default(), Latch::default());
+    let orders = Arc::new(OnceLock::<VmOrders>::new());
+    let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&orders));
+    let (wants_reload, to_reload) = (reload.clone(), Arc::clone(&orders));
+    signals::block()?.stop_by_or(
+        libc::SIGHUP,
+        move || {
+            // In this order: one of the two threads sees what the other one has set.
+            wants_reload.set(());
+            if let Some(orders) = to_reload.get() {
+                orders.reload();
+            }
+        },
+        move || {
+            to_cancel.set(());
+            if let Some(orders) = to_stop.get() {
+                orders.stop();
+            }
+        },
+    )?;
+    let started = Vm::start(
+        &path,
+        config.clone(),
+        inherited,
+        arguments.confine,
+        arguments.incoming,
+        &cancel,
+    );
+    let vm = match started {
         Ok(vm) => vm,
+        Err(_) if cancel.get().is_some() => return Ok(ExitCode::SUCCESS),
         Err(error) => return Ok(not_started(&explain(error, &config), false)),
     };
     for (name, places) in vm.places() {
@@ -70,9 +100,14 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
             config.name
         );
     }
-    let orders = vm.orders();
-    let to_reload = orders.clone();
-    signals.stop_by_or(libc::SIGHUP, move || to_reload.reload(), move || orders.stop())?;
+    let orders = orders.get_or_init(|| vm.orders());
+    // Signals that came before there was anybody to order.
+    if reload.get().is_some() {
+        orders.reload();
+    }
+    if cancel.get().is_some() {
+        orders.stop();
+    }
     let starter = Starter::new()?;
     let ended = vm.run(|progress| starter.tell(news(progress)));
     starter.end();

@@ -1,9 +1,11 @@
-//! A guest that breaks no rule of virtio, and asks for as much at once as it can: the host's memory that its disk's server
-//! takes is bounded, and its requests are carried out.
+//! Guests and front-ends that want to harm their disk's server. One asks for as much at once as virtio allows: the host's
+//! memory that the server takes is bounded, and the requests are carried out. Another one makes files shorter that it shares:
+//! that ends its own session, and nothing else.
 
 mod support;
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,7 +15,7 @@ use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::server::Server;
-use support::{LIMIT, image, on_disk, on_tmpfs, serve};
+use support::{LIMIT, image, on_disk, on_tmpfs, serve, tool, wait_until, works};
 
 const MIB: u64 = 1 << 20;
 
@@ -196,4 +198,71 @@ fn many_long_requests_of_many_fragments_take_bounded_memory() {
         drop(guest);
         assert_eq!(server.stop().expect("stops"), Some(0), "{cache:?}");
     }
+}
+
+/// Front-ends make a file shorter that the server has mapped: guest memory with the rings, guest memory without them, or the
+/// region of requests in flight. Their own session ends with a message; the server, and a client of it over NBD, goes on.
+#[test]
+fn shortened_file_ends_its_session_only() {
+    let folder = on_tmpfs();
+    let disk = folder.path().join("disk.qcow2");
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", disk.to_str().expect("UTF-8"), "64M"],
+    );
+    let uri = format!("nbd+unix:///?socket={}", folder.path().join("nbd").display());
+    let server = serve(&disk, folder.path(), &["--nbd", &uri]);
+    let sessions_lost = || server.process.output().matches(" is lost: ").count();
+    for (round, packed) in [false, true].into_iter().enumerate() {
+        let options = Options {
+            packed,
+            ..Options::default()
+        };
+        let connect = || FrontEnd::connect(&server.socket, options).expect("connects");
+        let lost_before = round * 3;
+
+        // The rings go.
+        let mut guest = connect();
+        rustix::fs::ftruncate(guest.memory.file(), 0).expect("it shrinks");
+        guest.queue().kick_now();
+        wait_until("the session with no rings ends", || sessions_lost() == lost_before + 1);
+        drop(guest);
+
+        // The data goes: the guest gets no answer, and once it is there again, it gets one.
+        let mut guest = connect();
+        let (data, whole) = (guest.data(), guest.memory.bytes() as u64);
+        let page = [Buffer {
+            address: data,
+            len: 4096,
+        }];
+        rustix::fs::ftruncate(guest.memory.file(), data).expect("it shrinks");
+        guest.queue().add(&Request::read(0, &page));
+        guest.queue().go();
+        wait_until("the session with no data ends", || sessions_lost() == lost_before + 2);
+        assert!(
+            guest.queue().try_complete().is_none(),
+            "what the guest has not got is not given back"
+        );
+        rustix::fs::ftruncate(guest.memory.file(), whole).expect("it grows");
+        guest.memory.write(data, &[7; 4096]);
+        guest
+            .reconnect(UnixStream::connect(&server.socket).expect("connects"))
+            .expect("goes on");
+        assert_eq!(guest.queue().complete(LIMIT).expect("comes back").status, 0);
+        assert!(guest.memory.read_vec(data, 4096) == [0; 4096]);
+        drop(guest);
+
+        // The requests in flight go.
+        let mut guest = connect();
+        let (_, region) = guest.inflight.as_ref().expect("a region");
+        rustix::fs::ftruncate(region, 0).expect("it shrinks");
+        guest.queue().add(&Request::read(0, &page));
+        guest.queue().go();
+        wait_until("the session with no notes ends", || sessions_lost() == lost_before + 3);
+        drop(guest);
+
+        assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "67108864");
+        works(&mut connect(), round as u64);
+    }
+    assert_eq!(server.stop().expect("stops"), Some(0));
 }

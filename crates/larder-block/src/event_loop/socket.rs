@@ -6,12 +6,13 @@
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::ToSocketAddrs;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -134,6 +135,24 @@ impl Loop {
     }
 }
 
+/// A TCP peer that has been silent for so long is asked whether it is there...
+const KEEPALIVE_AFTER: Duration = Duration::from_secs(60);
+
+/// ...so often...
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+
+/// ...and is taken to have vanished if neither that nor what was sent to it is acknowledged within this time.
+const VANISHED_AFTER: Duration = Duration::from_secs(120);
+
+/// Sends what is written at once, and ends the connection of a peer whose host has vanished.
+fn set_up_tcp(socket: &OwnedFd) -> rustix::io::Result<()> {
+    sockopt::set_tcp_nodelay(socket, true)?;
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, KEEPALIVE_AFTER)?;
+    sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_user_timeout(socket, VANISHED_AFTER.as_millis() as u32)
+}
+
 fn stream_flags() -> SocketFlags {
     SocketFlags::CLOEXEC | SocketFlags::NONBLOCK
 }
@@ -168,7 +187,7 @@ impl Socket {
                     if !would_block(error) {
                         return Err(error.into());
                     }
-                    on.sleep(std::time::Duration::from_millis(5)).await;
+                    on.sleep(Duration::from_millis(5)).await;
                 }
                 Self::from_descriptor(on, descriptor)
             }
@@ -424,6 +443,18 @@ impl Socket {
         Some(format!("{}, pid {pid}", name.trim_end()))
     }
 
+    /// The IP address at the other end of a TCP socket.
+    pub fn peer_address(&self) -> Option<IpAddr> {
+        let address = rustix::net::getpeername(&self.descriptor).ok()??;
+        SocketAddr::try_from(address).ok().map(|address| address.ip())
+    }
+
+    /// The process at the other end of a unix socket; see [`Socket::peer_process`].
+    pub fn peer_pid(&self) -> Option<i32> {
+        let credentials = sockopt::socket_peercred(&self.descriptor).ok()?;
+        Some(credentials.pid.as_raw_nonzero().get())
+    }
+
     /// Ends both directions; reads and writes under way fail.
     pub fn shutdown(&self) {
         // It may be gone already.
@@ -470,13 +501,26 @@ impl Listener {
         loop {
             match rustix::net::accept_with(&self.descriptor, stream_flags()) {
                 Ok(descriptor) => {
-                    // Fails on unix sockets, which have no delay to turn off.
-                    let _ = sockopt::set_tcp_nodelay(&descriptor, true);
+                    // Unix sockets have none of these options, and need none.
+                    let _ = set_up_tcp(&descriptor);
                     return Socket::from_descriptor(on, descriptor);
                 }
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                // accept(2): errors of the new connection's network are passed on, and are to be treated like EAGAIN.
+                Err(
+                    Errno::INTR
+                    | Errno::CONNABORTED
+                    | Errno::PROTO
+                    | Errno::NETDOWN
+                    | Errno::NOPROTOOPT
+                    | Errno::HOSTDOWN
+                    | Errno::NONET
+                    | Errno::HOSTUNREACH
+                    | Errno::NETUNREACH
+                    | Errno::OPNOTSUPP
+                    | Errno::TIMEDOUT,
+                ) => {}
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                    on.sleep(std::time::Duration::from_millis(100)).await;
+                    on.sleep(Duration::from_millis(100)).await;
                 }
                 Err(error) if would_block(error) => {
                     let result = pin!(self.ring.poll_readable(self.descriptor.as_raw_fd())).await;

@@ -13,6 +13,7 @@ use larder_block::signal::first_of;
 use larder_block::tls::Stream;
 
 use super::Shared;
+use super::admission::Member;
 use super::buffers::room_of;
 use super::handshake::{Agreed, Handshake};
 use super::limits::Limits;
@@ -25,6 +26,7 @@ pub(super) struct Connection {
     pub(super) agreed: Agreed,
     pub(super) outgoing: Outgoing,
     limits: Rc<Limits>,
+    member: Rc<Member>,
 }
 
 /// Why a connection ended.
@@ -40,16 +42,19 @@ enum Ended {
     Malformed(#[from] Malformed),
     #[error("the client sent a payload of {0} bytes; {PAYLOAD_LEN_MAX} are allowed")]
     LongPayload(u64),
+    #[error("it was idle, or its host had the most clients, and another client needed its place")]
+    Evicted,
     #[error("the client has kept the server waiting for {0:?}, with memory that others wait for")]
     GivenUp(Duration),
 }
 
 /// Serves a client that has connected, to its end or the server's.
-pub(super) async fn serve(shared: Rc<Shared>, socket: Socket) {
+pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member>) {
     let stream = Rc::new(Stream::plain(socket));
     let mut input = Input::new(Rc::clone(&stream));
-    if let Some(agreed) = shake_hands(&shared, &stream, &mut input).await {
-        transmission(&shared, agreed, &stream, input).await;
+    let evicted = shared.changed.until(|| member.is_evicted().then_some(None));
+    if let Some(agreed) = first_of(shake_hands(&shared, &stream, &mut input), evicted).await {
+        transmission(&shared, agreed, &stream, input, member).await;
     }
     stream.shutdown();
 }
@@ -78,7 +83,7 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input
     }
 }
 
-async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input) {
+async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input, member: &Rc<Member>) {
     tracing::debug!(export = shared.options.export, ?agreed, "an NBD client is in");
     shared.counters.agreed(agreed.framing);
     let options = &shared.options;
@@ -87,7 +92,9 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
         agreed,
         outgoing: Outgoing::default(),
         limits: Limits::new(options.requests_max, options.buffer_len_max.as_usize(), &shared.memory),
+        member: Rc::clone(member),
     });
+    member.counted_by(&connection.limits);
     let receiving = async {
         let ended = first_of(connection.receive(input), connection.stopped()).await;
         if let Ended::Politely | Ended::Stopping = ended {
@@ -99,6 +106,7 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
     let sending = async { Ended::Io(connection.outgoing.send_all(stream, &connection.limits).await) };
     let cut = shared.changed.until(|| match () {
         () if shared.cut.get() => Some(Ended::Stopping),
+        () if member.is_evicted() => Some(Ended::Evicted),
         () if connection.limits.is_given_up() => Some(Ended::GivenUp(options.stall_timeout)),
         () => None,
     });
@@ -159,6 +167,7 @@ impl Connection {
             return Err(Ended::LongPayload(payload_len));
         }
         self.shared.counters.request();
+        self.member.requests(self.shared.on.turn_time());
         let checked = if self.shared.stopping.get() {
             Err(Refused(errors::ESHUTDOWN))
         } else {

@@ -216,6 +216,11 @@ impl Limits {
         self.is_given_up.get()
     }
 
+    /// Whether a request is under way that does not wait for the client.
+    pub(super) fn is_working(&self) -> bool {
+        self.requests.get() > 0 && self.waiting.get() == 0
+    }
+
     /// Waits until nothing is under way.
     pub(super) async fn idle(&self) {
         self.released.until(|| (self.requests.get() == 0).then_some(())).await;

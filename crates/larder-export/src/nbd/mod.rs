@@ -7,6 +7,7 @@
 //! - Clients, requests of a client, bytes of buffers of a client, and those of all clients are bounded. A client at a
 //!   bound is not read from. One that takes no answers keeps no other client from its small requests, and for a while only
 //!   from its large ones.
+//! - Where there is no room for another client, one that is idle gives way, or one of a peer that has more than its share.
 //! - A client that stalls in the handshake is dropped after a while; one that vanishes takes nothing with it: its
 //!   requests end on their own, their answers are thrown away.
 //! - A stopping server answers what is under way, fails what is new with `ESHUTDOWN`, then closes.
@@ -14,6 +15,7 @@
 //! How it fails: what the device says goes to the log, and to the client as the spec's error number, with the device's
 //! message where replies have room for one. A client that breaks the protocol is disconnected and named in the log.
 
+mod admission;
 mod buffers;
 mod connection;
 mod handshake;
@@ -33,6 +35,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 
 use crate::activity::Activity;
 use crate::clients::Clients;
+use admission::{Admission, Admitted, Peer};
 use buffers::Buffers;
 use limits::Memory;
 
@@ -54,7 +57,7 @@ pub struct NbdServerOptions {
     pub clients: Option<Rc<Clients>>,
     /// Where what is asked for is counted, beside what is counted of this server alone.
     pub activity: Option<Rc<Activity>>,
-    /// Clients at a time; more are turned away.
+    /// Clients at a time. For more, one that is idle gives way, or they are turned away.
     pub connections_max: usize,
     /// Requests of one client under way at a time; more wait in the socket.
     pub requests_max: usize,
@@ -130,6 +133,8 @@ struct Shared {
     sparse_skipped: Cell<u32>,
     /// The device was asked for extents by a read that has not waited for them.
     is_asking: Cell<bool>,
+    admission: Admission,
+    /// Clients whose connection has not ended yet, those included that have given way.
     connections: Cell<usize>,
     /// Clients that were turned away after the first of a crowd; `None` if there is no crowd.
     crowd: Cell<Option<u64>>,
@@ -137,7 +142,7 @@ struct Shared {
     stopping: Cell<bool>,
     /// Enough waited.
     cut: Cell<bool>,
-    /// One of the three above has changed, a question for extents has ended, or a client was given up.
+    /// One of the four above has changed, a question for extents has ended, or a client was given up.
     changed: Signal,
 }
 
@@ -190,6 +195,7 @@ impl NbdServer {
             device,
             activity: options.activity.clone().unwrap_or_else(|| Activity::new(on)),
             buffers: Rc::default(),
+            admission: Admission::new(options.connections_max),
             memory: Memory::new(options.memory_max.as_usize(), options.connections_max),
             options,
             counters: Counters::default(),
@@ -230,7 +236,7 @@ impl NbdServer {
     pub fn statistics(&self) -> NbdServerStatistics {
         let counters = &self.shared.counters;
         NbdServerStatistics {
-            connections: self.shared.connections.get(),
+            connections: self.shared.admission.len(),
             connections_accepted: counters.accepted.get(),
             connections_extended: counters.extended.get(),
             connections_refused: counters.refused.get(),
@@ -259,17 +265,22 @@ impl Shared {
     }
 
     fn admit(self: &Rc<Self>, socket: Socket) {
-        if self.connections.get() >= self.options.connections_max {
-            self.turn_away();
-            return;
-        }
+        let member = match self.admission.admit(Peer::of(&socket), self.on.now()) {
+            Admitted::Free(member) => member,
+            Admitted::InPlaceOf(member) => {
+                self.changed.raise();
+                member
+            }
+            Admitted::Refused => return self.turn_away(),
+        };
         add(&self.counters.accepted, 1);
         self.connections.set(self.connections.get() + 1);
         let shared = Rc::clone(self);
         let client = self.options.clients.as_ref().map(Clients::enter);
         self.on.spawn(async move {
-            connection::serve(Rc::clone(&shared), socket).await;
+            connection::serve(Rc::clone(&shared), socket, &member).await;
             drop(client);
+            shared.admission.leave(&member);
             shared.connections.set(shared.connections.get() - 1);
             shared.changed.raise();
         });

@@ -15,7 +15,7 @@ use std::sync::atomic::{Ordering, compiler_fence};
 use rustix::fs::MemfdFlags;
 
 use super::memo::{MEMO_BYTES, Memo};
-use super::memory::{GuestMemory, Mapping, MemoryError};
+use super::memory::{GuestMemory, LostMapping, Mapping, MemoryError};
 use super::message::InflightInfo;
 use super::ring::{Chain, Cursor, Head, PackedRing, Ring, RingError, SplitRing};
 
@@ -145,6 +145,14 @@ impl InflightRegion {
         self.memo.as_ref()
     }
 
+    /// Checks that it is not lost; see [`Mapping::check`].
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check(&self) -> Result<(), LostMapping> {
+        self.mapping.check()
+    }
+
     /// The part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room for it, or
     /// was made for rings of the other layout, whose entries have another size.
     pub fn queue(self: &Rc<Self>, index: u16, ring_size: u16, packed: bool) -> Option<InflightQueue> {
@@ -157,7 +165,7 @@ impl InflightRegion {
             size: ring_size,
             counter: 0,
             packed: self.packed,
-            _region: Rc::clone(self),
+            region: Rc::clone(self),
         })
     }
 }
@@ -168,7 +176,7 @@ pub struct InflightQueue {
     size: u16,
     counter: u64,
     packed: bool,
-    _region: Rc<InflightRegion>,
+    region: Rc<InflightRegion>,
 }
 
 /// A request that a predecessor had started.
@@ -183,7 +191,7 @@ pub struct Resubmission {
 impl InflightQueue {
     fn read<T: Copy>(&self, at: usize) -> T {
         debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
-        // SAFETY: inside the region, whose size `adopt` checked and which `_region` keeps mapped; unaligned reads of
+        // SAFETY: inside the region, whose size `adopt` checked and which `region` keeps mapped; unaligned reads of
         // plain integers. Volatile: the order of accesses is what a successor relies on.
         unsafe { self.base.add(at).cast::<T>().read_volatile() }
     }
@@ -203,6 +211,14 @@ impl InflightQueue {
 
     fn packed_entry(index: u16) -> usize {
         offset::PACKED_ENTRIES + usize::from(index) * entry::PACKED_BYTES
+    }
+
+    /// Checks that the region is not lost; see [`Mapping::check`].
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check(&self) -> Result<(), LostMapping> {
+        self.region.check()
     }
 
     /// Notes a chain that was just taken, before anything is done for it. Returns the number of the note.

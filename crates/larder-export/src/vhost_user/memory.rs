@@ -13,6 +13,10 @@ use larder_block::IoVec;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::message::RegionInfo;
+use lost::Guard;
+pub use lost::Loss;
+
+mod lost;
 
 /// The most regions at a time; what GET_MAX_MEM_SLOTS answers. QEMU asks for at most 509.
 pub const SLOTS_MAX: usize = 509;
@@ -62,8 +66,21 @@ pub struct BadAddress {
     pub bytes: u64,
 }
 
+/// Memory that is shared with the front-end no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{what} is lost: {loss}")]
+pub struct LostMapping {
+    /// What it was.
+    pub what: &'static str,
+    /// Why.
+    pub loss: Loss,
+}
+
 /// A shared mapping of a part of a file.
 pub struct Mapping {
+    what: &'static str,
+    /// Dropped before the mapping.
+    guard: Option<Guard>,
     base: NonNull<u8>,
     /// What was mapped, from a page border on.
     mapped_base: NonNull<u8>,
@@ -106,13 +123,21 @@ impl Mapping {
         .map_err(|error| failed(error.into()))?;
         let mapped_base =
             NonNull::new(base.cast::<u8>()).ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
-        Ok(Self {
+        let mut mapping = Self {
+            what,
+            guard: None,
             // SAFETY: `lead` is within what was just mapped.
             base: unsafe { mapped_base.add(lead as usize) },
             mapped_base,
             mapped_bytes,
             bytes: bytes as usize,
-        })
+        };
+        // A core dump of this process is not to have the guest's memory in it: QEMU's has not either.
+        // SAFETY: it is the mapping that was just made; its contents stay.
+        unsafe { rustix::mm::madvise(base, mapped_bytes, rustix::mm::Advice::LinuxDontDump) }
+            .map_err(|error| failed(error.into()))?;
+        mapping.guard = Some(Guard::new(mapped_base, mapped_bytes).map_err(failed)?);
+        Ok(mapping)
     }
 
     /// First byte.
@@ -123,6 +148,17 @@ impl Mapping {
     /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Checks that what is read here is what the front-end has written, and the other way round.
+    ///
+    /// # Errors
+    /// The file was made shorter, or its memory has failed: there are zeros in its place.
+    pub fn check(&self) -> Result<(), LostMapping> {
+        match self.guard.as_ref().filter(|_| lost::any()).and_then(Guard::loss) {
+            None => Ok(()),
+            Some(loss) => Err(LostMapping { what: self.what, loss }),
+        }
     }
 }
 
@@ -135,6 +171,7 @@ fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        drop(self.guard.take());
         // SAFETY: mapped in `new`; whoever uses pointers into it holds the mapping.
         let result = unsafe { rustix::mm::munmap(self.mapped_base.as_ptr().cast(), self.mapped_bytes) };
         debug_assert!(result.is_ok());
@@ -263,6 +300,17 @@ impl GuestMemory {
         Some(region)
     }
 
+    /// Checks that no region is lost; see [`Mapping::check`].
+    ///
+    /// # Errors
+    /// One is.
+    pub fn check(&self) -> Result<(), LostMapping> {
+        match lost::any() {
+            false => Ok(()),
+            true => self.regions.iter().try_for_each(|region| region.mapping.check()),
+        }
+    }
+
     /// Where a part of a ring is mapped: `bytes` bytes at the front-end's `address`, all in one region.
     ///
     /// # Errors
@@ -304,6 +352,14 @@ impl DirtyLog {
     /// The file is too short or cannot be mapped.
     pub fn new(file: &OwnedFd, offset: u64, bytes: u64) -> Result<Self, MemoryError> {
         Mapping::new(file, offset, bytes, "the dirty log").map(Self)
+    }
+
+    /// Checks that it is not lost; see [`Mapping::check`].
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check(&self) -> Result<(), LostMapping> {
+        self.0.check()
     }
 
     /// Marks what `piece`, a piece of `memory`, covers.

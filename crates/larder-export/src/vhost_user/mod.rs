@@ -39,7 +39,7 @@ use crate::activity::Activity;
 use crate::clients::Clients;
 use crate::view::View;
 use lent::Lent;
-use queue::Shared;
+use queue::{Lost, Shared};
 use session::{End, Leave, Session, not_kept};
 use takeover::{Keeping, Kept};
 
@@ -190,6 +190,7 @@ impl VhostUserServer {
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
                 rests: Cell::new(false),
+                lost: Lost::default(),
                 weight: Cell::new(0),
                 at_work: RefCell::default(),
                 lent: Lent::default(),

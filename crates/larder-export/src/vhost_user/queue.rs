@@ -12,13 +12,14 @@ use std::task::{Poll, Waker};
 
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
 use larder_block::pieces::{PIECE_LEN, PIECES_AT_ONCE};
+use larder_block::signal::Signal;
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
 use super::Serial;
 use super::blk::{self, DiskState};
 use super::inflight::InflightQueue;
 use super::lent::Lent;
-use super::memory::{DirtyLog, GuestMemory};
+use super::memory::{DirtyLog, GuestMemory, LostMapping};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
 use crate::activity::Activity;
 use crate::view::{Begun, UnderWay};
@@ -41,6 +42,8 @@ pub(super) struct Shared {
     pub(super) activity: Rc<Activity>,
     /// No queue takes a request: the disk is not here.
     pub(super) rests: Cell<bool>,
+    /// The front-end's memory that was found to be lost, for its session.
+    pub(super) lost: Lost,
     /// What the requests under way weigh.
     pub(super) weight: Cell<u32>,
     /// Queues that were started and not stopped.
@@ -49,6 +52,30 @@ pub(super) struct Shared {
     pub(super) lent: Lent,
     /// For whoever takes pages out of guest memory.
     pub(super) under_way: UnderWay,
+}
+
+/// Passes on that memory of the front-end's is lost.
+#[derive(Default)]
+pub(super) struct Lost {
+    found: Cell<Option<LostMapping>>,
+    changed: Signal,
+}
+
+impl Lost {
+    fn report(&self, lost: LostMapping) {
+        self.found.set(Some(lost));
+        self.changed.raise();
+    }
+
+    /// Forgets what an earlier session has lost.
+    pub(super) fn reset(&self) {
+        self.found.set(None);
+    }
+
+    /// Waits until some is lost.
+    pub(super) async fn wait(&self) -> LostMapping {
+        self.changed.until(|| self.found.get()).await
+    }
 }
 
 impl Shared {
@@ -341,6 +368,9 @@ impl Queue {
 
     /// The guest broke the rules: the queue rests until it is reset. Requests under way go on.
     fn break_down(&self, error: RingError) {
+        if let Err(lost) = self.check(&self.memory.borrow()) {
+            return self.lose(lost);
+        }
         if !self.broken.replace(true) {
             tracing::error!(
                 queue = self.index,
@@ -349,8 +379,31 @@ impl Queue {
         }
     }
 
+    /// Checks that neither this memory, which a request has, nor what the queue itself uses is lost.
+    fn check(&self, of_request: &GuestMemory) -> Result<(), LostMapping> {
+        of_request.check()?;
+        self.memory.borrow().check()?;
+        self.inflight.borrow().as_ref().map_or(Ok(()), InflightQueue::check)?;
+        self.shared
+            .dirty_log
+            .borrow()
+            .as_ref()
+            .map_or(Ok(()), |log| log.check())
+    }
+
+    /// Takes no more requests, and has the session end: what is read in the front-end's memory, or written there, is not what
+    /// the guest has there.
+    fn lose(&self, lost: LostMapping) {
+        self.broken.set(true);
+        self.shared.lost.report(lost);
+    }
+
     fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
-        {
+        if let Err(lost) = self.check(&request.memory) {
+            // The guest has not got what was read, nor is what was written what it wrote: the request stays in flight, for the
+            // next session.
+            self.lose(lost);
+        } else {
             let mut ring = self.ring.borrow_mut();
             let mut inflight = self.inflight.borrow_mut();
             if let Some(inflight) = inflight.as_mut() {
@@ -485,6 +538,9 @@ impl Queue {
 impl Poller for Queue {
     fn poll(&self) -> bool {
         self.signal();
+        if let Err(lost) = self.check(&self.memory.borrow()) {
+            self.lose(lost);
+        }
         if !self.may_take() || !self.has_room() || !self.ring.borrow().has_available() {
             return false;
         }

@@ -19,7 +19,7 @@ use super::QUEUE_SIZE_MAX;
 use super::blk::{self, feature};
 use super::inflight::InflightRegion;
 use super::memo::Memo;
-use super::memory::{DirtyLog, GuestMemory, MemoryError, SLOTS_MAX};
+use super::memory::{DirtyLog, GuestMemory, LostMapping, MemoryError, SLOTS_MAX};
 use super::message::{self, InflightInfo, MessageError, Request, RingAddresses, number};
 use super::queue::{Queue, QueueParts, Shared};
 use super::receive::{self, Received};
@@ -67,6 +67,8 @@ pub enum SessionError {
     Message(#[from] MessageError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    #[error("{0}; the front-end may connect again, and its requests in flight are then carried out anew")]
+    Lost(LostMapping),
     #[error("queue {ring} of {queues}")]
     NoSuchQueue { ring: u32, queues: u16 },
     #[error(
@@ -217,6 +219,7 @@ impl Session {
     }
 
     async fn serve(&mut self) -> Result<End, SessionError> {
+        self.shared.lost.reset();
         let said = self
             .kept
             .as_ref()
@@ -233,7 +236,7 @@ impl Session {
             tracing::info!(disk = %self.shared.device.name(), "the front-end's connection goes on");
         }
         loop {
-            if !self.speaks().await {
+            if !self.speaks().await? {
                 return Ok(End::Left);
             }
             match self.take_in_hand().await? {
@@ -244,17 +247,21 @@ impl Session {
     }
 
     /// Waits for the front-end; false if this process is about to end.
-    async fn speaks(&self) -> bool {
+    ///
+    /// # Errors
+    /// Memory of the front-end's is lost.
+    async fn speaks(&self) -> Result<bool, SessionError> {
         let asked = async {
             self.leave.asked().await;
-            false
+            Ok(false)
         };
         let speaks = async {
             // An error is the next read's to report.
             let _ = self.socket.readable().await;
-            true
+            Ok(true)
         };
-        first_of(asked, speaks).await
+        let lost = async { Err(SessionError::Lost(self.shared.lost.wait().await)) };
+        first_of(lost, first_of(asked, speaks)).await
     }
 
     /// The next message; `None` when the front-end has closed the connection between two of them.

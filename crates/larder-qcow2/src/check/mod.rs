@@ -17,8 +17,10 @@ mod repair;
 mod stored;
 mod walk;
 
+use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
+use std::task::Poll;
 
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, IoError, ReadBuf, WriteBuf, WriteFlags};
 
@@ -38,6 +40,8 @@ const FINDINGS_MAX: usize = 200;
 pub struct CheckOptions {
     /// What counting references may take.
     pub memory_max: ByteLen,
+    /// Bytes of tables that may be read: tables of a crafted image can lead to the same tables again and again.
+    pub work_max: ByteLen,
     /// Bytes of the file, if the device is larger because it fills up a file's last block.
     pub file_len: Option<ByteLen>,
 }
@@ -49,6 +53,7 @@ impl Default for CheckOptions {
     fn default() -> Self {
         Self {
             memory_max: CHECK_MEMORY_DEFAULT,
+            work_max: ByteLen::new(u64::MAX),
             file_len: None,
         }
     }
@@ -189,6 +194,12 @@ pub enum CheckError {
         allowed: u64,
     },
     #[error(
+        "{name}: it must be checked before it is used, and its tables lead to more than {} MiB of tables, more than a sound \
+         image of its size has; see `larder disk check`",
+        allowed >> 20
+    )]
+    Work { name: String, allowed: u64 },
+    #[error(
         "{name}: a server of it was killed, and may have left a journal with what was not flushed: serve the image once, which puts that into it, or give it up with `larder disk check --discard-journal`, then repair it"
     )]
     CutOff { name: String },
@@ -217,7 +228,7 @@ impl From<OpenError> for CheckError {
 /// # Errors
 /// See [`CheckError`]; damage is not one of them.
 pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<Report, CheckError> {
-    let image = Image::read(file, options.file_len).await?;
+    let image = Image::read(file, options).await?;
     let mut walk = Walk::new(&image, options, false);
     walk.all().await?;
     stored::compare(&mut walk).await?;
@@ -231,7 +242,7 @@ pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<
 /// # Errors
 /// See [`CheckError`].
 pub async fn past_end(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<u64, CheckError> {
-    let image = Image::read(file, options.file_len).await?;
+    let image = Image::read(file, options).await?;
     let header = &image.header;
     let tables = [header.l1, header.refcount_table].map(|table| (table.offset, table.entries * 8));
     let is_whole = tables.iter().all(|(offset, len)| image.holds(*offset, *len))
@@ -257,13 +268,20 @@ struct Image {
     refcount_table: Vec<u64>,
     /// Bytes of the file.
     size: u64,
+    /// Bytes of tables that may be read...
+    work_max: u64,
+    /// ...and were.
+    work: Cell<u64>,
 }
+
+/// The check lets others run each time that it has read so many bytes.
+const YIELD_EVERY: u64 = 4 << 20;
 
 /// The part of a refcount table's entry that is no offset.
 const REFCOUNT_ENTRY_RESERVED: u64 = 511;
 
 impl Image {
-    async fn read(file: &Rc<dyn BlockDevice>, file_len: Option<ByteLen>) -> Result<Self, CheckError> {
+    async fn read(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<Self, CheckError> {
         let name = Rc::clone(file.name());
         let area = read_area(file).await?;
         let header = Header::parse(&area).map_err(|source| CheckError::Header {
@@ -275,7 +293,9 @@ impl Image {
             name,
             header,
             refcount_table: Vec::new(),
-            size: file_len.unwrap_or(file.geometry().size).get(),
+            size: options.file_len.unwrap_or(file.geometry().size).get(),
+            work_max: options.work_max.get(),
+            work: Cell::new(0),
         };
         image.refcount_table = image.read_table(image.header.refcount_table).await?;
         Ok(image)
@@ -316,6 +336,7 @@ impl Image {
 
     /// Reads `len` bytes at `offset`, both multiples of 512; what lies behind the end of the file is zeros, as in QEMU.
     async fn read_bytes(&self, offset: u64, len: u64) -> Result<AlignedBuf, CheckError> {
+        self.work(len).await?;
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(len).as_usize());
         let end = self.size().next_multiple_of(512);
         let there = end.saturating_sub(offset).min(len) as usize;
@@ -325,6 +346,23 @@ impl Image {
                 .await?;
         }
         Ok(bytes)
+    }
+
+    /// Counts bytes of tables that are about to be read.
+    async fn work(&self, len: u64) -> Result<(), CheckError> {
+        let before = self.work.get();
+        let after = before.saturating_add(len);
+        if after > self.work_max {
+            return Err(CheckError::Work {
+                name: self.name.to_string(),
+                allowed: self.work_max,
+            });
+        }
+        self.work.set(after);
+        if before / YIELD_EVERY != after / YIELD_EVERY {
+            yield_now().await;
+        }
+        Ok(())
     }
 
     async fn read_table(&self, at: TableAt) -> Result<Vec<u64>, CheckError> {
@@ -376,6 +414,19 @@ impl Image {
             allowed: options.memory_max.get(),
         }
     }
+}
+
+/// Lets other tasks of the loop run.
+async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// The big-endian numbers of a table.

@@ -94,7 +94,7 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
     }
     let after = &mut repaired.after;
     if (after.dirty || after.corrupt) && after.errors == 0 {
-        Image::read(file, None)
+        Image::read(file, CheckOptions::default())
             .await?
             .change_header(|sector| header::set_state(sector, false, false))
             .await?;
@@ -109,7 +109,7 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
 /// # Errors
 /// See [`CheckError`].
 pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckError> {
-    let image = Image::read(file, None).await?;
+    let image = Image::read(file, CheckOptions::default()).await?;
     let bits = image.header.autoclear;
     if bits & AUTOCLEAR_SESSION != 0 {
         let kept = bits & !AUTOCLEAR_SESSION;
@@ -127,7 +127,7 @@ async fn mend(
     options: CheckOptions,
     repaired: &mut Repaired,
 ) -> Result<ByteLen, CheckError> {
-    let mut image = Image::read(file, options.file_len).await?;
+    let mut image = Image::read(file, options).await?;
     // What a journal refers to looks leaked. A repair of refcounts is followed by a replay, which raises them again.
     if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
         return Err(CheckError::CutOff {

@@ -51,7 +51,11 @@ pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
 async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::AlignedBuf>, CheckError> {
     match image.refcount_block(block) {
         None => Ok(None),
-        Some(offset) => Ok(Some(image.read_bytes(offset, image.cluster_len()).await?)),
+        Some(offset) => {
+            // Each refcount is compared, which is as much work as an entry of a table.
+            image.work(8 << image.header.shape.refcount_block_bits()).await?;
+            Ok(Some(image.read_bytes(offset, image.cluster_len()).await?))
+        }
     }
 }
 

@@ -2,18 +2,20 @@
 //!
 //! The map is cut into leaves, one for each slice of an L2 table (4 KiB of it: 512 clusters), and each leaf is held in
 //! the smallest form that its entries allow. A contiguously allocated disk of 64 KiB clusters takes 0.8 MiB per TiB,
-//! the worst fragmentation 5 bytes per cluster. A look-up is two array accesses and, in a list of runs, a binary search.
+//! the worst fragmentation 5 bytes per cluster. A look-up is three array accesses and, in a list of runs, a binary search.
 //!
 //! Under a limit, leaves that have not been used lately are forgotten, and read again from the image when they are
 //! needed; a clock hand goes round over groups of eight. Dirty leaves stay: they are what the image does not have yet.
 //!
-//! Invariants: a leaf of an L2 table that does not exist is never absent once its group exists; `bytes` is what the
-//! directory, the groups and their leaves hold; a dirty leaf is loaded.
+//! Invariants: a leaf of an L2 table that does not exist is never absent once its group exists; `leaf_bytes` is
+//! what the leaves own beside their groups; a dirty leaf is loaded.
 
+mod directory;
 mod leaf;
 
 use std::collections::BTreeSet;
 
+use directory::Directory;
 pub use leaf::LEAF_ENTRIES_MAX;
 use leaf::Leaf;
 
@@ -29,13 +31,14 @@ pub type LeafIndex = u64;
 /// The map of a disk.
 pub struct Map {
     shape: Shape,
-    groups: Vec<Option<Box<Group>>>,
+    groups: Directory<Group>,
     leaves: u64,
     dirty: BTreeSet<LeafIndex>,
     /// Leaves that are being written: until then the image has an older one.
     writing: BTreeSet<LeafIndex>,
-    /// Bytes that the map holds, and may hold.
-    bytes: usize,
+    /// Bytes that leaves own.
+    leaf_bytes: usize,
+    /// Bytes that the map may hold.
     limit: usize,
     hand: usize,
     statistics: MapStatistics,
@@ -66,11 +69,11 @@ impl Map {
     pub fn new(shape: Shape, clusters: u64, limit: usize) -> Self {
         let mut map = Self {
             shape,
-            groups: Vec::new(),
+            groups: Directory::new(),
             leaves: 0,
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
-            bytes: 0,
+            leaf_bytes: 0,
             limit,
             hand: 0,
             statistics: MapStatistics::default(),
@@ -82,9 +85,7 @@ impl Map {
     /// Makes room for `clusters` guest clusters at least.
     pub fn grow(&mut self, clusters: u64) {
         self.leaves = self.leaves.max(clusters.div_ceil(1 << self.shape.leaf_bits()));
-        let before = self.groups.len();
-        self.groups.resize_with(self.leaves.div_ceil(GROUP) as usize, || None);
-        self.bytes += (self.groups.len() - before) * size_of::<Option<Box<Group>>>();
+        self.groups.grow(self.leaves.div_ceil(GROUP) as usize);
     }
 
     /// How many leaves the disk has.
@@ -100,18 +101,22 @@ impl Map {
     /// What is held.
     pub fn statistics(&self) -> MapStatistics {
         MapStatistics {
-            bytes: self.bytes as u64,
+            bytes: self.bytes() as u64,
             ..self.statistics
         }
     }
 
+    fn bytes(&self) -> usize {
+        self.groups.bytes() + self.leaf_bytes
+    }
+
     /// Whether there is no room for more.
     pub fn is_full(&self) -> bool {
-        self.bytes >= self.limit
+        self.bytes() >= self.limit
     }
 
     fn leaf(&self, index: LeafIndex) -> Option<&Leaf> {
-        let group = self.groups[(index / GROUP) as usize].as_deref()?;
+        let group = self.groups.get((index / GROUP) as usize)?;
         Some(&group.leaves[(index % GROUP) as usize])
     }
 
@@ -126,7 +131,7 @@ impl Map {
     pub fn run_at(&mut self, cluster: u64, limit: usize) -> Option<(Entry, usize)> {
         let leaf = cluster >> self.shape.leaf_bits();
         let index = (cluster & ((1 << self.shape.leaf_bits()) - 1)) as usize;
-        if let Some(group) = self.groups[(leaf / GROUP) as usize].as_deref_mut() {
+        if let Some(group) = self.groups.get_mut((leaf / GROUP) as usize) {
             let slot = (leaf % GROUP) as usize;
             group.used |= 1 << slot;
             let (entry, count) = group.leaves[slot].run_at(self.shape, index, limit);
@@ -153,16 +158,13 @@ impl Map {
     }
 
     fn put(&mut self, index: LeafIndex, leaf: Leaf) {
-        self.bytes += leaf.heap_bytes();
+        self.leaf_bytes += leaf.heap_bytes();
         self.statistics.loaded += 1;
-        let group = self.groups[(index / GROUP) as usize].get_or_insert_with(|| {
-            self.bytes += size_of::<Group>();
-            Box::default()
-        });
+        let group = self.groups.get_or_insert((index / GROUP) as usize);
         let slot = (index % GROUP) as usize;
         group.leaves[slot] = leaf;
         group.used |= 1 << slot;
-        if self.bytes > self.limit {
+        if self.bytes() > self.limit {
             self.evict(index);
         }
     }
@@ -175,14 +177,14 @@ impl Map {
     pub fn set_run(&mut self, cluster: u64, count: usize, first: Entry) {
         let index = cluster >> self.shape.leaf_bits();
         let within = (cluster & ((1 << self.shape.leaf_bits()) - 1)) as usize;
-        let Some(group) = self.groups[(index / GROUP) as usize].as_deref_mut() else {
+        let Some(group) = self.groups.get_mut((index / GROUP) as usize) else {
             panic!("leaf {index} is changed but not loaded");
         };
         let leaf = &mut group.leaves[(index % GROUP) as usize];
         assert!(leaf.is_loaded(), "leaf {index} is changed but not loaded");
         let before = leaf.heap_bytes();
         leaf.set_run(self.shape, within, count, first);
-        self.bytes = self.bytes + leaf.heap_bytes() - before;
+        self.leaf_bytes = self.leaf_bytes + leaf.heap_bytes() - before;
         self.dirty.insert(index);
     }
 
@@ -217,13 +219,16 @@ impl Map {
 
     /// Forgets leaves until there is room, but not `kept`. What is dirty stays, even if that is too much.
     fn evict(&mut self, kept: LeafIndex) {
-        let mut groups_left = self.groups.len() * 2;
-        while self.bytes > self.limit && groups_left > 0 {
+        // Each group is visited twice at most: a first time to find that it has been used.
+        let mut groups_left = self.groups.used() * 2;
+        while self.bytes() > self.limit && groups_left > 0 {
             groups_left -= 1;
-            let number = self.hand;
-            self.hand = (self.hand + 1) % self.groups.len();
-            let Some(group) = self.groups[number].as_deref_mut() else {
-                continue;
+            let Some(number) = self.groups.next(self.hand) else {
+                return;
+            };
+            self.hand = number + 1;
+            let Some(group) = self.groups.get_mut(number) else {
+                return;
             };
             let first = number as u64 * GROUP;
             let mut left = false;
@@ -237,15 +242,14 @@ impl Map {
                     left = true;
                     continue;
                 }
-                self.bytes -= leaf.heap_bytes();
+                self.leaf_bytes -= leaf.heap_bytes();
                 self.statistics.loaded -= 1;
                 self.statistics.evicted += 1;
                 *leaf = Leaf::Absent;
             }
             group.used = 0;
             if !left {
-                self.bytes -= size_of::<Group>();
-                self.groups[number] = None;
+                self.groups.remove(number);
             }
         }
     }
@@ -308,7 +312,7 @@ mod tests {
         let clusters = (1u64 << 40) / 65536;
         let mut map = Map::new(SHAPE, clusters, usize::MAX);
         load_all(&mut map, |cluster| cluster + 100);
-        assert!(map.bytes < 1 << 20, "{}", map.bytes);
+        assert!(map.bytes() < 1 << 20, "{}", map.bytes());
         assert_eq!(
             map.run_at(clusters - 1, 8),
             Some((Entry::data(SHAPE, (clusters + 99) << 16), 1))
@@ -321,7 +325,7 @@ mod tests {
         map.load_unallocated(3);
         map.set_run(3 * 512 + 5, 1, Entry::data(SHAPE, 77 << 16));
         load_all(&mut map, |cluster| 1 + cluster * 0x9e37_79b9 % (1 << 28));
-        assert!(map.bytes <= 100_000, "{}", map.bytes);
+        assert!(map.bytes() <= 100_000, "{}", map.bytes());
         assert!(map.statistics().evicted > 500);
         assert_eq!(map.run_at(3 * 512 + 5, 1), Some((Entry::data(SHAPE, 77 << 16), 1)));
         let mut slice = [0; 4096];

@@ -161,6 +161,8 @@ impl Vm {
     /// Where it is noted that the VM is on another host, or if it is `incoming`, which is noted then, no image is open, and
     /// no guest served, until it comes ([`VmMove::Take`]).
     ///
+    /// Setting `cancel` ends that while images are being opened.
+    ///
     /// # Errors
     /// See [`VmError`]; nothing is served then.
     pub fn start(
@@ -169,6 +171,7 @@ impl Vm {
         inherited: Inherited,
         is_confined: bool,
         incoming: bool,
+        cancel: &Latch<()>,
     ) -> Result<Self, VmError> {
         if config.disks.is_empty() {
             return Err(VmError::no_disk(file));
@@ -188,6 +191,7 @@ impl Vm {
             let mut disk = wish.config(&inherited);
             disk.exports.lent = Some(lent_of(file, &wish.name));
             disk.exports.gate = Some(gate.clone());
+            disk.cancel = cancel.clone();
             if is_away {
                 disk.moves = Moves::Away;
             }

@@ -1,0 +1,223 @@
+//! Mappings of files that another process can make shorter while they are mapped.
+//!
+//! An access past the end of a mapped file raises SIGBUS, which would end this process, and with it every disk of the VM. A
+//! page whose memory has failed, and a huge page that the host has not got, do the same. [`handle_sigbus`] maps anonymous
+//! memory over the mapping in which that happens, so that the access goes on with zeros, and marks the mapping as lost.
+//! Whoever uses a mapping asks [`Guard::is_lost`] before it acts on what it has read there, or acknowledges what it has
+//! written there.
+//!
+//! The handler may run in any thread, between any two instructions: it reads and writes atomics, and calls mmap(2).
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The most mappings of a process that can be guarded at a time: those of 32 disks with the most regions.
+const MAPPINGS_MAX: usize = 16 * 1024;
+
+/// A guarded mapping; `bytes` is 0 in one that is free, and in one that is being set.
+struct Slot {
+    start: AtomicUsize,
+    bytes: AtomicUsize,
+    /// The `si_code` of the SIGBUS by which it was lost; 0 if it was not.
+    lost: AtomicI32,
+}
+
+static SLOTS: [Slot; MAPPINGS_MAX] = [const {
+    Slot {
+        start: AtomicUsize::new(0),
+        bytes: AtomicUsize::new(0),
+        lost: AtomicI32::new(0),
+    }
+}; MAPPINGS_MAX];
+
+/// The start of a slot that is being set: no page begins there.
+const RESERVED: usize = 1;
+
+/// Slots from here on were never used.
+static SLOTS_USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Mappings that are lost and not unmapped yet.
+static LOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Why a mapping was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Loss {
+    #[error(
+        "the front-end has made its file shorter while it was mapped, or the file is on huge pages of which the host has no \
+         more"
+    )]
+    Truncated,
+    #[error("a page of it has a memory error")]
+    MemoryError,
+}
+
+/// Guards a mapping until it is dropped.
+#[derive(Debug)]
+pub(super) struct Guard(&'static Slot);
+
+impl Guard {
+    /// Guards `bytes` bytes from `start` on, which the caller has mapped, and keeps mapped until it has dropped the guard.
+    ///
+    /// # Errors
+    /// There are too many, or the handler cannot be installed.
+    pub(super) fn new(start: NonNull<u8>, bytes: usize) -> io::Result<Self> {
+        install()?;
+        let is_free = |slot: &Slot| {
+            let taken = slot
+                .start
+                .compare_exchange(0, RESERVED, Ordering::AcqRel, Ordering::Relaxed);
+            taken.is_ok()
+        };
+        let index = SLOTS.iter().position(is_free);
+        let index = index.ok_or_else(|| io::Error::other(format!("{MAPPINGS_MAX} mappings are the most")))?;
+        SLOTS_USED.fetch_max(index + 1, Ordering::AcqRel);
+        let slot = &SLOTS[index];
+        slot.lost.store(0, Ordering::Relaxed);
+        slot.start.store(start.as_ptr().addr(), Ordering::Relaxed);
+        slot.bytes.store(bytes, Ordering::Release);
+        Ok(Self(slot))
+    }
+
+    /// Why the mapping was lost, if it was.
+    pub(super) fn loss(&self) -> Option<Loss> {
+        match self.0.lost.load(Ordering::Acquire) {
+            0 => None,
+            libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(Loss::MemoryError),
+            _ => Some(Loss::Truncated),
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.bytes.store(0, Ordering::Release);
+        if self.0.lost.load(Ordering::Acquire) != 0 {
+            LOST.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.0.start.store(0, Ordering::Release);
+    }
+}
+
+/// Whether any mapping of this process is lost: cheap enough to be asked for each request.
+pub(super) fn any() -> bool {
+    LOST.load(Ordering::Acquire) != 0
+}
+
+/// Installs the handler of SIGBUS, once in a process.
+fn install() -> io::Result<()> {
+    static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*installed {
+        // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler has the signature that SA_SIGINFO calls for,
+        // and keeps to what may be done between any two instructions.
+        let done = unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = handle_sigbus as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+            libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut())
+        };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        *installed = true;
+    }
+    Ok(())
+}
+
+/// Maps anonymous memory over the guarded mapping that was accessed. A SIGBUS of another address, or one that was sent, ends
+/// the process as if it were not handled.
+extern "C" fn handle_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid siginfo; whoever sends a signal by kill(2) has a code of 0 or less, and no address.
+    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
+    if code > 0 && replace(address, code) {
+        return;
+    }
+    // The access is repeated, and the signal then has its default action. One that was sent is raised again.
+    // SAFETY: both calls are async-signal-safe (signal-safety(7)).
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        if code <= 0 {
+            libc::raise(signal);
+        }
+    }
+}
+
+/// Replaces the mapping that has `address` by zeros; whether there is one.
+fn replace(address: usize, code: i32) -> bool {
+    let used = SLOTS_USED.load(Ordering::Acquire).min(MAPPINGS_MAX);
+    let found = SLOTS[..used].iter().find_map(|slot| {
+        let bytes = slot.bytes.load(Ordering::Acquire);
+        let start = slot.start.load(Ordering::Relaxed);
+        (address.wrapping_sub(start) < bytes).then_some((slot, start, bytes))
+    });
+    let Some((slot, start, bytes)) = found else {
+        return false;
+    };
+    // SAFETY: the kernel's own value of this thread, which may be read and written at any time.
+    let errno = unsafe { *libc::__errno_location() };
+    // SAFETY: the range is a mapping that a guard's owner made and keeps, and that is accessed by atomics and by volatile and
+    // raw copies only, as what other processes change must be.
+    let mapped = unsafe {
+        libc::mmap(
+            std::ptr::with_exposed_provenance_mut(start),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+            -1,
+            0,
+        )
+    };
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+    if mapped == libc::MAP_FAILED {
+        return false;
+    }
+    if slot.lost.swap(code, Ordering::AcqRel) == 0 {
+        LOST.fetch_add(1, Ordering::AcqRel);
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use rustix::fs::MemfdFlags;
+
+    use super::super::Mapping;
+    use super::*;
+
+    fn file(bytes: u64) -> OwnedFd {
+        let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).expect("a file");
+        rustix::fs::ftruncate(&file, bytes).expect("it grows");
+        file
+    }
+
+    #[test]
+    fn truncated_mapping_reads_zeros_and_is_lost() {
+        let (one, other) = (file(1 << 20), file(1 << 20));
+        let lost = Mapping::new(&one, 0, 1 << 20, "a file").expect("mapped");
+        let kept = Mapping::new(&other, 4096, 8192, "another file").expect("mapped");
+        let byte = |mapping: &Mapping, at: usize| {
+            // SAFETY: within the mapping.
+            unsafe { mapping.base().add(at).read_volatile() }
+        };
+        // SAFETY: within the mapping.
+        unsafe { lost.base().write_volatile(7) };
+        assert_eq!((byte(&lost, 0), lost.check()), (7, Ok(())));
+        rustix::fs::ftruncate(&one, 4096).expect("it shrinks");
+        assert_eq!(lost.check(), Ok(()), "nothing was accessed");
+        assert_eq!(byte(&lost, 4096), 0);
+        let why = lost.check().expect_err("it is lost");
+        assert_eq!((why.what, why.loss), ("a file", Loss::Truncated));
+        assert!(any());
+        assert_eq!((byte(&kept, 0), kept.check()), (0, Ok(())));
+        drop(lost);
+        assert!(!any());
+        let again = Mapping::new(&other, 0, 4096, "a file").expect("mapped");
+        assert_eq!(again.check(), Ok(()), "a slot that is used again");
+    }
+}

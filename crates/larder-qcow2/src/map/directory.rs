@@ -1,0 +1,147 @@
+//! Where the groups of a map are: an array of chunks of groups, of which only those exist that have a group, so that what a
+//! directory takes goes by what is held, and hardly by the size of the disk. An image's header may claim up to 2^63 bytes.
+
+/// Slots of a chunk: one page of pointers.
+const CHUNK: usize = 512;
+
+struct Chunk<T> {
+    slots: [Option<Box<T>>; CHUNK],
+    used: usize,
+}
+
+impl<T> Chunk<T> {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            slots: [const { None }; CHUNK],
+            used: 0,
+        })
+    }
+}
+
+/// An array of which most elements may be absent.
+pub(super) struct Directory<T> {
+    chunks: Vec<Option<Box<Chunk<T>>>>,
+    used: usize,
+    bytes: usize,
+}
+
+impl<T: Default> Directory<T> {
+    pub(super) fn new() -> Self {
+        Self {
+            chunks: Vec::new(),
+            used: 0,
+            bytes: 0,
+        }
+    }
+
+    /// Makes room for `len` elements at least.
+    pub(super) fn grow(&mut self, len: usize) {
+        let chunks = len.div_ceil(CHUNK).max(self.chunks.len());
+        self.bytes += (chunks - self.chunks.len()) * size_of::<Option<Box<Chunk<T>>>>();
+        self.chunks.resize_with(chunks, || None);
+    }
+
+    /// Bytes that it takes, its elements included, and what these own excluded.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// How many elements there are.
+    pub(super) fn used(&self) -> usize {
+        self.used
+    }
+
+    #[inline]
+    pub(super) fn get(&self, index: usize) -> Option<&T> {
+        self.chunks[index / CHUNK].as_deref()?.slots[index % CHUNK].as_deref()
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
+        self.chunks[index / CHUNK].as_deref_mut()?.slots[index % CHUNK].as_deref_mut()
+    }
+
+    /// Returns an element, made if it is absent.
+    pub(super) fn get_or_insert(&mut self, index: usize) -> &mut T {
+        let (bytes, used) = (&mut self.bytes, &mut self.used);
+        let chunk = self.chunks[index / CHUNK].get_or_insert_with(|| {
+            *bytes += size_of::<Chunk<T>>();
+            Chunk::new()
+        });
+        let chunk_used = &mut chunk.used;
+        chunk.slots[index % CHUNK].get_or_insert_with(|| {
+            *bytes += size_of::<T>();
+            *used += 1;
+            *chunk_used += 1;
+            Box::default()
+        })
+    }
+
+    /// Removes an element, if it is there.
+    pub(super) fn remove(&mut self, index: usize) {
+        let place = &mut self.chunks[index / CHUNK];
+        let Some(chunk) = place.as_deref_mut() else { return };
+        if chunk.slots[index % CHUNK].take().is_none() {
+            return;
+        }
+        self.bytes -= size_of::<T>();
+        self.used -= 1;
+        chunk.used -= 1;
+        if chunk.used == 0 {
+            *place = None;
+            self.bytes -= size_of::<Chunk<T>>();
+        }
+    }
+
+    /// The first element at `from` or after it, or else the first one of all.
+    pub(super) fn next(&self, from: usize) -> Option<usize> {
+        let found = self.next_after(from);
+        found.or_else(|| self.next_after(0))
+    }
+
+    fn next_after(&self, from: usize) -> Option<usize> {
+        let first = from / CHUNK;
+        let chunks = self.chunks.iter().enumerate().skip(first);
+        chunks
+            .filter_map(|(index, chunk)| Some((index, chunk.as_deref()?)))
+            .find_map(|(index, chunk)| {
+                let skipped = if index == first { from % CHUNK } else { 0 };
+                let slot = chunk.slots.iter().skip(skipped).position(Option::is_some)?;
+                Some(index * CHUNK + skipped + slot)
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directory_takes_memory_for_what_it_has() {
+        let mut directory: Directory<[u64; 16]> = Directory::new();
+        directory.grow(1 << 28);
+        let empty = directory.bytes();
+        assert!(empty <= 4 << 20, "{empty}");
+        let all = [0, 511, 512, 77_777_777, (1 << 28) - 1];
+        for index in all {
+            assert!(directory.get(index).is_none());
+            directory.get_or_insert(index)[0] = index as u64;
+        }
+        for index in all {
+            assert_eq!(directory.get(index).map(|element| element[0]), Some(index as u64));
+            assert_eq!(directory.get_mut(index).map(|element| element[0]), Some(index as u64));
+        }
+        assert_eq!(directory.used(), all.len());
+        let mut found = vec![directory.next(1).expect("there are some")];
+        while found.len() < all.len() {
+            found.push(directory.next(found[found.len() - 1] + 1).expect("there are some"));
+        }
+        assert_eq!(found, [511, 512, 77_777_777, (1 << 28) - 1, 0]);
+        all.into_iter().for_each(|index| directory.remove(index));
+        directory.remove(5);
+        assert_eq!(
+            (directory.used(), directory.bytes(), directory.next(3)),
+            (0, empty, None)
+        );
+    }
+}
