@@ -25,10 +25,10 @@ fi
 as_root rm -rf --one-file-system -- "$try"
 mkdir -p "$try/share"
 
-"$repo_dir/packaging/deb.sh" --profile "$profile" "$try/share/old.deb" >&2
+"$repo_dir/packaging/deb.sh" --profile "$profile" --version 0.1.9 "$try/share/old.deb" >&2
 # The same program once more, as a later version.
 dpkg-deb --raw-extract "$try/share/old.deb" "$try/new"
-sed -i 's/^Version: .*/&+try1/' "$try/new/DEBIAN/control"
+sed -i 's/^Version: .*/Version: 0.2.0+try1/' "$try/new/DEBIAN/control"
 dpkg-deb --root-owner-group -Znone --build "$try/new" "$try/share/new.deb" >/dev/null
 "$testbed_dir/with-script.sh" "$out_dir/guest.cpio.gz" "$repo_dir/packaging/try/guest.sh" "$try/share/guest.cpio"
 cp -- "$out_dir/vmlinuz" "$repo_dir/packaging/try/inside.sh" "$try/share/"

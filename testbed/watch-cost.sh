@@ -42,7 +42,7 @@ chmod 700 "$folder"/run "$folder"/run/larder
 for number in $(seq "$vms"); do
   name=$(printf 'vm%03d' "$number")
   truncate -s 16M "$folder/images/$name.raw"
-  printf '[[disk]]\nimage = "%s"\n' "$folder/images/$name.raw" >"$folder/config/larder/vms/$name.toml"
+  printf '[[disk]]\nimage = "%s"\nformat = "raw"\n' "$folder/images/$name.raw" >"$folder/config/larder/vms/$name.toml"
   "$larder" vm "$folder/config/larder/vms/$name.toml" 2>"$folder/$name.log" &
   pids+=($!)
 done

@@ -136,7 +136,11 @@ printf '[[disk]]\nimage = "%s/wrong.raw"\nformat = "raw"\n' "$images" >/etc/lard
 run systemctl start larder@wrong
 wrong_before=$(main_pid larder@wrong)
 echo 'no-such-key = 1' >>/etc/larder/vms/wrong.toml
-apt install /try/new.deb | tee /tmp/upgrade.log
+# As an earlier version's file may be.
+sed -i '/^format/d' /etc/larder/vms/web.toml
+apt install /try/new.deb 2>&1 | tee /tmp/upgrade.log
+[ "$(grep -c '^format' /etc/larder/vms/web.toml)" = 2 ] || fail "formats were not added to a VM's file"
+grep -q 'web.toml: web: disk data: format = "qcow2"$' /tmp/upgrade.log || fail "apt does not tell what was added"
 [ "$(main_pid larder@web)" != "$before" ] || fail "larder@web still runs the old program"
 [ "$(main_pid larder-host)" != "$host_before" ] || fail "larder-host still runs the old program"
 run systemctl is-active larder@web larder-host

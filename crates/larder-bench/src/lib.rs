@@ -2,5 +2,6 @@
 
 pub mod campaign;
 pub mod fuzz_disks;
+pub mod hostile_images;
 pub mod simulate;
 pub mod space;

@@ -14,7 +14,7 @@ mod vhost_user;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use larder_bench::{campaign, fuzz_disks, simulate, space};
+use larder_bench::{campaign, fuzz_disks, hostile_images, simulate, space};
 
 /// The experiments that Larder's figures come from.
 #[derive(Parser)]
@@ -32,6 +32,7 @@ enum Command {
     Cache(cache::Arguments),
     Discard(discard::Arguments),
     FuzzDisks(fuzz_disks::Arguments),
+    HostileImages(hostile_images::Arguments),
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
     Memory(memory::Arguments),
@@ -142,6 +143,7 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,
         Command::Space(arguments) => space::run(&arguments)?,
+        Command::HostileImages(arguments) => hostile_images::run(&arguments)?,
         Command::TouchMemory(arguments) => {
             memory::touch::main(&arguments)?;
             true

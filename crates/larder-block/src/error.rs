@@ -71,6 +71,12 @@ impl Failure {
             errno => Self::Os(errno),
         }
     }
+
+    /// Whether the requester's memory is at fault, and not the device: the kernel cannot read or write it. Memory of a guest
+    /// is like that once its front-end has made the file shorter.
+    pub fn is_of_memory(self) -> bool {
+        self == Self::Os(libc::EFAULT)
+    }
 }
 
 /// A request that failed: what was tried, where, on what, and why. One pointer wide, because success is the common case.

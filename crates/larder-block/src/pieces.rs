@@ -4,8 +4,9 @@
 use smallvec::SmallVec;
 
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{BlockDevice, Io, WriteFlags, join};
-use crate::error::IoResult;
+use crate::device::{BlockDevice, Io, WriteFlags, check_request, join};
+use crate::error::{IoResult, Operation};
+use crate::event_loop::yield_now;
 use crate::units::ByteOffset;
 
 /// The longest read or write that a layer below those who serve a disk is given, in bytes.
@@ -19,15 +20,24 @@ pub fn read<'a>(device: &'a dyn BlockDevice, start: ByteOffset, buffer: ReadBuf<
     if buffer.len() <= PIECE_LEN {
         return device.read(start, buffer);
     }
+    let range = start.range(buffer.byte_len());
+    if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Read, range) {
+        return Io::ready(Err(error));
+    }
     Io::task(in_pieces(start, buffer.len(), move |at, from, len| {
         device.read(at, buffer.slice(from, len))
     }))
 }
 
-/// [`BlockDevice::write`] of any length. One that fails leaves each sector old or new, as a short one does.
+/// [`BlockDevice::write`] of any length. One that fails leaves each sector old or new, as a short one does; one that is not all
+/// on the device writes nothing.
 pub fn write<'a>(device: &'a dyn BlockDevice, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
     if buffer.len() <= PIECE_LEN {
         return device.write(start, buffer, flags);
+    }
+    let range = start.range(buffer.byte_len());
+    if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Write, range) {
+        return Io::ready(Err(error));
     }
     Io::task(in_pieces(start, buffer.len(), move |at, from, len| {
         device.write(at, buffer.slice(from, len), flags)
@@ -52,6 +62,8 @@ async fn in_pieces<'a>(
             from += piece;
         }
         join(ios).await?;
+        // A device that answers in the call would keep all others waiting.
+        yield_now().await;
     }
     Ok(())
 }

@@ -253,6 +253,8 @@ impl Cache {
             return self.write_past(range, buffer, flags).await;
         }
         if writing.places.is_empty() {
+            // Nothing is copied.
+            drop(room);
             return self.lower.write(range.start, buffer, flags).await;
         }
         let memory = room.copy(buffer);

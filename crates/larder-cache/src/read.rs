@@ -283,6 +283,9 @@ impl Cache {
         piece: ByteRange,
         buffer: ReadBuf<'_>,
     ) -> IoResult {
+        if error.failure().is_of_memory() {
+            return Err(error);
+        }
         self.fail(&error);
         if self.index.borrow().dirty(slot) & part.sectors != 0 {
             return Err(error);

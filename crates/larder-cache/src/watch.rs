@@ -275,6 +275,9 @@ impl Fast {
 
 impl Watch for Fast {
     fn failed(&self, error: &IoError) {
+        if error.failure().is_of_memory() {
+            return;
+        }
         let errors = match error.operation() {
             Operation::Read => &self.read_errors,
             _ => &self.write_errors,

@@ -19,6 +19,7 @@ mod create;
 mod device;
 mod in_flight;
 pub mod journal;
+mod metadata_memory;
 mod open;
 mod read;
 mod refcount;
@@ -30,4 +31,5 @@ mod zero;
 
 pub use create::create;
 pub use device::Qcow2;
+pub use metadata_memory::MetadataMemory;
 pub use open::{METADATA_MEMORY_DEFAULT, OpenError, OpenOptions, Others, read_header};

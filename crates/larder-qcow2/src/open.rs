@@ -21,6 +21,8 @@ use crate::header::{
 use crate::in_flight::InFlight;
 use crate::journal::{Journal, Left, Record, new_session};
 use crate::map::Map;
+use crate::map::MapLimit;
+use crate::metadata_memory::{MetadataMemory, TooMuch};
 use crate::read::load_map;
 use crate::refcount::{self, Refcounts};
 use crate::shape::Shape;
@@ -30,8 +32,8 @@ use crate::space::{Space, search_ahead};
 pub struct OpenOptions {
     /// Refuse changes.
     pub read_only: bool,
-    /// What the metadata cache may hold, in bytes.
-    pub metadata_memory: ByteLen,
+    /// What the images of the disk together may keep of their metadata.
+    pub metadata_memory: Rc<MetadataMemory>,
     /// Where changes of the mapping are noted for a process that comes after this one, should it be killed. What it has
     /// is forgotten if it does not fit the image: whoever opens it has seen to that.
     pub journal: Option<Journal>,
@@ -53,7 +55,7 @@ impl Default for OpenOptions {
     fn default() -> Self {
         Self {
             read_only: false,
-            metadata_memory: METADATA_MEMORY_DEFAULT,
+            metadata_memory: MetadataMemory::new(METADATA_MEMORY_DEFAULT),
             journal: None,
             left: None,
             load_ahead: true,
@@ -104,6 +106,12 @@ pub enum OpenError {
         "{name}: its refcounts may be wrong, because a program that writes them lazily was killed, and cannot be put right: {why}"
     )]
     Dirty { name: String, why: String },
+    #[error(
+        "{name}: its L1 and refcount tables take {} MiB of memory; all such tables of a disk may take {} MiB: give more with --metadata-memory",
+        tables.div_ceil(1 << 20),
+        allowed >> 20
+    )]
+    Metadata { name: String, tables: u64, allowed: u64 },
     #[error(
         "{name}: no cluster is free for the uncommitted changes of a killed server, which are safe in its journal: make room (a larger device, or space in the file system), then open the image again"
     )]
@@ -170,15 +178,17 @@ impl Qcow2 {
         others: Others,
         options: OpenOptions,
     ) -> Result<Rc<Self>, OpenError> {
-        let (read_only, metadata_memory, load_ahead) = (options.read_only, options.metadata_memory, options.load_ahead);
+        let (read_only, load_ahead) = (options.read_only, options.load_ahead);
+        let metadata_memory = Rc::clone(&options.metadata_memory);
         let mut opened = Self::read_tables(on, Rc::clone(&file), others, options).await?;
         if let Replayed::NoRoom = opened.replay().await? {
-            free_leaks(&file, check_options(&file, metadata_memory).await).await?;
+            free_leaks(&file, check_options(&file, metadata_memory.limit()).await).await?;
             let Opened { image, left, .. } = opened;
             // Nothing else has it yet.
             let Some(image) = Rc::into_inner(image) else {
                 unreachable!("the image is in use before it is open");
             };
+            drop(image.map);
             let others = Others {
                 backing: image.backing,
                 data_file: image.data_file,
@@ -241,7 +251,7 @@ impl Qcow2 {
             });
         }
         if header.dirty && !read_only {
-            repair_dirty(&file, check_options(&file, options.metadata_memory).await).await?;
+            repair_dirty(&file, check_options(&file, options.metadata_memory.limit()).await).await?;
             area = read_area(&file).await?;
             header = parse(&area)?;
         }
@@ -251,6 +261,13 @@ impl Qcow2 {
         let shape = header.shape;
         let data_file = others.data_file.filter(|_| shape.data_file);
         check_tables(&name, &header, file.geometry().size.get())?;
+        let tables_bytes = [header.l1, header.refcount_table].map(|table| table.entries * 8);
+        let share = options.metadata_memory.share(tables_bytes.iter().sum());
+        let share = share.map_err(|TooMuch { allowed }| OpenError::Metadata {
+            name: name.to_string(),
+            tables: tables_bytes.iter().sum(),
+            allowed,
+        })?;
         let l1 = read_table(&file, header.l1).await?;
         let refcount_table = match read_only {
             true => Vec::new(),
@@ -261,7 +278,7 @@ impl Qcow2 {
             false => metadata_clusters(&name, &header, &l1, &refcount_table)?,
         };
         if !read_only && has_use_past_end(&file, shape, &refcount_table).await? {
-            check_whole(&file, check_options(&file, options.metadata_memory).await).await?;
+            check_whole(&file, check_options(&file, options.metadata_memory.limit()).await).await?;
         }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
@@ -316,7 +333,6 @@ impl Qcow2 {
         let mut sector = [0; HEADER_SECTOR];
         sector.copy_from_slice(&area[..HEADER_SECTOR]);
         let clusters = size.div_ceil(shape.cluster_len());
-        let memory = usize::try_from(options.metadata_memory.get()).unwrap_or(usize::MAX);
         let image = Rc::new(Self {
             name,
             on: on.downgrade(),
@@ -334,7 +350,7 @@ impl Qcow2 {
             l1: RefCell::new(l1),
             l1_at: Cell::new(header.l1),
             new_tables: RefCell::new(BTreeMap::new()),
-            map: RefCell::new(Map::new(shape, clusters, memory)),
+            map: RefCell::new(Map::new(shape, clusters, MapLimit::Share(share))),
             refcounts: RefCell::new(Refcounts::new(shape, header.refcount_table, refcount_table)),
             space: RefCell::new(Space::new(file_size, file_clusters)),
             freed: RefCell::default(),
@@ -418,17 +434,26 @@ const CHECK_WORK_MIN: u64 = 256 << 20;
 /// crafted image may lead to the same table again and again.
 const CHECK_WORK_PER_BYTE: u64 = 4;
 
-/// How many extents of the file are looked up for that; what is behind them counts as data.
+/// How many extents of the file are looked up for that; what lies after them does not count.
 const EXTENTS_MAX: usize = 1 << 20;
 const EXTENTS_STEP: usize = 1024;
 
-/// How an image is checked before it is used. The map, which is empty then, has left its memory.
+/// The memory that a check before use may take: what the map, which is empty then, may have, or as much as a sound image
+/// with so much data needs, even one of the smallest clusters.
+const CHECK_MEMORY_MIN: u64 = 64 << 20;
+const CHECK_DATA_PER_MEMORY: u64 = 256;
+
+/// How an image is checked before it is used.
 async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> CheckOptions {
     let size = file.geometry().size;
     let (mut at, mut extents, mut data) = (0, 0, 0);
     while at < size.get() && extents < EXTENTS_MAX {
         let rest = ByteOffset::new(at).range(ByteLen::new(size.get() - at));
-        let found = file.extents(rest, EXTENTS_STEP).await.unwrap_or_default();
+        let Ok(found) = file.extents(rest, EXTENTS_STEP).await else {
+            // Nobody knows.
+            data += rest.len.get();
+            break;
+        };
         if found.is_empty() {
             break;
         }
@@ -442,9 +467,9 @@ async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> 
             };
         }
     }
-    let data = data + size.get().saturating_sub(at);
+    let memory = (data / CHECK_DATA_PER_MEMORY).min(check::CHECK_MEMORY_DEFAULT.get());
     CheckOptions {
-        memory_max: metadata_memory.max(ByteLen::mib(64)),
+        memory_max: metadata_memory.max(ByteLen::new(memory.max(CHECK_MEMORY_MIN))),
         work_max: ByteLen::new(data.saturating_mul(CHECK_WORK_PER_BYTE).saturating_add(CHECK_WORK_MIN)),
         ..CheckOptions::default()
     }

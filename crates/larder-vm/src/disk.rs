@@ -7,7 +7,7 @@ mod moving;
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ pub use moving::DiskMove;
 use moving::Moving;
 
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
-use crate::image::{self, ImageAddress, ImageError, ImageOptions, OpenImage};
+use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, OpenImage};
 use crate::latch::Latch;
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
@@ -59,6 +59,24 @@ pub struct DiskConfig {
     pub poll_max: Duration,
     /// Set to give the disk up while its image is being opened; later it has no effect.
     pub cancel: Latch<()>,
+    /// Called with the files that were opened, before anybody is served.
+    pub on_open: OnOpen,
+}
+
+/// What is done with the files of a disk before it is served; why it must not be served, if it must not.
+#[derive(Clone)]
+pub struct OnOpen(pub Arc<dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync>);
+
+impl Default for OnOpen {
+    fn default() -> Self {
+        Self(Arc::new(|_| Ok(())))
+    }
+}
+
+impl std::fmt::Debug for OnOpen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OnOpen")
+    }
 }
 
 /// What of a disk's moves is to be reckoned with.
@@ -84,6 +102,7 @@ impl DiskConfig {
             moves: Moves::Never,
             poll_max: POLL_MAX_DEFAULT,
             cancel: Latch::default(),
+            on_open: OnOpen::default(),
         }
     }
 }
@@ -100,6 +119,8 @@ pub enum DiskError {
     Export(#[from] ExportError),
     #[error("stopped while the image was being opened")]
     Cancelled,
+    #[error("{0}")]
+    NotToBeServed(String),
     #[error("what was written last may not be on the disk: {0}")]
     Flush(String),
     #[error(
@@ -209,7 +230,9 @@ fn serve(
                 let opening = image::open(&on, &config.image, &config.options);
                 // Tables that a crafted image has can take long to check, and so can a server that answers slowly.
                 let opened = select(config.cancel.is_set(), opening).await;
-                Some(Rc::new(opened.ok_or(DiskError::Cancelled)??))
+                let image = opened.ok_or(DiskError::Cancelled)??;
+                config.on_open.0(&image.parts).map_err(DiskError::NotToBeServed)?;
+                Some(Rc::new(image))
             }
         };
         let (geometry, format) = match &image {

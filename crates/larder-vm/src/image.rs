@@ -54,7 +54,12 @@ pub use cache_wish::{
     CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError,
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
 };
-pub use chain::{is_same, probe};
+pub(crate) use chain::policy::toml_text;
+pub use chain::policy::{
+    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, pinned as pinned_chain,
+    text as chain_text,
+};
+pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
 /// What a cache does with writes.
 pub use larder_cache::Mode as CacheMode;
 pub use open_cache::OpenCache;
@@ -101,6 +106,8 @@ impl Format {
 pub struct ImageOptions {
     /// Its format; `None` if the user has not said: what it begins like.
     pub format: Option<Format>,
+    /// Which other files its header may have opened.
+    pub chain: ChainPolicy,
     /// What the metadata cache of a qcow2 image may hold.
     pub metadata_memory: ByteLen,
     /// How to read ahead, if at all. Never done with an image that others may write.
@@ -155,6 +162,7 @@ impl Default for ImageOptions {
     fn default() -> Self {
         Self {
             format: None,
+            chain: ChainPolicy::FOLLOW,
             metadata_memory: METADATA_MEMORY_DEFAULT,
             prefetch: Some(PrefetchOptions::default()),
             cache: None,
@@ -190,12 +198,18 @@ pub enum ImageError {
         "{image}: it has {len} bytes, too few for a qcow2 image, whose header alone has {QCOW2_HEADER_BYTES}: it was cut off, or never written to its end; get a whole copy of it"
     )]
     TooShort { image: String, len: u64 },
+    #[error(
+        "{image}: the VM's file does not say its format, and a guest could write what another one begins with; add format = {found} to this disk there"
+    )]
+    NoFormat { image: String, found: String },
     #[error("limits of {image}: {source}")]
     Limits { image: String, source: LimitError },
     #[error(transparent)]
     Qcow2(larder_qcow2::OpenError),
     #[error(transparent)]
     Name(#[from] ImageAddressError),
+    #[error(transparent)]
+    Chain(#[from] ChainError),
     #[error("{image}: its backing file '{name}' cannot be opened: {source}")]
     Backing {
         image: String,
@@ -279,6 +293,8 @@ pub struct OpenImage {
     pub device: Rc<dyn BlockDevice>,
     /// What the image's bytes mean.
     pub format: Format,
+    /// The files that were opened for it: the image, then its backing files and data files, as their headers lead to them.
+    pub parts: Vec<ChainPart>,
     /// Its cache, to be asked what it has done.
     pub cache: Option<CachePlace>,
     /// The layer of it that reads ahead, to be asked what it has done; `None` if it is shared, and nothing may be.
@@ -318,7 +334,12 @@ async fn open_and_hold(
     }
     let mut opened = chain::open(on, image, options, held).await?;
     let cache = open_cache(on, image, options, &mut opened).await?;
-    let chain::Opened { mut device, format, .. } = opened;
+    let chain::Opened {
+        mut device,
+        format,
+        parts,
+        ..
+    } = opened;
     if let Some(cache) = &cache {
         device = cache.device();
     }
@@ -349,6 +370,7 @@ async fn open_and_hold(
     Ok(OpenImage {
         device: Rc::clone(&throttle) as Rc<dyn BlockDevice>,
         format,
+        parts,
         cache,
         prefetch,
         throttle,

@@ -201,6 +201,8 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
         file,
         control,
         image,
+        format,
+        trust_image,
         force,
     } = arguments;
     if let Some(control) = control {
@@ -208,7 +210,13 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
         return print(&format!("{file}: the disk has all that only the cache had\n"));
     }
     let told = file.clone();
-    let wish = FlushWish { file, image, force };
+    let wish = FlushWish {
+        file,
+        image,
+        format: format.map(Into::into),
+        trust_image,
+        force,
+    };
     let flushed = on.block_on(flush_cache(on, &wish, move |left| tell_left(&told, left.get())));
     let flushed = flushed.map_err(with_control)?;
     let file = wish.file;

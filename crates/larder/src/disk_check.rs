@@ -9,7 +9,7 @@ use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{self, LeftBehind};
-use larder_vm::image::{Format, ImageAddress, ImageOptions, dirty_caches};
+use larder_vm::image::{Author, ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
@@ -42,15 +42,25 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
             given_up = Some(discarding.end(&image, &header)?);
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
             close(&file).await?;
-            take_up(&on, &image, header.corrupt).await?;
+            take_up(&on, &image, header.corrupt, arguments.trust_image).await?;
             file = open().await?;
         }
         let header = read_header(&file).await?;
         let left = journal::left_behind(&image, &header)?;
-        let chain = backing_files(&on, &image, &header).await;
+        let not_followed = header.backing_file.as_ref().and_then(|_| Author::not_followed(&image));
+        let chain = match not_followed {
+            Some(author) if !arguments.trust_image => {
+                tracing::warn!(
+                    "{image}: its backing files are not looked at, because {author}; --trust-image has root open them"
+                );
+                Vec::new()
+            }
+            _ => backing_files(&on, &image, &header).await,
+        };
         let options = CheckOptions {
             memory_max: arguments.memory,
             file_len: disk_image::file_len(&image),
+            ..CheckOptions::default()
         };
         let what = match arguments.repair {
             Some(RepairName::Leaks) => Repair::Leaks,
@@ -129,7 +139,7 @@ fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool>
 }
 
 /// Puts what a killed server has left into the image, as the next server would.
-async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::Result<()> {
+async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool, trust_image: bool) -> anyhow::Result<()> {
     if is_corrupt {
         bail!(
             "{image} is marked as corrupt, and a server of it was killed: what its guest had not flushed cannot be put into a corrupt image, and is lost with a repair; --discard-journal gives it up"
@@ -137,6 +147,7 @@ async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::R
     }
     let options = ImageOptions {
         format: Some(Format::Qcow2),
+        chain: ChainPolicy::Follow { trust_image },
         prefetch: None,
         ..ImageOptions::default()
     };

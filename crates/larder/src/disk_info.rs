@@ -14,7 +14,7 @@ use larder_vm::image::journal::{LeftBehind, left_behind};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
-use crate::cli::{FormatName, ImageArguments, Output};
+use crate::cli::{FormatName, ImageArguments, InfoArguments, Output};
 use crate::disk_chain::{Layer, backing_files};
 use crate::disk_image::{self, OpenImage, Sharing, date, exact, human, left_json, left_line};
 use crate::output::{Lines, print};
@@ -29,7 +29,8 @@ struct Info {
     qcow2: Option<Qcow2Info>,
     /// A raw image that begins like another format.
     begins_like: Option<&'static str>,
-    chain: Vec<Layer>,
+    /// The backing files, if they were asked for.
+    chain: Option<Vec<Layer>>,
     /// Caches that may have what the image has not.
     dirty_caches: Vec<ImageAddress>,
 }
@@ -45,17 +46,18 @@ struct Qcow2Info {
     past_end: u64,
 }
 
-pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
-    let info = on.block_on(gather(&on, arguments.image, arguments.format))?;
-    match arguments.output {
+    let ImageArguments { image, format, output } = arguments.of;
+    let info = on.block_on(gather(&on, image, format, arguments.backing_chain))?;
+    match output {
         Output::Text => print(&text(&info))?,
         Output::Json => print(&format!("{:#}\n", json_of(&info)))?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> anyhow::Result<Info> {
+async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>, with_chain: bool) -> anyhow::Result<Info> {
     // Once, and before anything is read: a server that dies meanwhile would be gone at a second look, with its journal
     // never looked for.
     let used_by = disk_image::used_by(&image);
@@ -65,8 +67,8 @@ async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> a
         Format::Qcow2 => Some(qcow2_info(&file, &image, used_by.is_some()).await?),
     };
     let chain = match &qcow2 {
-        Some(qcow2) => backing_files(on, &image, &qcow2.header).await,
-        None => Vec::new(),
+        Some(qcow2) if with_chain => Some(backing_files(on, &image, &qcow2.header).await),
+        _ => None,
     };
     let size = file.geometry().size.get();
     Ok(Info {
@@ -174,8 +176,13 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     }
     if let Some(backing) = &header.backing_file {
         lines.line("backing file", backing);
-        lines.line("backing chain", format!("{} deep", info.chain.len()));
-        for layer in &info.chain {
+        if let Some(format) = &header.backing_format {
+            lines.line("backing format", format);
+        }
+        if let Some(chain) = &info.chain {
+            lines.line("backing chain", format!("{} deep", chain.len()));
+        }
+        for layer in info.chain.iter().flatten() {
             let what = match (&layer.trouble, layer.virtual_size) {
                 (Some(trouble), _) => format!("cannot be read: {trouble}"),
                 (None, Some(size)) => human(size),
@@ -304,11 +311,16 @@ fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
     all["format-specific"] = json!({"type": "qcow2", "data": data});
     if let Some(backing) = &header.backing_file {
         all["backing-filename"] = backing.clone().into();
-        all["full-backing-filename"] = info.chain[0].image.to_string().into();
+        let address = ImageAddress::beside(&info.image, backing);
+        all["full-backing-filename"] = address
+            .map_or_else(|_| backing.clone(), |image| image.to_string())
+            .into();
         if let Some(format) = &header.backing_format {
             all["backing-filename-format"] = format.clone().into();
         }
-        all["backing-chain"] = info.chain.iter().map(layer_json).collect();
+        if let Some(chain) = &info.chain {
+            all["backing-chain"] = chain.iter().map(layer_json).collect();
+        }
     }
     if !qcow2.snapshots.snapshots.is_empty() {
         let snapshots = qcow2.snapshots.snapshots.iter().map(|snapshot| {

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{anyhow, bail};
 use larder_block::backend::file::Caching;
 use larder_block::{ByteLen, Failure, IoError, Loop};
-use larder_vm::image::{ImageAddress, ImageOptions};
+use larder_vm::image::{ChainPolicy, ImageAddress, ImageOptions};
 use serde_json::json;
 
 use crate::cli::{ImageArguments, NewSize, Output, ResizeArguments};
@@ -22,6 +22,9 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
     let ImageArguments { image, format, output } = arguments.of;
     let options = ImageOptions {
         format: format.map(Into::into),
+        chain: ChainPolicy::Follow {
+            trust_image: arguments.trust_image,
+        },
         // Direct I/O may reach whole blocks of more than a sector only.
         caching: Caching::Buffered,
         prefetch: None,

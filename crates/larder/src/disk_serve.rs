@@ -1,7 +1,7 @@
 //! `larder disk serve`.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -16,14 +16,18 @@ use larder_export::vhost_user::{Serial, Stop, VhostUserOptions};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 use larder_vm::control::{ControlServer, Subject};
-use larder_vm::disk::{Disk, DiskConfig, DiskError};
+use larder_vm::disk::{Disk, DiskConfig, DiskError, OnOpen};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
-use larder_vm::image::{CacheWish, Format, ImageError, ImageOptions, PrefetchWish};
+use larder_vm::image::{
+    CacheWish, ChainPart, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, PinnedBy, PinnedChain,
+    PrefetchWish, is_same,
+};
 use larder_vm::latch::Latch;
 use larder_vm::listen::same_place;
 use larder_vm::run::shell::command_line;
+use larder_vm::vm::config::ChainFile;
 
-use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
+use crate::cli::{BackingChain, DiscardPolicy, ServeArguments};
 use crate::output::print;
 use crate::pid_file;
 
@@ -95,8 +99,84 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Names the files that the image leads to, and writes them into the file of `--pin-chain` if that is not there.
+fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -> Result<(), String> {
+    let Some(chain) = ChainFile::of(parts) else {
+        return Ok(());
+    };
+    for line in chain.files(read_only) {
+        tracing::info!("{line}");
+    }
+    match write_to {
+        Some(path) => chain
+            .write(path)
+            .map_err(|error| format!("--pin-chain {}: {error}", path.display())),
+        None => Ok(()),
+    }
+}
+
+/// The files that the image may lead to.
+struct Chain {
+    policy: ChainPolicy,
+    /// The image's format, if a file of `--pin-chain` says it.
+    format: Option<Format>,
+    /// The file of `--pin-chain`, if it is still to be written.
+    write_to: Option<PathBuf>,
+}
+
+fn chain_of(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<Chain> {
+    let pinned = |chain, by| ChainPolicy::Pinned {
+        chain: Arc::new(chain),
+        by,
+    };
+    let found = match &arguments.pin_chain {
+        Some(path) => Some((path, ChainFile::read(path).context("--pin-chain")?)),
+        None => None,
+    };
+    let (policy, format, write_to) = match (found, arguments.backing_chain) {
+        (Some((path, Some(found))), _) => {
+            if !is_same(&found.image, image) {
+                bail!(
+                    "--pin-chain {}: it is of {}, not of {image}; give another file, or remove it",
+                    path.display(),
+                    found.image
+                );
+            }
+            let by = PinnedBy::ChainFile(path.clone());
+            (pinned(found.chain, by), Some(found.format), None)
+        }
+        (None, BackingChain::None) => (pinned(PinnedChain::default(), PinnedBy::NoChain), None, None),
+        (not_there, _) => {
+            let follow = ChainPolicy::Follow {
+                trust_image: arguments.trust_image,
+            };
+            (follow, None, not_there.map(|(path, _)| path.clone()))
+        }
+    };
+    Ok(Chain {
+        policy,
+        format,
+        write_to,
+    })
+}
+
 fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
-    let image = arguments.image.or(arguments.blk_file).context("no image")?;
+    let image = arguments
+        .image
+        .clone()
+        .or(arguments.blk_file.clone())
+        .context("no image")?;
+    let chain = chain_of(&arguments, &image)?;
+    let format = arguments.format.map(Format::from);
+    if let (Some(format), Some(pinned)) = (format, chain.format)
+        && format != pinned
+    {
+        bail!(
+            "--format {}: the file of --pin-chain says that the image is {}; leave one of them out",
+            format.name(),
+            pinned.name()
+        );
+    }
     let vhost_user_at = match (arguments.socket, arguments.fd) {
         (Some(path), _) => Some(VhostUserAt::Path(path)),
         (None, Some(number)) => Some(VhostUserAt::Descriptor(Arc::new(inherited(number)?))),
@@ -125,10 +205,8 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     let cache = cache.options(arguments.share).map_err(|error| anyhow!("--{error}"))?;
     Ok(DiskConfig {
         options: ImageOptions {
-            format: arguments.format.map(|name| match name {
-                FormatName::Raw => Format::Raw,
-                FormatName::Qcow2 => Format::Qcow2,
-            }),
+            format: format.or(chain.format),
+            chain: chain.policy,
             metadata_memory: arguments.metadata_memory,
             prefetch,
             cache,
@@ -163,6 +241,9 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             ..ExportsConfig::default()
         },
         poll_max: Duration::from_micros(arguments.poll_us),
+        on_open: OnOpen(Arc::new(move |parts| {
+            report_chain(parts, arguments.read_only, chain.write_to.as_deref())
+        })),
         ..DiskConfig::new(image)
     })
 }

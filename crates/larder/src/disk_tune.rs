@@ -6,7 +6,7 @@ use std::rc::Rc;
 use larder_block::{BlockDevice, ByteLen, ByteRange, Loop};
 use larder_qcow2::header::{Compression, Header};
 use larder_qcow2::tune::{Advice, CACHE_MAX, Cache};
-use larder_qcow2::{METADATA_MEMORY_DEFAULT, OpenOptions, Others, Qcow2, read_header};
+use larder_qcow2::{METADATA_MEMORY_DEFAULT, MetadataMemory, OpenOptions, Others, Qcow2, read_header};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
@@ -70,7 +70,7 @@ async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: 
         journal: None,
         left: None,
         read_only: true,
-        metadata_memory: ByteLen::new(advice.larder_worst + MEASURED_BYTES_MAX),
+        metadata_memory: MetadataMemory::new(ByteLen::new(advice.larder_worst + MEASURED_BYTES_MAX)),
         load_ahead: false,
     };
     let image = Qcow2::open(on, file, others, options).await.ok()?;

@@ -1,17 +1,19 @@
 //! What is logged: `LARDER_LOG`.
 
-pub(crate) mod limit;
+mod limit;
 
 use std::ffi::OsStr;
 use std::fmt::{self, Debug};
 use std::io::{self, IsTerminal, Write};
 
 use larder_block::printable;
+use limit::Limit;
 use tracing::field::Field;
 use tracing::{Level, Metadata};
 use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format::{Writer, debug_fn};
+use tracing_subscriber::fmt::writer::MakeWriterExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 const VARIABLE: &str = "LARDER_LOG";
@@ -29,12 +31,21 @@ pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync>
     match is_journal() {
         true => {
             let messages = messages.without_time().with_level(false).with_ansi(false);
-            messages.with_writer(Journal).with_filter(filter).boxed()
+            let limit = Limit::new(|line| {
+                // As of a message.
+                let _ = Line { priority: 4 }.write_all(format!("{line}\n").as_bytes());
+            });
+            let journal = MakeWriterExt::with_filter(Journal, move |place| limit.passes(place));
+            messages.with_writer(journal).with_filter(filter).boxed()
         }
         false => {
             let has_colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-            let messages = messages.with_ansi(has_colours).with_writer(io::stderr);
-            messages.with_filter(filter).boxed()
+            let messages = messages.with_ansi(has_colours);
+            let limit = Limit::new(|line| {
+                let _ = writeln!(io::stderr(), "{line}");
+            });
+            let stderr = MakeWriterExt::with_filter(io::stderr, move |place| limit.passes(place));
+            messages.with_writer(stderr).with_filter(filter).boxed()
         }
     }
 }

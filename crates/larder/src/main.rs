@@ -29,6 +29,7 @@ mod starter;
 mod status;
 mod top;
 mod vm;
+mod vm_pin;
 
 use larder_block::printable_lines;
 use std::io::Write;
@@ -56,7 +57,6 @@ fn main() -> ExitCode {
     tracing_subscriber::registry()
         .with(log::layer(filter))
         .with(events::layer())
-        .with(log::limit::layer())
         .init();
     if let Some(wrong) = wrong {
         tracing::warn!("{wrong}");
@@ -92,7 +92,9 @@ fn main() -> ExitCode {
 
 fn report(error: &anyhow::Error) {
     // Nobody may be listening; the exit code tells.
-    let _ = writeln!(std::io::stderr(), "larder: {}", printable_lines(&message(error)));
+    // A name in the message must not make a line that looks like one of its own.
+    let text = printable_lines(&message(error)).replace('\n', "\n  ");
+    let _ = writeln!(std::io::stderr(), "larder: {text}");
 }
 
 /// The error and its causes, those left out that the text names already.

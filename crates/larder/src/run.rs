@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use larder_vm::image::ImageAddress;
+use larder_vm::image::{ChainPolicy, ImageAddress};
 use larder_vm::memory::wish::MemoryWish;
 use larder_vm::memory::{SwapConfig, look_at_disk};
 use larder_vm::run::check::{Findings, check};
 use larder_vm::run::hold::Hold;
 use larder_vm::run::lease::{Lease, Places};
 use larder_vm::run::memory::PlannedMemory;
-use larder_vm::run::plan::{Plan, PlannedDisk, Setting, guest_name, plan, program};
+use larder_vm::run::plan::{Plan, PlanError, PlannedDisk, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
@@ -46,7 +46,13 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
             left,
             memory: memory.as_ref(),
         };
-        plan(&command, &arguments.disk, &setting)
+        let mut planned = plan(&command, &arguments.disk, &setting)?;
+        for planned in &mut planned.disks {
+            planned.disk.chain = ChainPolicy::Follow {
+                trust_image: arguments.trust_image,
+            };
+        }
+        Ok::<_, PlanError>(planned)
     };
     let mut plan = planned(&[])?;
     let disks: Vec<_> = plan.disks.iter().map(PlannedDisk::to_check).collect();

@@ -1,5 +1,9 @@
 //! Whoever has started this service (`$NOTIFY_SOCKET`, sd_notify(3)).
 
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
@@ -25,12 +29,20 @@ pub(crate) struct Starter {
 }
 
 impl Starter {
-    pub(crate) fn new() -> std::io::Result<Self> {
+    /// Connects to the service manager, if there is one: a process that is confined later makes no sockets any more.
+    pub(crate) fn new() -> io::Result<Self> {
+        let manager = manager();
         let (news, to_tell) = mpsc::channel();
         let (end, ended) = mpsc::sync_channel(1);
         let thread = std::thread::Builder::new().name("larder-notify".to_owned());
         thread.spawn(move || {
-            to_tell.iter().for_each(notify);
+            for news in to_tell {
+                if let Some(manager) = &manager
+                    && let Err(error) = notify(manager, &news)
+                {
+                    tracing::warn!("$NOTIFY_SOCKET: {error}");
+                }
+            }
             let _ = end.send(());
         })?;
         Ok(Self { news, ended })
@@ -47,15 +59,29 @@ impl Starter {
     }
 }
 
-fn notify(news: News) {
-    let told = match news {
-        News::Ready(status) => sd_notify::notify(&[NotifyState::Ready, NotifyState::Status(&status)]),
-        News::Reloading => {
-            NotifyState::monotonic_usec_now().and_then(|now| sd_notify::notify(&[NotifyState::Reloading, now]))
-        }
-        News::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
+fn notify(manager: &UnixDatagram, news: &News) -> io::Result<()> {
+    let states = match news {
+        News::Ready(status) => vec![NotifyState::Ready, NotifyState::Status(status)],
+        News::Reloading => vec![NotifyState::Reloading, NotifyState::monotonic_usec_now()?],
+        News::Stopping => vec![NotifyState::Stopping],
     };
-    if let Err(error) = told {
-        tracing::warn!("$NOTIFY_SOCKET: {error}");
-    }
+    let lines: Vec<String> = states.iter().map(NotifyState::to_string).collect();
+    manager.send(lines.join("\n").as_bytes()).map(drop)
+}
+
+/// Returns a socket that is connected to the service manager which has started this process (`$NOTIFY_SOCKET`), if there is one.
+pub(crate) fn manager() -> Option<UnixDatagram> {
+    let place = std::env::var_os("NOTIFY_SOCKET")?;
+    let address = match place.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(&place),
+    };
+    let connected = address.and_then(|address| {
+        let socket = UnixDatagram::unbound()?;
+        socket.connect_addr(&address)?;
+        Ok(socket)
+    });
+    connected
+        .inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}"))
+        .ok()
 }

@@ -2,19 +2,18 @@
 
 use std::collections::HashSet;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
+use larder_block::Loop;
 use larder_vm::control;
 use larder_vm::control::FetchError;
 use larder_vm::control::state::ServerState;
 use larder_vm::disk::DiskError;
+use larder_vm::image::{ChainPolicy, named_chain};
 use larder_vm::inherited::Inherited;
 use larder_vm::latch::Latch;
 use larder_vm::run::check::{advice, check};
@@ -28,14 +27,18 @@ use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
 use crate::cli::VmArguments;
 use crate::output::print;
 use crate::rates::is_not_served;
-use crate::starter::{News, Starter};
+use crate::starter::{News, Starter, manager};
 use crate::status::not_served;
+use crate::vm_pin::pin;
 use crate::{EXIT_ERROR, EXIT_NEGATIVE, report, signals};
 
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let path = path_of(&arguments.name)?;
     if arguments.check {
-        return look(&VmConfig::read(&path)?);
+        return look(&VmConfig::read(&path)?, &path);
+    }
+    if arguments.pin {
+        return pin(&path);
     }
     if arguments.reload {
         return reload(&path, &VmConfig::read(&path)?);
@@ -51,6 +54,8 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if config.disks.is_empty() {
         return Ok(not_started(&VmError::no_disk(&path).into(), true));
     }
+    // A confined process makes no more sockets.
+    let starter = Starter::new()?;
     let (cancel, reload) = (Latch::default(), Latch::default());
     let orders = Arc::new(OnceLock::<VmOrders>::new());
     let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&orders));
@@ -108,7 +113,6 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if cancel.get().is_some() {
         orders.stop();
     }
-    let starter = Starter::new()?;
     let ended = vm.run(|progress| starter.tell(news(progress)));
     starter.end();
     ended?;
@@ -214,7 +218,7 @@ fn disks(count: usize) -> String {
 }
 
 /// Says whether all of it could be served. What its server serves already has been looked at, and is in use.
-fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
+fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
     let served = served(config);
     let wanted = config
@@ -229,6 +233,7 @@ fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
         eprintln!("larder: {problem}");
     }
     if !problems.is_empty() {
+        print(&lines_to_add(config, path))?;
         return Ok(ExitCode::from(EXIT_ERROR));
     }
     let mut text = String::new();
@@ -257,6 +262,32 @@ fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Returns what the file of a VM has to say of its disks' other files to have them opened, where it says something else.
+fn lines_to_add(config: &VmConfig, path: &Path) -> String {
+    let Ok(on) = Loop::new(Duration::ZERO) else {
+        return String::new();
+    };
+    let mut text = String::new();
+    for disk in &config.disks {
+        let (ChainPolicy::Pinned { chain, .. }, Some(format)) = (&disk.wish.chain, disk.wish.format) else {
+            continue;
+        };
+        // Why a file cannot be read is among the problems.
+        let Ok(named) = on.block_on(named_chain(&on, &disk.wish.image, format)) else {
+            continue;
+        };
+        if !named.is_allowed_by(chain) {
+            text.push_str(&format!(
+                "disk {}: the headers of its images name these files; if they are the right ones, write so in {}:\n{}\n",
+                disk.name,
+                path.display(),
+                named.lines()
+            ));
+        }
+    }
+    text
+}
+
 /// The images that this VM's server has, if it runs.
 fn served(config: &VmConfig) -> HashSet<String> {
     let is_its = control::fetch_server(&config.control).is_ok_and(|server| server.vm.as_ref() == Some(&config.name));
@@ -274,23 +305,6 @@ fn inherited() -> anyhow::Result<Inherited> {
         (name, unsafe { OwnedFd::from_raw_fd(number) })
     });
     Inherited::new(files.collect(), manager()).context("a socket that was handed over ($LISTEN_FDS)")
-}
-
-/// A socket to whoever has started this service and keeps descriptors for it.
-fn manager() -> Option<UnixDatagram> {
-    let place = std::env::var_os("NOTIFY_SOCKET")?;
-    let address = match place.as_bytes() {
-        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
-        _ => SocketAddr::from_pathname(&place),
-    };
-    let connected = address.and_then(|address| {
-        let socket = UnixDatagram::unbound()?;
-        socket.connect_addr(&address)?;
-        Ok(socket)
-    });
-    connected
-        .inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}"))
-        .ok()
 }
 
 fn news(progress: Progress) -> News {

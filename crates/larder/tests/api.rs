@@ -22,8 +22,8 @@ fn the_control_socket_is_as_it_is_described() {
     let image = images.path().join("disk.qcow2");
     tool("qemu-img", &["create", "-q", "-f", "qcow2", &text(&image), "64M"]);
     let file = format!(
-        "control = \"control\"\n[[disk]]\nimage = \"{0}\"\nsocket = \"vda\"\nnbd = \"nbd+unix:///?socket=nbd\"\ncache = \
-         \"{0}.cache\"\ncache-size = \"32MiB\"\n[[disk]]\nimage = \"{0}.raw\"\nsocket = \"vdb\"\n",
+        "control = \"control\"\n[[disk]]\nimage = \"{0}\"\nformat = \"qcow2\"\nsocket = \"vda\"\nnbd = \"nbd+unix:///?socket=nbd\"\ncache = \
+         \"{0}.cache\"\ncache-size = \"32MiB\"\n[[disk]]\nimage = \"{0}.raw\"\nformat = \"raw\"\nsocket = \"vdb\"\n",
         text(&image)
     );
     std::fs::write(path("web.toml"), file).expect("writes the file");

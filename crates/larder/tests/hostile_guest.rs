@@ -204,6 +204,9 @@ fn many_long_requests_of_many_fragments_take_bounded_memory() {
 /// region of requests in flight. Their own session ends with a message; the server, and a client of it over NBD, goes on.
 #[test]
 fn shortened_file_ends_its_session_only() {
+    /// A sector that nobody writes: the server itself fills the guest's memory. The kernel's own reads into memory that is
+    /// gone fail, and the guest is told.
+    const HOLE: u64 = 1 << 16;
     let folder = on_tmpfs();
     let disk = folder.path().join("disk.qcow2");
     tool(
@@ -236,7 +239,7 @@ fn shortened_file_ends_its_session_only() {
             len: 4096,
         }];
         rustix::fs::ftruncate(guest.memory.file(), data).expect("it shrinks");
-        guest.queue().add(&Request::read(0, &page));
+        guest.queue().add(&Request::read(HOLE, &page));
         guest.queue().go();
         wait_until("the session with no data ends", || sessions_lost() == lost_before + 2);
         assert!(
@@ -256,7 +259,7 @@ fn shortened_file_ends_its_session_only() {
         let mut guest = connect();
         let (_, region) = guest.inflight.as_ref().expect("a region");
         rustix::fs::ftruncate(region, 0).expect("it shrinks");
-        guest.queue().add(&Request::read(0, &page));
+        guest.queue().add(&Request::read(HOLE, &page));
         guest.queue().go();
         wait_until("the session with no notes ends", || sessions_lost() == lost_before + 3);
         drop(guest);
@@ -264,5 +267,63 @@ fn shortened_file_ends_its_session_only() {
         assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "67108864");
         works(&mut connect(), round as u64);
     }
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+/// A cache outlives a guest whose memory is gone, into which the kernel cannot read: nothing is wrong with the cache's device.
+#[test]
+fn cache_works_after_a_read_into_memory_that_is_gone() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 64 * MIB);
+    let cache = folder.path().join("cache");
+    let options = ["--cache", cache.to_str().expect("UTF-8"), "--cache-size", "16MiB"];
+    let server = serve(&disk, folder.path(), &options);
+    let connect = || FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    let mut guest = connect();
+    let data = guest.data();
+    works(&mut guest, 1);
+    let page = [Buffer {
+        address: data,
+        len: 4096,
+    }];
+    // Sector 8 is in the cache by now.
+    rustix::fs::ftruncate(guest.memory.file(), data).expect("it shrinks");
+    guest.queue().add(&Request::read(8, &page));
+    guest.queue().go();
+    wait_until("its session ends", || server.process.output().contains(" is lost: "));
+    drop(guest);
+    works(&mut connect(), 2);
+    let said = server.process.output();
+    assert!(!said.contains("its cache does not work"), "{said}");
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+/// A request in flight that a front-end has forged stops its queue, and not the server that takes it up.
+#[test]
+fn forged_request_in_flight_stops_its_queue_only() {
+    const HEAD: u64 = 5;
+    const NEXT: u16 = 1;
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), MIB);
+    let server = serve(&disk, folder.path(), &[]);
+    let connect = || UnixStream::connect(&server.socket).expect("connects");
+    let mut guest = FrontEnd::over(connect(), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    // vhost-user, "Inflight I/O tracking", split virtqueue: 16 bytes, then 16 for each descriptor, the first of which says
+    // whether its request is in flight.
+    let (_, region) = guest.inflight.as_ref().expect("a region");
+    rustix::io::pwrite(region, &[1], 16 + 16 * HEAD).expect("writes");
+    let mut descriptor = [0; 16];
+    descriptor[8..12].copy_from_slice(&16u32.to_le_bytes());
+    descriptor[12..14].copy_from_slice(&NEXT.to_le_bytes());
+    descriptor[14..].copy_from_slice(&u16::MAX.to_le_bytes());
+    let table = guest.queue().ring.places().descriptors;
+    guest.memory.write(table + 16 * HEAD, &descriptor);
+    guest.reconnect(connect()).expect("goes on");
+    wait_until("the queue stops", || {
+        server.process.output().contains("corrupted its virtqueue")
+    });
+    drop(guest);
+    works(&mut FrontEnd::over(connect(), Options::default()).expect("connects"), 2);
     assert_eq!(server.stop().expect("stops"), Some(0));
 }

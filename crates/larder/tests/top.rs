@@ -58,7 +58,7 @@ fn vms_and_disks_are_shown_and_chosen_by_keys() {
     // Others may be served on this host, too.
     let name = format!("top-test-{}", std::process::id());
     let file = folder.path().join(format!("{name}.toml"));
-    let disks = "control = \"control\"\n[[disk]]\nimage = \"disk.raw\"\nsocket = \"vda\"\niops-total = 123456\n";
+    let disks = "control = \"control\"\n[[disk]]\nimage = \"disk.raw\"\nformat = \"raw\"\nsocket = \"vda\"\niops-total = 123456\n";
     std::fs::write(&file, disks).expect("writes the file");
     let mut command = Command::new(larder());
     command.arg("vm").arg(&file);

@@ -83,7 +83,7 @@ pub fn vm(larder: &Path, folder: &Path) -> anyhow::Result<Vec<OsString>> {
         .arg(DISK.to_string());
     ensure!(create.status().context("qemu-img")?.success(), "qemu-img failed");
     let file = folder.join("web.toml");
-    let text = "control = \"control\"\n\n[[disk]]\nname = \"vda\"\nimage = \"disk.qcow2\"\nsocket = \"vda\"\n\
+    let text = "control = \"control\"\n\n[[disk]]\nname = \"vda\"\nimage = \"disk.qcow2\"\nformat = \"qcow2\"\nsocket = \"vda\"\n\
                 cache = \"./cache\"\ncache-size = \"24M\"\ncache-mode = \"wb\"\n";
     std::fs::write(&file, text)?;
     let state = format!("STATE_DIRECTORY={}", folder.join("state").display());

@@ -10,7 +10,7 @@ use larder_qcow2::check::{self, CheckOptions, Repair};
 use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR};
 use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
+use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2, read_header};
 
 use super::qcow2_image::{self, ImageBytes};
 use super::stack::{Disk, Opened, Outcome, Stack};
@@ -119,7 +119,7 @@ impl Qcow2Stack {
                 journal,
                 left,
                 read_only: !is_last,
-                metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
+                metadata_memory: MetadataMemory::new(random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)])),
                 load_ahead: random.chance(300),
             };
             let others = Others {

@@ -201,7 +201,7 @@ fn text_of(bytes: u64) -> String {
     format!("{}{}", bytes >> (10 * unit), ["", "K", "M", "G", "T"][unit as usize])
 }
 
-fn qemu_img(arguments: &[&str]) -> anyhow::Result<String> {
+pub(crate) fn qemu_img(arguments: &[&str]) -> anyhow::Result<String> {
     let output = Command::new("qemu-img").args(arguments).output();
     let output = output.context("qemu-img; testbed/setup.sh installs it")?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

@@ -135,14 +135,15 @@ impl Loop {
     }
 }
 
-/// A TCP peer that has been silent for so long is asked whether it is there...
+/// A TCP peer that has been silent for so long is asked whether its host is there...
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(60);
 
 /// ...so often...
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// ...and is taken to have vanished if neither that nor what was sent to it is acknowledged within this time.
-const VANISHED_AFTER: Duration = Duration::from_secs(120);
+/// ...and is taken to have vanished if nothing is acknowledged for so long, or nothing of what waits for it can be sent: tcp(7)
+/// counts a peer that has no room for more among them.
+const VANISHED_AFTER: Duration = Duration::from_secs(300);
 
 /// Sends what is written at once, and ends the connection of a peer whose host has vanished.
 fn set_up_tcp(socket: &OwnedFd) -> rustix::io::Result<()> {
@@ -438,7 +439,7 @@ impl Socket {
     /// The process at the other end of a unix socket as `qemu-nbd, pid 4711`; of a pair, the one that made it. `None` if
     /// the kernel does not tell: it is on another host, or in another PID namespace.
     pub fn peer_process(&self) -> Option<String> {
-        let pid = sockopt::socket_peercred(&self.descriptor).ok()?.pid;
+        let pid = self.peer_pid()?;
         let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
         Some(format!("{}, pid {pid}", name.trim_end()))
     }
@@ -451,8 +452,20 @@ impl Socket {
 
     /// The process at the other end of a unix socket; see [`Socket::peer_process`].
     pub fn peer_pid(&self) -> Option<i32> {
-        let credentials = sockopt::socket_peercred(&self.descriptor).ok()?;
-        Some(credentials.pid.as_raw_nonzero().get())
+        let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
+        // SAFETY: the kernel writes no more than `bytes` bytes to `credentials`, which any bytes are good for.
+        let result = unsafe {
+            libc::getsockopt(
+                self.descriptor.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERCRED,
+                (&raw mut credentials).cast(),
+                &raw mut bytes,
+            )
+        };
+        // 0 of a process in another PID namespace, and of a TCP socket.
+        (result == 0 && credentials.pid > 0).then_some(credentials.pid)
     }
 
     /// Ends both directions; reads and writes under way fail.
@@ -516,7 +529,6 @@ impl Listener {
                     | Errno::NONET
                     | Errno::HOSTUNREACH
                     | Errno::NETUNREACH
-                    | Errno::OPNOTSUPP
                     | Errno::TIMEDOUT,
                 ) => {}
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {

@@ -1,9 +1,10 @@
 //! Which clients a server has at a time, and which of them gives way when there is no room for another one.
 //!
-//! The places are shared equally among peers: the addresses that TCP clients connect from, and the processes that connect
-//! over a unix socket. A client of a peer that has less than its share always gets in, in the place of the client of the
-//! largest peer that has been idle for longest. A client of any other peer gets in where a client of its own peer, or of
-//! everybody if all peers are equal, is idle. So neither silent clients nor those of one peer keep the others out.
+//! A place is for a client that has made a request; until then a client waits in one of as many other places, so that those
+//! who say nothing keep nobody out. The places of each kind are shared equally among peers: the addresses that TCP clients
+//! connect from, and the processes that connect over a unix socket. If all places are taken, a client that has been idle gives
+//! way to the next one; if there is none, a client of the peer that has the most gives way to one of a peer that has less
+//! than its share.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::net::{IpAddr, Ipv6Addr};
@@ -55,9 +56,9 @@ impl Peer {
 /// A client that is connected, or about to be told that it is not.
 pub(super) struct Member {
     peer: Peer,
-    /// When it connected, or made its last request.
+    /// When it connected, made its last request, or got its last answer.
     active_at: Cell<LoopTime>,
-    has_requested: Cell<bool>,
+    has_place: Cell<bool>,
     evicted: Cell<bool>,
     /// What it has under way, once its handshake is over.
     limits: OnceCell<Rc<Limits>>,
@@ -69,10 +70,9 @@ impl Member {
         let _ = self.limits.set(Rc::clone(limits));
     }
 
-    /// Counts a request that was received at `now`.
-    pub(super) fn requests(&self, now: LoopTime) {
+    /// It has made a request, or got an answer.
+    pub(super) fn is_active(&self, now: LoopTime) {
         self.active_at.set(now);
-        self.has_requested.set(true);
     }
 
     /// It has to give way to another client.
@@ -80,9 +80,13 @@ impl Member {
         self.evicted.get()
     }
 
+    fn is_working(&self) -> bool {
+        self.limits.get().is_some_and(|limits| limits.is_working())
+    }
+
     fn is_idle(&self, now: LoopTime) -> bool {
-        let limit = if self.has_requested.get() { IDLE_FOR } else { SILENT_FOR };
-        now.since(self.active_at.get()) >= limit && self.limits.get().is_none_or(|limits| !limits.is_working())
+        let limit = if self.has_place.get() { IDLE_FOR } else { SILENT_FOR };
+        !self.is_working() && now.since(self.active_at.get()) >= limit
     }
 }
 
@@ -92,15 +96,18 @@ pub(super) struct Admission {
     members: RefCell<Vec<Rc<Member>>>,
 }
 
-/// What becomes of a client that connects.
-pub(super) enum Admitted {
+/// A client got in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
     /// There was room.
-    Free(Rc<Member>),
-    /// Another client, which is told by [`Member::is_evicted`], gives way to it.
-    InPlaceOf(Rc<Member>),
-    /// There is no room.
-    Refused,
+    Free,
+    /// Another client gives way, which [`Member::is_evicted`] tells it.
+    Made,
 }
+
+/// There is no room for a client.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct NoRoom;
 
 impl Admission {
     pub(super) fn new(clients_max: usize) -> Self {
@@ -110,26 +117,29 @@ impl Admission {
         }
     }
 
-    /// Admits a client of `peer` that connects at `now`, or refuses it.
-    pub(super) fn admit(&self, peer: Peer, now: LoopTime) -> Admitted {
+    /// Lets a client of `peer` connect at `now`.
+    pub(super) fn connect(&self, peer: Peer, now: LoopTime) -> Result<(Rc<Member>, Room), NoRoom> {
         let member = Rc::new(Member {
             peer,
             active_at: Cell::new(now),
-            has_requested: Cell::new(false),
+            has_place: Cell::new(false),
             evicted: Cell::new(false),
             limits: OnceCell::new(),
         });
-        let mut members = self.members.borrow_mut();
-        if members.len() < self.clients_max {
-            members.push(Rc::clone(&member));
-            return Admitted::Free(member);
+        let room = self.make_room(&member, now)?;
+        self.members.borrow_mut().push(Rc::clone(&member));
+        Ok((member, room))
+    }
+
+    /// Gives a client a place that makes a request at `now`, unless it has one.
+    pub(super) fn request(&self, member: &Member, now: LoopTime) -> Result<Room, NoRoom> {
+        let mut room = Room::Free;
+        if !member.has_place.replace(true) {
+            let made = self.make_room(member, now);
+            room = made.inspect_err(|_| member.has_place.set(false))?;
         }
-        let Some(victim) = victim(&members, self.clients_max, peer, now) else {
-            return Admitted::Refused;
-        };
-        members[victim].evicted.set(true);
-        members[victim] = Rc::clone(&member);
-        Admitted::InPlaceOf(member)
+        member.is_active(now);
+        Ok(room)
     }
 
     /// Frees the place of a client that has disconnected.
@@ -140,10 +150,25 @@ impl Admission {
     pub(super) fn len(&self) -> usize {
         self.members.borrow().len()
     }
+
+    /// Makes room for a client among those that have a place as it has, or have none.
+    fn make_room(&self, newcomer: &Member, now: LoopTime) -> Result<Room, NoRoom> {
+        let mut members = self.members.borrow_mut();
+        let is_alike =
+            |other: &Rc<Member>| other.has_place == newcomer.has_place && !std::ptr::eq(Rc::as_ptr(other), newcomer);
+        let alike: Vec<_> = members.iter().filter(|other| is_alike(other)).cloned().collect();
+        if alike.len() < self.clients_max {
+            return Ok(Room::Free);
+        }
+        let victim = victim(&alike, self.clients_max, newcomer.peer, now).ok_or(NoRoom)?;
+        victim.evicted.set(true);
+        members.retain(|other| !Rc::ptr_eq(other, victim));
+        Ok(Room::Made)
+    }
 }
 
-/// Returns the index of the client that gives way to one of `peer`.
-fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime) -> Option<usize> {
+/// Returns the client that gives way to one of `peer`.
+fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime) -> Option<&Rc<Member>> {
     let mut peers: Vec<(Peer, usize)> = Vec::new();
     for member in members {
         match peers.iter_mut().find(|(known, _)| *known == member.peer) {
@@ -151,21 +176,27 @@ fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime)
             None => peers.push((member.peer, 1)),
         }
     }
-    let own = peers
-        .iter()
-        .find(|(known, _)| *known == peer)
-        .map_or(0, |(_, count)| *count);
-    let peer_count = peers.len() + usize::from(own == 0);
-    let share = (clients_max / peer_count).max(1);
-    let (largest, largest_count) = peers.into_iter().max_by_key(|(_, count)| *count)?;
-    let may_give_way = |member: &Member| match (own < share, largest_count > share) {
-        (true, true) => member.peer == largest,
-        (true, false) => member.is_idle(now),
-        (false, _) => member.peer == peer && member.is_idle(now),
+    let count_of = |peer: Peer| {
+        let found = peers.iter().find(|(known, _)| *known == peer);
+        found.map_or(0, |(_, count)| *count)
     };
-    let candidates = members.iter().enumerate().filter(|(_, member)| may_give_way(member));
-    let longest_idle = candidates.min_by_key(|(_, member)| member.active_at.get());
-    longest_idle.map(|(index, _)| index)
+    let own = count_of(peer);
+    let share = (clients_max / (peers.len() + usize::from(own == 0))).max(1);
+    let longest_idle = |members: &mut dyn Iterator<Item = &'_ Rc<Member>>| {
+        let longest = members.min_by_key(|member| (member.is_working(), member.active_at.get()));
+        longest.map(Rc::as_ptr)
+    };
+    // A peer below its share keeps even its idle clients from one that has its share.
+    let may_take = |member: &Member| own < share || member.peer == peer || count_of(member.peer) >= share;
+    let mut idle = members.iter().filter(|member| member.is_idle(now) && may_take(member));
+    let found = longest_idle(&mut idle).or_else(|| {
+        let (largest, count) = *peers.iter().max_by_key(|(_, count)| *count)?;
+        let mut of_largest = members.iter().filter(|member| member.peer == largest);
+        (own < share && count > share)
+            .then(|| longest_idle(&mut of_largest))
+            .flatten()
+    })?;
+    members.iter().find(|member| std::ptr::eq(Rc::as_ptr(member), found))
 }
 
 #[cfg(test)]
@@ -180,74 +211,90 @@ mod tests {
         Peer::of_address(IpAddr::from([192, 0, 2, last]))
     }
 
-    fn is_in(admitted: &Admitted) -> bool {
-        !matches!(admitted, Admitted::Refused)
+    fn silent(admission: &Admission, of: u8, second: u64) -> Option<Rc<Member>> {
+        admission.connect(peer(of), at(second)).ok().map(|(member, _)| member)
     }
 
-    fn member(admitted: Admitted) -> Rc<Member> {
-        match admitted {
-            Admitted::Free(member) | Admitted::InPlaceOf(member) => member,
-            Admitted::Refused => panic!("refused"),
-        }
+    /// A client that connects and makes a request, if there is room.
+    fn busy(admission: &Admission, of: u8, second: u64) -> Option<Rc<Member>> {
+        let member = silent(admission, of, second)?;
+        admission.request(&member, at(second)).ok().map(|_| member)
+    }
+
+    fn evicted(members: &[Rc<Member>]) -> Vec<usize> {
+        let given_way = members.iter().enumerate().filter(|(_, one)| one.is_evicted());
+        given_way.map(|(index, _)| index).collect()
     }
 
     #[test]
-    fn silent_clients_give_way_to_later_ones() {
+    fn silent_clients_take_no_place() {
         let admission = Admission::new(4);
-        let silent: Vec<_> = (0..4)
-            .map(|second| member(admission.admit(peer(1), at(second))))
-            .collect();
-        assert!(
-            !is_in(&admission.admit(peer(1), at(9))),
-            "none is silent for long enough"
-        );
-        let next = member(admission.admit(peer(1), at(10)));
-        assert_eq!(
-            silent.iter().map(|one| one.is_evicted()).collect::<Vec<_>>(),
-            [true, false, false, false]
-        );
-        next.requests(at(10));
-        silent[1..].iter().for_each(|one| one.requests(at(11)));
-        assert!(!is_in(&admission.admit(peer(1), at(69))), "they have worked");
-        assert!(is_in(&admission.admit(peer(1), at(70))));
-        assert!(next.is_evicted());
-        assert_eq!(admission.len(), 4);
+        let silent_ones: Vec<_> = (0..4).filter_map(|second| silent(&admission, 1, second)).collect();
+        assert!(silent(&admission, 1, 9).is_none(), "none is silent for long enough");
+        let other = busy(&admission, 2, 9).expect("its peer has nothing yet");
+        assert_eq!(evicted(&silent_ones), [0]);
+        assert!(silent(&admission, 1, 9).is_some(), "the other one waits no more");
+        assert!(silent(&admission, 1, 11).is_some());
+        assert_eq!(evicted(&silent_ones), [0, 1]);
+        assert!(!other.is_evicted());
+    }
+
+    #[test]
+    fn peers_that_only_connect_displace_no_busy_client() {
+        let admission = Admission::new(4);
+        let all: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 100)).collect();
+        for of in 2..200 {
+            silent(&admission, of, 101);
+        }
+        assert_eq!((all.len(), evicted(&all)), (4, vec![]));
+    }
+
+    #[test]
+    fn idle_clients_give_way() {
+        let admission = Admission::new(2);
+        let all: Vec<_> = (0..2).filter_map(|_| busy(&admission, 1, 0)).collect();
+        all[1].is_active(at(30));
+        assert!(busy(&admission, 1, 59).is_none());
+        assert!(busy(&admission, 1, 60).is_some());
+        assert_eq!(evicted(&all), [0]);
+        // Also those of another peer that has its share.
+        let admission = Admission::new(2);
+        let idle = busy(&admission, 1, 0).expect("room");
+        let _other = busy(&admission, 2, 60).expect("room");
+        assert!(busy(&admission, 2, 60).is_some());
+        assert!(idle.is_evicted());
     }
 
     #[test]
     fn peer_with_less_than_its_share_gets_in() {
         let admission = Admission::new(4);
-        let greedy: Vec<_> = (0..4).map(|_| member(admission.admit(peer(1), at(0)))).collect();
-        greedy
-            .iter()
-            .enumerate()
-            .for_each(|(index, one)| one.requests(at(10 - index as u64)));
-        let other = member(admission.admit(peer(2), at(10)));
-        assert!(greedy[3].is_evicted(), "the longest idle one");
-        assert!(is_in(&admission.admit(peer(2), at(10))));
-        assert!(!is_in(&admission.admit(peer(2), at(10))), "it has its share");
-        assert!(!is_in(&admission.admit(peer(1), at(10))), "and so has the other one");
+        let greedy: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 0)).collect();
+        let active = |(index, one): (usize, &Rc<Member>)| one.is_active(at(10 - index as u64));
+        greedy.iter().enumerate().for_each(active);
+        let other = busy(&admission, 2, 10).expect("it has nothing yet");
+        assert_eq!(evicted(&greedy), [3], "the longest idle one");
+        assert!(busy(&admission, 2, 10).is_some());
+        assert!(busy(&admission, 2, 10).is_none(), "it has its share");
+        assert!(busy(&admission, 1, 10).is_none(), "and so has the other one");
         assert!(!other.is_evicted());
-        assert_eq!(greedy.iter().filter(|one| one.is_evicted()).count(), 2);
+        assert_eq!(evicted(&greedy).len(), 2);
     }
 
     #[test]
     fn more_peers_than_places_share_them_by_idleness() {
         let admission = Admission::new(2);
-        let first = member(admission.admit(peer(1), at(0)));
-        first.requests(at(0));
-        let _second = member(admission.admit(peer(2), at(0)));
-        assert!(!is_in(&admission.admit(peer(3), at(5))));
-        assert!(is_in(&admission.admit(peer(3), at(11))), "one was silent");
-        assert!(!first.is_evicted());
+        let all: Vec<_> = (1..3).filter_map(|of| busy(&admission, of, u64::from(of))).collect();
+        assert!(busy(&admission, 3, 50).is_none());
+        assert!(busy(&admission, 3, 61).is_some());
+        assert_eq!(evicted(&all), [0]);
     }
 
     #[test]
     fn place_is_free_after_its_client_left() {
         let admission = Admission::new(1);
-        let first = member(admission.admit(peer(1), at(0)));
+        let first = busy(&admission, 1, 0).expect("room");
         admission.leave(&first);
-        assert!(matches!(admission.admit(peer(1), at(0)), Admitted::Free(_)));
+        assert!(busy(&admission, 1, 0).is_some());
         assert_eq!(admission.len(), 1);
     }
 

@@ -13,7 +13,7 @@ use larder_block::signal::first_of;
 use larder_block::tls::Stream;
 
 use super::Shared;
-use super::admission::Member;
+use super::admission::{Member, NoRoom};
 use super::buffers::room_of;
 use super::handshake::{Agreed, Handshake};
 use super::limits::Limits;
@@ -26,7 +26,7 @@ pub(super) struct Connection {
     pub(super) agreed: Agreed,
     pub(super) outgoing: Outgoing,
     limits: Rc<Limits>,
-    member: Rc<Member>,
+    pub(super) member: Rc<Member>,
 }
 
 /// Why a connection ended.
@@ -44,6 +44,8 @@ enum Ended {
     LongPayload(u64),
     #[error("it was idle, or its host had the most clients, and another client needed its place")]
     Evicted,
+    #[error("as many other clients as there may be are at work")]
+    NoRoom,
     #[error("the client has kept the server waiting for {0:?}, with memory that others wait for")]
     GivenUp(Duration),
 }
@@ -167,7 +169,10 @@ impl Connection {
             return Err(Ended::LongPayload(payload_len));
         }
         self.shared.counters.request();
-        self.member.requests(self.shared.on.turn_time());
+        match self.shared.admission.request(&self.member, self.shared.on.turn_time()) {
+            Ok(room) => self.shared.made(room),
+            Err(NoRoom) => return Err(Ended::NoRoom),
+        }
         let checked = if self.shared.stopping.get() {
             Err(Refused(errors::ESHUTDOWN))
         } else {

@@ -35,7 +35,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 
 use crate::activity::Activity;
 use crate::clients::Clients;
-use admission::{Admission, Admitted, Peer};
+use admission::{Admission, NoRoom, Peer, Room};
 use buffers::Buffers;
 use limits::Memory;
 
@@ -142,7 +142,7 @@ struct Shared {
     stopping: Cell<bool>,
     /// Enough waited.
     cut: Cell<bool>,
-    /// One of the four above has changed, a question for extents has ended, or a client was given up.
+    /// A field above has changed, a question for extents has ended, or a client was given up or has to give way.
     changed: Signal,
 }
 
@@ -264,14 +264,20 @@ impl Shared {
         name.is_empty() || name == self.options.export
     }
 
+    /// Tells a client that gives way to another one that it does.
+    fn made(&self, room: Room) {
+        if room == Room::Made {
+            self.changed.raise();
+        }
+    }
+
     fn admit(self: &Rc<Self>, socket: Socket) {
-        let member = match self.admission.admit(Peer::of(&socket), self.on.now()) {
-            Admitted::Free(member) => member,
-            Admitted::InPlaceOf(member) => {
-                self.changed.raise();
+        let member = match self.admission.connect(Peer::of(&socket), self.on.now()) {
+            Ok((member, room)) => {
+                self.made(room);
                 member
             }
-            Admitted::Refused => return self.turn_away(),
+            Err(NoRoom) => return self.turn_away(),
         };
         add(&self.counters.accepted, 1);
         self.connections.set(self.connections.get() + 1);

@@ -37,6 +37,9 @@ const CONFIG_WCE: usize = 32;
 const SEGMENTS_MAX: u32 = 256;
 const SEGMENT_BYTES: usize = 16;
 
+/// The longest read or write: no driver makes a longer one.
+const DATA_BYTES_MAX: usize = 4 << 30;
+
 /// The longest segment of a discard or write-zeroes: what 32 bits of bytes hold, in whole MiB.
 const SEGMENT_SECTORS_MAX: u32 = (4095 << 20) / SECTOR_BYTES as u32;
 
@@ -190,6 +193,18 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
         Err(Refusal::Failed(error)) if error.failure() == Failure::Unsupported => (S_UNSUPP, Some(error)),
         Err(Refusal::Failed(error)) => (S_IOERR, Some(error)),
     };
+    if error.as_ref().is_some_and(|error| error.failure().is_of_memory()) {
+        for segment in chain
+            .readable()
+            .iter()
+            .chain(chain.writable())
+            .filter(|segment| segment.len() > 0)
+        {
+            // What the kernel only fails for is an access of this process now, by which the memory is known to be lost.
+            // SAFETY: it is mapped, as our caller says.
+            let _ = unsafe { segment.base().add(segment.len() - 1).read_volatile() };
+        }
+    }
     status.copy_from_slice(&[code]);
     let data_written = if code == S_OK { data_in.len() } else { 0 };
     Outcome {
@@ -262,7 +277,7 @@ async fn all_segments(
 
 fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
     let start = sector.checked_mul(SECTOR_BYTES).ok_or(Refusal::Malformed)?;
-    if !(len as u64).is_multiple_of(SECTOR_BYTES) {
+    if !(len as u64).is_multiple_of(SECTOR_BYTES) || len > DATA_BYTES_MAX {
         return Err(Refusal::Malformed);
     }
     Ok(ByteOffset::new(start))

@@ -67,6 +67,10 @@ impl Lost {
         self.changed.raise();
     }
 
+    fn is_reported(&self) -> bool {
+        self.found.get().is_some()
+    }
+
     /// Forgets what an earlier session has lost.
     pub(super) fn reset(&self) {
         self.found.set(None);
@@ -289,7 +293,7 @@ impl Queue {
             match inflight.chain_of(&ring, &memory, left, &mut chain) {
                 Ok(()) => requests.push((left.head, left.note, chain)),
                 Err(error) => {
-                    drop(ring);
+                    drop((ring, notes));
                     return self.break_down(error);
                 }
             }
@@ -398,6 +402,15 @@ impl Queue {
         self.shared.lost.report(lost);
     }
 
+    /// Has the session end if memory is lost; whether that was found now.
+    fn find_loss(&self) -> bool {
+        let found = match self.shared.lost.is_reported() {
+            true => None,
+            false => self.check(&self.memory.borrow()).err(),
+        };
+        found.map(|lost| self.lose(lost)).is_some()
+    }
+
     fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
         if let Err(lost) = self.check(&request.memory) {
             // The guest has not got what was read, nor is what was written what it wrote: the request stays in flight, for the
@@ -420,7 +433,9 @@ impl Queue {
             if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {
                 log.mark(&self.memory.borrow(), IoVec::new(changed.base(), changed.len()));
             }
-            if let Some(inflight) = inflight.as_mut() {
+            // A ring that was lost just now does not have it: the request stays in flight.
+            let is_given_back = self.memory.borrow().check().is_ok();
+            if let Some(inflight) = inflight.as_mut().filter(|_| is_given_back) {
                 inflight.after_give_back(&ring, request.note);
             }
         }
@@ -538,9 +553,7 @@ impl Queue {
 impl Poller for Queue {
     fn poll(&self) -> bool {
         self.signal();
-        if let Err(lost) = self.check(&self.memory.borrow()) {
-            self.lose(lost);
-        }
+        self.find_loss();
         if !self.may_take() || !self.has_room() || !self.ring.borrow().has_available() {
             return false;
         }
@@ -557,9 +570,13 @@ impl Poller for Queue {
         if !self.has_kick {
             return true;
         }
-        let mut ring = self.ring.borrow_mut();
-        ring.want_kicks(true);
-        ring.has_available()
+        let has_available = {
+            let mut ring = self.ring.borrow_mut();
+            ring.want_kicks(true);
+            ring.has_available()
+        };
+        // A ring that is lost has nothing.
+        has_available || self.find_loss()
     }
 
     fn disarm(&self) {

@@ -20,6 +20,7 @@ pub use leaf::LEAF_ENTRIES_MAX;
 use leaf::Leaf;
 
 use crate::entry::Entry;
+use crate::metadata_memory::MetadataShare;
 use crate::shape::Shape;
 
 /// Leaves of a group.
@@ -27,6 +28,25 @@ const GROUP: u64 = 8;
 
 /// Which slice of the guest's clusters, counted from the start of the disk.
 pub type LeafIndex = u64;
+
+/// What a map may hold.
+pub(crate) enum MapLimit {
+    /// So many bytes.
+    #[cfg(test)]
+    Bytes(usize),
+    /// A share of what the images of a disk may.
+    Share(MetadataShare),
+}
+
+impl MapLimit {
+    fn bytes(&self) -> usize {
+        match self {
+            #[cfg(test)]
+            Self::Bytes(bytes) => *bytes,
+            Self::Share(share) => share.map_bytes(),
+        }
+    }
+}
 
 /// The map of a disk.
 pub struct Map {
@@ -38,8 +58,7 @@ pub struct Map {
     writing: BTreeSet<LeafIndex>,
     /// Bytes that leaves own.
     leaf_bytes: usize,
-    /// Bytes that the map may hold.
-    limit: usize,
+    limit: MapLimit,
     hand: usize,
     statistics: MapStatistics,
 }
@@ -66,7 +85,7 @@ pub struct MapStatistics {
 
 impl Map {
     /// An empty map of a disk of `clusters` guest clusters, holding no more than about `limit` bytes.
-    pub fn new(shape: Shape, clusters: u64, limit: usize) -> Self {
+    pub(crate) fn new(shape: Shape, clusters: u64, limit: MapLimit) -> Self {
         let mut map = Self {
             shape,
             groups: Directory::new(),
@@ -112,7 +131,7 @@ impl Map {
 
     /// Whether there is no room for more.
     pub fn is_full(&self) -> bool {
-        self.bytes() >= self.limit
+        self.bytes() >= self.limit.bytes()
     }
 
     fn leaf(&self, index: LeafIndex) -> Option<&Leaf> {
@@ -164,7 +183,7 @@ impl Map {
         let slot = (index % GROUP) as usize;
         group.leaves[slot] = leaf;
         group.used |= 1 << slot;
-        if self.bytes() > self.limit {
+        if self.bytes() > self.limit.bytes() {
             self.evict(index);
         }
     }
@@ -221,7 +240,8 @@ impl Map {
     fn evict(&mut self, kept: LeafIndex) {
         // Each group is visited twice at most: a first time to find that it has been used.
         let mut groups_left = self.groups.used() * 2;
-        while self.bytes() > self.limit && groups_left > 0 {
+        let limit = self.limit.bytes();
+        while self.bytes() > limit && groups_left > 0 {
             groups_left -= 1;
             let Some(number) = self.groups.next(self.hand) else {
                 return;
@@ -310,7 +330,7 @@ mod tests {
     #[test]
     fn a_contiguous_tib_takes_less_than_a_mib() {
         let clusters = (1u64 << 40) / 65536;
-        let mut map = Map::new(SHAPE, clusters, usize::MAX);
+        let mut map = Map::new(SHAPE, clusters, MapLimit::Bytes(usize::MAX));
         load_all(&mut map, |cluster| cluster + 100);
         assert!(map.bytes() < 1 << 20, "{}", map.bytes());
         assert_eq!(
@@ -321,7 +341,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_kept_and_dirty_leaves_stay() {
-        let mut map = Map::new(SHAPE, 512 * 1000, 100_000);
+        let mut map = Map::new(SHAPE, 512 * 1000, MapLimit::Bytes(100_000));
         map.load_unallocated(3);
         map.set_run(3 * 512 + 5, 1, Entry::data(SHAPE, 77 << 16));
         load_all(&mut map, |cluster| 1 + cluster * 0x9e37_79b9 % (1 << 28));

@@ -11,7 +11,7 @@ use larder_block::{
 };
 use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{OpenOptions, Others, Qcow2};
+use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
 
 use super::Input;
 use super::guard::{Guard, Places};
@@ -164,7 +164,9 @@ impl Run<'_> {
             journal,
             left: None,
             read_only: self.model.is_none() && flags & 7 == 7,
-            metadata_memory: [ByteLen::mib(1), ByteLen::ZERO, ByteLen::kib(2)][usize::from(flags >> 3) % 3],
+            metadata_memory: MetadataMemory::new(
+                [ByteLen::mib(1), ByteLen::ZERO, ByteLen::kib(2)][usize::from(flags >> 3) % 3],
+            ),
             load_ahead: flags & 64 != 0,
         };
         let read_only = options.read_only;

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use libc::{
-    SYS_clone, SYS_clone3, SYS_ioctl, SYS_kcmp, SYS_mmap, SYS_mprotect, SYS_prctl, SYS_prlimit64, SYS_socket,
-    SYS_socketpair, SYS_tgkill,
+    SYS_clone, SYS_clone3, SYS_fcntl, SYS_ioctl, SYS_kcmp, SYS_mmap, SYS_mprotect, SYS_prctl, SYS_prlimit64,
+    SYS_socket, SYS_socketpair, SYS_tgkill,
 };
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -18,7 +18,7 @@ const ALLOWED: &[libc::c_long] = &[
     // Descriptors.
     libc::SYS_read, libc::SYS_write, libc::SYS_readv, libc::SYS_writev, libc::SYS_pread64, libc::SYS_pwrite64,
     libc::SYS_preadv, libc::SYS_pwritev, libc::SYS_preadv2, libc::SYS_pwritev2, libc::SYS_close, libc::SYS_lseek,
-    libc::SYS_fcntl, libc::SYS_dup, libc::SYS_dup3, libc::SYS_fstat, libc::SYS_flock, libc::SYS_ftruncate,
+    libc::SYS_dup, libc::SYS_dup3, libc::SYS_fstat, libc::SYS_flock, libc::SYS_ftruncate,
     libc::SYS_fallocate, libc::SYS_fsync, libc::SYS_fdatasync, libc::SYS_sync_file_range, libc::SYS_fadvise64,
     libc::SYS_eventfd2, libc::SYS_pipe2, libc::SYS_memfd_create, libc::SYS_timerfd_create, libc::SYS_timerfd_settime,
     libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2, libc::SYS_ppoll,
@@ -71,6 +71,21 @@ const IOCTLS: [u64; 9] = [
     0x127b, // BLKPBSZGET
     0x8008_1272, // BLKGETSIZE64
     0xaa00, // USERFAULTFD_IOC_NEW
+];
+
+/// What is asked of a descriptor by fcntl: its flags, another number for it, locks of open files, and seals of a memfd. Nothing by
+/// which a signal is sent (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE).
+const FCNTLS: [libc::c_int; 10] = [
+    libc::F_DUPFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_SETLKW,
+    libc::F_OFD_GETLK,
+    libc::F_GET_SEALS,
+    libc::F_ADD_SEALS,
 ];
 
 /// What a thread has, and a process has not.
@@ -129,6 +144,15 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     rules.insert(SYS_prctl, vec![SeccompRule::new(vec![name])?]);
     let looks = vec![is(0, 0)?, is_long(2, 0)?];
     rules.insert(SYS_prlimit64, vec![SeccompRule::new(looks)?]);
+    let fcntls: Result<Vec<_>, _> = FCNTLS
+        .iter()
+        .map(|it| SeccompRule::new(vec![is(1, *it as u64)?]))
+        .collect();
+    let mut fcntls = fcntls?;
+    // O_ASYNC would have a signal sent.
+    let without_signals = is_masked(2, libc::O_ASYNC as u64, 0)?;
+    fcntls.push(SeccompRule::new(vec![is(1, libc::F_SETFL as u64)?, without_signals])?);
+    rules.insert(SYS_fcntl, fcntls);
     let ioctls: Result<Vec<_>, _> = IOCTLS.iter().map(|it| SeccompRule::new(vec![is(1, *it)?])).collect();
     rules.insert(SYS_ioctl, ioctls?);
     let sockets: Result<Vec<_>, _> = sockets(needs)
@@ -148,8 +172,8 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
 /// Families and types of the sockets that are still made. Without a stream no other VM's sockets can be connected to,
 /// though they belong to the same user.
 fn sockets(needs: &Needs) -> Vec<(i32, i32)> {
-    // Whoever has started the process is told how far it is.
-    let mut all = vec![(libc::AF_UNIX, libc::SOCK_DGRAM)];
+    // Those to the service manager are there. A datagram socket could send to any path, such as the journal's.
+    let mut all = Vec::new();
     if needs.connects_to_unix_sockets {
         all.push((libc::AF_UNIX, libc::SOCK_STREAM));
     }
@@ -184,19 +208,19 @@ mod tests {
     #[test]
     fn only_what_a_disk_needs_of_the_network_is_allowed() {
         let mut needs = Needs::default();
-        assert_eq!(sockets(&needs), [(libc::AF_UNIX, libc::SOCK_DGRAM)]);
+        assert_eq!(sockets(&needs), []);
         let server = |host: &str| SocketAddress::Tcp {
             host: host.to_owned(),
             port: 10809,
         };
         needs.connect_to(&server("192.0.2.1"));
-        assert_eq!(sockets(&needs).len(), 3);
+        assert_eq!(sockets(&needs).len(), 2);
         needs.connect_to(&server("2001:db8::1"));
-        assert_eq!(sockets(&needs).len(), 3);
+        assert_eq!(sockets(&needs).len(), 2);
         needs.connect_to(&server("store.example"));
-        assert_eq!(sockets(&needs).len(), 5);
+        assert_eq!(sockets(&needs).len(), 4);
         needs.connect_to(&SocketAddress::Unix("/run/nbd".into()));
-        assert_eq!(sockets(&needs).len(), 6);
+        assert_eq!(sockets(&needs).len(), 5);
         filters(&needs).expect("they can be made");
     }
 }

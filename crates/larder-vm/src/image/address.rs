@@ -138,6 +138,15 @@ impl ImageAddress {
         }
     }
 
+    /// The same, as it is from any folder.
+    #[must_use]
+    pub fn absolute(&self) -> Self {
+        match self {
+            Self::Path(path) => Self::Path(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
+            address @ Self::Nbd(_) => address.clone(),
+        }
+    }
+
     /// Reads the name of another file that `image` has. A relative path begins where the image is; as in QEMU, one that
     /// names its driver (`file:base.raw`) begins where the process is.
     ///

@@ -18,7 +18,7 @@ use super::cache::{CacheError, allocate, boot_of, is_file, is_other, lock, may_w
 use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
 use super::cache_wish::CacheOptions;
-use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
+use super::{Author, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 use crate::occupied::{BEGINNING, begins_with_zeros};
 
 /// Why something cannot be done with a cache.
@@ -43,6 +43,21 @@ pub enum CacheToolError {
         "{file}: where its disk is cannot be told from '{disk}', as it was when it was last used; say it with --image"
     )]
     Disk { file: String, disk: String },
+    #[error(
+        "{file}: {author}, and says that its disk is {disk}, which is {format}; root would write there: if that is right, say so with --image {disk} --format {format}"
+    )]
+    Foreign {
+        file: String,
+        author: Author,
+        disk: String,
+        format: &'static str,
+    },
+    #[error("{file}: it is the cache of a {said} disk, and --format says {given}")]
+    Format {
+        file: String,
+        said: &'static str,
+        given: &'static str,
+    },
     #[error("{why}; whether it has data that the disk has not cannot be told: with --lose-dirty that is given up")]
     Unknown { why: String },
     /// What the cache itself, or its device, says.
@@ -132,6 +147,10 @@ pub struct FlushWish {
     pub file: ImageAddress,
     /// Where its disk is, if that is not where it was when the cache was last used.
     pub image: Option<ImageAddress>,
+    /// The disk's format. A cache of another user says nothing of its disk that root would believe.
+    pub format: Option<Format>,
+    /// Root opens the files that the headers of other users' images name.
+    pub trust_image: bool,
     /// What the cache has is right, also if the disk seems to have been changed without it.
     pub force: bool,
 }
@@ -157,12 +176,36 @@ pub async fn flush_cache(
         file: file.to_string(),
         disk: superblock.disk.name.clone(),
     };
-    let image = match &wish.image {
+    let image: ImageAddress = match &wish.image {
         Some(image) => image.clone(),
         None => superblock.disk.name.parse().map_err(|_| named())?,
     };
+    let said = disk_id::format_of(&superblock.disk.identity).ok_or_else(named)?;
+    match (wish.format, &wish.image) {
+        (Some(format), _) if format != said => {
+            return Err(CacheToolError::Format {
+                file: file.to_string(),
+                said: said.name(),
+                given: format.name(),
+            });
+        }
+        (Some(_), Some(_)) => {}
+        _ => {
+            if let Some(author) = Author::not_followed(file) {
+                return Err(CacheToolError::Foreign {
+                    file: file.to_string(),
+                    author,
+                    disk: image.to_string(),
+                    format: said.name(),
+                });
+            }
+        }
+    }
     let options = ImageOptions {
-        format: Some(disk_id::format_of(&superblock.disk.identity).ok_or_else(named)?),
+        format: Some(said),
+        chain: ChainPolicy::Follow {
+            trust_image: wish.trust_image,
+        },
         prefetch: None,
         cache: Some(CacheOptions {
             file: file.clone(),

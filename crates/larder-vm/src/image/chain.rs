@@ -1,4 +1,8 @@
 //! An image and all the files that it refers to: its backing file, that one's, and so on, and external data files.
+//!
+//! Which those are is up to the [`policy::ChainPolicy`]: headers name files, and whoever made an image has chosen the names.
+
+pub(super) mod policy;
 
 use std::rc::Rc;
 
@@ -6,7 +10,7 @@ use larder_block::backend::file::{HeldFile, OpenError, Role};
 use larder_block::backend::image_lock::Claim;
 use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
-use larder_qcow2::{OpenOptions, Others, Qcow2};
+use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
 
 use super::cache_note::Note;
 use super::disk_id::{self, DiskFile};
@@ -16,6 +20,7 @@ use super::{
     Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
     refuse_dirty,
 };
+use policy::{Author, ChainPolicy, Named, NamedChain, NamedImage, PinnedBy};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -26,6 +31,8 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The files that it is in, outermost first, on this host.
     pub(super) files: Vec<DiskFile>,
+    /// All of them, with those of NBD servers.
+    pub(super) parts: Vec<ChainPart>,
     /// Part of it is on a block device or an NBD export: nothing tells when somebody has written to that.
     pub(super) lacks_times: bool,
 }
@@ -42,18 +49,50 @@ pub(super) async fn open(
         options,
         opened: Vec::new(),
         files: Vec::new(),
+        parts: Vec::new(),
         held,
+        metadata_memory: MetadataMemory::new(options.metadata_memory),
         is_past_server: false,
     };
     let (device, format) = opener
-        .open(image, options.format, options.read_only, options.role.clone())
+        .open(
+            image,
+            options.format,
+            options.read_only,
+            (options.role.clone(), PartRole::Image),
+        )
         .await?;
     Ok(Opened {
         device,
         format,
         lacks_times: opener.is_past_server || opener.files.iter().any(DiskFile::lacks_times),
         files: opener.files,
+        parts: opener.parts,
     })
+}
+
+/// A file that was opened for a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChainPart {
+    /// Where it is.
+    pub image: ImageAddress,
+    /// What its bytes mean.
+    pub format: Format,
+    /// What it is to the image that names it.
+    pub role: PartRole,
+    /// Whether it may be written.
+    pub writable: bool,
+}
+
+/// What a file of a chain is to the image that names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PartRole {
+    /// It is the image that was asked for.
+    Image,
+    /// Its external data file.
+    DataFile,
+    /// Its backing file.
+    Backing,
 }
 
 /// One image of a chain as a disk, and what its bytes mean.
@@ -66,7 +105,9 @@ struct Opener<'a> {
     opened: Vec<ImageAddress>,
     /// See [`Opened`].
     files: Vec<DiskFile>,
+    parts: Vec<ChainPart>,
     held: &'a mut Vec<HeldFile>,
+    metadata_memory: Rc<MetadataMemory>,
     /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
     is_past_server: bool,
 }
@@ -77,7 +118,7 @@ impl Opener<'_> {
         image: &'a ImageAddress,
         format: Option<Format>,
         read_only: bool,
-        role: Role,
+        (role, part): (Role, PartRole),
     ) -> BoxFuture<'a, Result<Layer, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
@@ -86,14 +127,26 @@ impl Opener<'_> {
             let is_guessed = format.is_none();
             let format = match format {
                 Some(format) => format,
-                None => probe(image)?,
+                None => match &self.options.chain {
+                    // A guest could write what another format begins with.
+                    ChainPolicy::Pinned {
+                        by: PinnedBy::VmFile, ..
+                    } => return Err(no_format(image)),
+                    _ => probe(image)?,
+                },
             };
             if format == Format::Qcow2 && self.options.share && !read_only {
                 return Err(ImageError::SharedWriter {
                     image: image.to_string(),
                 });
             }
-            let file = self.open_bytes(image, (format, is_guessed), read_only, role).await?;
+            let (file, author) = self.open_bytes(image, (format, is_guessed), read_only, role).await?;
+            self.parts.push(ChainPart {
+                image: image.clone(),
+                format,
+                role: part,
+                writable: !read_only,
+            });
             let device = match format {
                 // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
@@ -102,7 +155,7 @@ impl Opener<'_> {
                 Format::Raw => file,
                 Format::Qcow2 => {
                     self.opened.push(image.clone());
-                    self.open_qcow2(image, file, read_only).await?
+                    self.open_qcow2((image, author), file, read_only).await?
                 }
             };
             Ok((device, format))
@@ -115,7 +168,7 @@ impl Opener<'_> {
         (format, is_guessed): (Format, bool),
         read_only: bool,
         role: Role,
-    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
         let mut options = ImageOptions {
             read_only,
             role,
@@ -124,9 +177,15 @@ impl Opener<'_> {
         if self.is_past_server {
             options.claim = Claim::Own;
         }
-        let device = match image {
+        let (device, author) = match image {
             ImageAddress::Path(path) => {
                 let file = open_file(self.on, path, &options, format != Format::Raw).await?;
+                let found = file.metadata().map_err(|source| OpenError::Os {
+                    path: path.clone(),
+                    what: "finding whose it is",
+                    source,
+                })?;
+                let author = Author::of_file(&found, is_guessed);
                 // It is locked now, and nothing has been written.
                 self.files.push(DiskFile::new(path, !read_only));
                 if options.trial {
@@ -136,40 +195,43 @@ impl Opener<'_> {
                         source,
                     })?);
                 }
-                file as Rc<dyn BlockDevice>
+                (file as Rc<dyn BlockDevice>, author)
             }
             ImageAddress::Nbd(uri) => {
                 self.is_past_server = true;
-                open_export(self.on, uri, &options).await?
+                let export = open_export(self.on, uri, &options).await?;
+                (export as Rc<dyn BlockDevice>, Author::Server)
             }
         };
         let device = in_guest_blocks(device);
         if !read_only && format == Format::Raw {
             needed::refuse(image, &device, is_guessed).await?;
         }
-        Ok(device)
+        Ok((device, author))
     }
 
     async fn open_qcow2(
         &mut self,
-        image: &ImageAddress,
+        (image, author): (&ImageAddress, Author),
         file: Rc<dyn BlockDevice>,
         read_only: bool,
     ) -> Result<Rc<dyn BlockDevice>, ImageError> {
         let header = larder_qcow2::read_header(&file).await.map_err(ImageError::Qcow2)?;
         let data_file = match (header.shape.data_file, &header.data_file) {
-            (false, _) => None,
-            (true, Some(name)) => Some(self.open_data_file(image, name, read_only).await?),
             (true, None) => {
                 return Err(ImageError::NoDataFile {
                     image: image.to_string(),
                 });
             }
+            (is_there, name) => {
+                let name = name.as_deref().filter(|_| is_there);
+                self.open_data_file((image, author), name, read_only).await?
+            }
         };
-        let backing = match &header.backing_file {
-            Some(name) => Some(self.open_backing(image, name, header.backing_format.as_deref()).await?),
-            None => None,
-        };
+        let named = header.backing_file.as_deref();
+        let backing = self
+            .open_backing((image, author), named, header.backing_format.as_deref())
+            .await?;
         if header.corrupt && !read_only {
             return Err(ImageError::Qcow2(larder_qcow2::OpenError::Header {
                 name: image.to_string(),
@@ -197,7 +259,7 @@ impl Opener<'_> {
             read_only: read_only || self.options.trial,
             journal: journals.own,
             left,
-            metadata_memory: self.options.metadata_memory,
+            metadata_memory: Rc::clone(&self.metadata_memory),
             ..OpenOptions::default()
         };
         let others = Others { backing, data_file };
@@ -210,59 +272,75 @@ impl Opener<'_> {
         Ok(opened)
     }
 
+    /// How many images lead to the one that was pushed last.
+    fn depth(&self) -> usize {
+        self.opened.len().saturating_sub(1)
+    }
+
     async fn open_data_file(
         &mut self,
-        image: &ImageAddress,
-        name: &str,
+        (image, author): (&ImageAddress, Author),
+        name: Option<&str>,
         read_only: bool,
-    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-        let failed = |source| ImageError::DataFile {
+    ) -> Result<Option<Rc<dyn BlockDevice>>, ImageError> {
+        let failed = |name: &str, source| ImageError::DataFile {
             image: image.to_string(),
             name: name.to_owned(),
             source: Box::new(source),
         };
-        let address = ImageAddress::beside(image, name).map_err(|error| failed(error.into()))?;
-        let opened = self.open(&address, Some(Format::Raw), read_only, Role::Part).await;
-        opened.map(|(device, _)| device).map_err(failed)
+        let named = name.map(|name| {
+            let address = ImageAddress::beside(image, name).map_err(|error| failed(name, error.into()))?;
+            Ok::<_, ImageError>(Named {
+                name,
+                address,
+                format: Some(Format::Raw),
+            })
+        });
+        let allowed = self
+            .options
+            .chain
+            .data_file((image, author), self.depth(), named.transpose()?)?;
+        let Some(address) = allowed else { return Ok(None) };
+        let role = (Role::Part, PartRole::DataFile);
+        let opened = self.open(&address, Some(Format::Raw), read_only, role).await;
+        let opened = opened.map_err(|source| failed(&address.to_string(), source));
+        opened.map(|(device, _)| Some(device))
     }
 
     async fn open_backing(
         &mut self,
-        image: &ImageAddress,
-        name: &str,
+        (image, author): (&ImageAddress, Author),
+        name: Option<&str>,
         format: Option<&str>,
-    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-        let refused = |why: String| ImageError::BackingName {
-            image: image.to_string(),
-            name: name.to_owned(),
-            why,
+    ) -> Result<Option<Rc<dyn BlockDevice>>, ImageError> {
+        let named = name.map(|name| named_backing(image, name, format)).transpose()?;
+        let name = name.unwrap_or_default();
+        let allowed = self.options.chain.backing((image, author), self.depth(), named)?;
+        let Some((address, format)) = allowed else {
+            return Ok(None);
         };
-        let unknown = |why: String| ImageError::BackingUnknown {
-            image: image.to_string(),
-            name: name.to_owned(),
-            why,
-        };
-        let format = match format.map(|name| (name, Format::of_driver(name))) {
-            None => None,
-            Some((_, Some(format))) => Some(format),
-            Some((other, None)) => {
-                return Err(unknown(format!("has the format '{other}', which Larder does not know")));
-            }
-        };
-        let address =
-            ImageAddress::beside(image, name).map_err(|error| unknown(format!("cannot be opened: {error}")))?;
         if self.opened.iter().any(|opened| is_same(opened, &address)) {
-            return Err(refused("leads back to an image of the same chain".to_owned()));
+            return Err(ImageError::BackingName {
+                image: image.to_string(),
+                name: name.to_owned(),
+                why: "leads back to an image of the same chain".to_owned(),
+            });
         }
         if self.opened.len() >= CHAIN_MAX {
-            return Err(unknown(format!("would be the {CHAIN_MAX}th of a chain")));
+            return Err(ImageError::BackingUnknown {
+                image: image.to_string(),
+                name: name.to_owned(),
+                why: format!("would be the {CHAIN_MAX}th of a chain"),
+            });
         }
-        let opened = self.open(&address, format, true, Role::Part).await;
+        let role = (Role::Part, PartRole::Backing);
+        let opened = self.open(&address, format, true, role).await;
         let (device, format) = opened.map_err(|source| match source {
             // The innermost failure says it all.
             source @ (ImageError::Backing { .. }
             | ImageError::BackingName { .. }
-            | ImageError::BackingUnknown { .. }) => source,
+            | ImageError::BackingUnknown { .. }
+            | ImageError::Chain(_)) => source,
             source => ImageError::Backing {
                 image: image.to_string(),
                 name: name.to_owned(),
@@ -274,8 +352,87 @@ impl Opener<'_> {
             let others = Note::others(&disk_id::identity(&address, format), &[]);
             refuse_dirty(self.on, &address, &others).await?;
         }
-        Ok(device)
+        Ok(Some(device))
     }
+}
+
+/// The backing file that a header names, if Larder can open what has such a name.
+fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) -> Result<Named<'a>, ImageError> {
+    let unknown = |why: String| ImageError::BackingUnknown {
+        image: image.to_string(),
+        name: name.to_owned(),
+        why,
+    };
+    let format = match format.map(|name| (name, Format::of_driver(name))) {
+        None => None,
+        Some((_, Some(format))) => Some(format),
+        Some((other, None)) => {
+            return Err(unknown(format!("has the format '{other}', which Larder does not know")));
+        }
+    };
+    let address = ImageAddress::beside(image, name).map_err(|error| unknown(format!("cannot be opened: {error}")))?;
+    Ok(Named { name, address, format })
+}
+
+fn no_format(image: &ImageAddress) -> ImageError {
+    // Of a file that is not there nothing can be said.
+    let found = match image {
+        ImageAddress::Path(path) if !path.exists() => None,
+        image => probe(image).ok(),
+    };
+    ImageError::NoFormat {
+        image: image.to_string(),
+        found: match found {
+            Some(found) => format!("\"{}\", which is what the image begins like now,", found.name()),
+            None => "\"raw\" or \"qcow2\"".to_owned(),
+        },
+    }
+}
+
+/// Returns the files that the headers of an image and of its backing files name. Only headers of files on this host are read: no
+/// NBD server is connected to, and what a backing file without a format is, is not guessed.
+///
+/// # Errors
+/// One of them cannot be read, or its header cannot.
+pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Result<NamedChain, ImageError> {
+    let mut chain = NamedChain::default();
+    let (mut above, mut format, mut role) = (image.clone(), Some(format), Role::Image);
+    while let (ImageAddress::Path(path), Some(Format::Qcow2)) = (&above, format) {
+        let options = ImageOptions {
+            read_only: true,
+            share: true,
+            role,
+            ..ImageOptions::default()
+        };
+        let file: Rc<dyn BlockDevice> = open_file(on, path, &options, true).await?;
+        let header = larder_qcow2::read_header(&in_guest_blocks(file)).await;
+        let header = header.map_err(ImageError::Qcow2)?;
+        if let Some(name) = header.data_file.as_deref().filter(|_| header.shape.data_file) {
+            let data_file = Some(ImageAddress::beside(&above, name)?.absolute());
+            match chain.backing.last_mut() {
+                Some(backing) => backing.data_file = data_file,
+                None => chain.data_file = data_file,
+            }
+        }
+        let Some(name) = header.backing_file.as_deref() else {
+            break;
+        };
+        let named = named_backing(&above, name, header.backing_format.as_deref())?;
+        if chain.backing.len() >= CHAIN_MAX {
+            return Err(ImageError::BackingUnknown {
+                image: above.to_string(),
+                name: name.to_owned(),
+                why: format!("would be the {CHAIN_MAX}th of a chain"),
+            });
+        }
+        (above, format, role) = (named.address.absolute(), named.format, Role::Part);
+        chain.backing.push(NamedImage {
+            image: above.clone(),
+            format,
+            data_file: None,
+        });
+    }
+    Ok(chain)
 }
 
 /// The format of an image that nobody has named: what a file or block device begins like. NBD exports are raw.

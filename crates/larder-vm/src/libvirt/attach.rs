@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::{Gid, Group, Uid, User};
 
+use super::disk;
 pub use super::disk::ServedDisk;
-use super::disk::{self, toml_text};
 use super::xml::{Edits, Element, XmlError};
 use super::{disks, memory, socket_folder, target, vhost_user_socket};
+use crate::image::{NamedChain, PinnedChain, toml_text};
 use crate::vm::config::{ConfigError, VmConfig};
 
 /// Why a domain cannot have disks of Larder's.
@@ -58,6 +59,8 @@ pub struct AttachWish {
     pub disks: Vec<String>,
     /// These not, and why.
     pub without: BTreeMap<String, String>,
+    /// The files that the images of these disks lead to: what the VM's file allows.
+    pub chains: BTreeMap<String, PinnedChain>,
     /// Each disk gets a cache in this folder, of this size as TOML has it.
     pub cache: Option<(PathBuf, String)>,
     /// The user, and the group, that QEMU is run as, if not as Larder.
@@ -250,6 +253,9 @@ fn fits_file(path: &Path, file: &str) -> Result<(), String> {
 
 /// What the user's wish adds to what the domain says.
 fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
+    if let Some(chain) = wish.chains.get(&disk.name) {
+        disk.keys.extend(NamedChain::from(chain).keys());
+    }
     if let Some((folder, size)) = &wish.cache {
         if let Some(at) = disk.keys.iter().position(|(key, _)| *key == "cache") {
             disk.keys.remove(at);

@@ -6,7 +6,7 @@
 
 use super::target;
 use super::xml::{Edits, Element, quoted};
-use crate::image::ImageAddress;
+use crate::image::{Format, ImageAddress, NamedImage, toml_text};
 use crate::limits::LimitName;
 use larder_export::vhost_user::{QUEUES_MAX, Serial};
 
@@ -21,21 +21,8 @@ pub struct ServedDisk {
     pub keys: Vec<(&'static str, String)>,
     /// What the user should know.
     pub notes: Vec<String>,
-    /// The backing files that the domain names, the next one first; the image's own names count if there is nothing.
-    pub backing: Option<Vec<String>>,
-}
-
-/// A text in TOML.
-pub(super) fn toml_text(text: &str) -> String {
-    let mut quoted = String::from("\"");
-    for letter in text.chars() {
-        match letter {
-            '"' | '\\' => quoted.extend(['\\', letter]),
-            letter if letter.is_control() => quoted.push_str(&format!("\\u{:04X}", u32::from(letter))),
-            letter => quoted.push(letter),
-        }
-    }
-    quoted + "\""
+    /// The backing files that the domain names, the next one first, if it says anything of them.
+    pub backing: Option<Vec<NamedImage>>,
 }
 
 /// What Larder makes of a disk.
@@ -306,7 +293,7 @@ fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String>
 }
 
 /// The files that `<backingStore>` names, each within the one before.
-fn backing(store: &Element) -> Result<Vec<String>, String> {
+fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
     let (mut files, mut next) = (Vec::new(), Some(store));
     while let Some(store) = next {
         let Some(source) = store.child("source") else { break };
@@ -315,11 +302,25 @@ fn backing(store: &Element) -> Result<Vec<String>, String> {
             Some("block") => source.attribute("dev"),
             _ => None,
         };
+        let format = store.child("format").and_then(|format| format.attribute("type"));
+        let format = match format.map(|name| (name, Format::of_driver(name))) {
+            None => None,
+            Some((_, Some(format))) => Some(format),
+            Some((name, None)) => {
+                return Err(format!(
+                    "its backingStore has the format '{name}'; Larder reads raw and qcow2 images"
+                ));
+            }
+        };
         match path {
-            Some(path) if source.children.iter().all(|child| child.name == "seclabel") => files.push(path.to_owned()),
+            Some(path) if source.children.iter().all(|child| child.name == "seclabel") => files.push(NamedImage {
+                image: ImageAddress::Path(path.into()),
+                format,
+                data_file: None,
+            }),
             _ => {
                 return Err(
-                    "its backingStore is no file or block device by itself; Larder would go by the names in the images"
+                    "its backingStore is no file or block device by itself; name the files in a VM's file by hand"
                         .to_owned(),
                 );
             }
@@ -474,7 +475,13 @@ mod tests {
     fn backing_files_are_listed_from_the_next_one_on() {
         let inner = "<source file='/c'/><backingStore type='file'><format type='qcow2'/><source file='/b'/><backingStore type='block'><format type='raw'/><source dev='/dev/a'/><backingStore/></backingStore></backingStore>";
         let found = disk("type='file'", inner).expect("can be served").backing;
-        assert_eq!(found, Some(vec!["/b".to_owned(), "/dev/a".to_owned()]));
+        let named = |path: &str, format| NamedImage {
+            image: ImageAddress::Path(path.into()),
+            format: Some(format),
+            data_file: None,
+        };
+        let all = vec![named("/b", Format::Qcow2), named("/dev/a", Format::Raw)];
+        assert_eq!(found, Some(all));
         let found = disk("type='file'", "<source file='/c'/><backingStore/>");
         assert_eq!(found.expect("can be served").backing, Some(Vec::new()));
     }

@@ -56,6 +56,8 @@ impl CheckError {
                 | ImageError::BackingName { .. }
                 | ImageError::BackingUnknown { .. }
                 | ImageError::Name(_)
+                | ImageError::NoFormat { .. }
+                | ImageError::Chain(_)
                 | ImageError::NoDataFile { .. } => true,
                 ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_of_image(source),
                 ImageError::File(error) => !matches!(error, OpenError::Locked { .. } | OpenError::Os { .. }),

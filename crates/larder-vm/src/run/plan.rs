@@ -99,9 +99,16 @@ impl PlannedDisk {
         self.disk.serve_arguments(&self.socket, &self.ready_file())
     }
 
-    /// The same, for the server that QEMU does not see.
+    /// The same, for the server that QEMU does not see. A restarted one opens the files that the first one has opened.
     pub fn kept_serve_arguments(&self) -> Vec<OsString> {
-        self.disk.serve_arguments(&self.server_socket(), &self.ready_file())
+        let mut arguments = self.disk.serve_arguments(&self.server_socket(), &self.ready_file());
+        arguments.extend(["--pin-chain".into(), self.chain_file().into()]);
+        arguments
+    }
+
+    /// Where its first server writes down the files that it has opened.
+    pub(super) fn chain_file(&self) -> PathBuf {
+        self.socket.with_extension("chain")
     }
 }
 

@@ -20,6 +20,7 @@ use super::memory::Pager;
 use super::plan::{Plan, PlannedDisk};
 use super::signals::{Received, Signals};
 use crate::image::ImageAddress;
+use crate::vm::config::ChainFile;
 
 /// How long a server may take to open its image.
 const START_MAX: Duration = Duration::from_secs(30);
@@ -83,6 +84,9 @@ pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<
     if let Some(signal) = wait_until_ready(&mut servers, &signals)? {
         return Ok(code_of_signal(signal.as_raw()));
     }
+    for planned in &plan.disks {
+        say_chain(planned, say);
+    }
     let keepers = plan.disks.iter().map(keep).collect::<Result<Vec<_>, _>>()?;
     let qemu = start_qemu(plan).map_err(|source| SuperviseError::Start {
         what: plan
@@ -99,6 +103,17 @@ pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<
     drop(keepers);
     stop(servers, pager, &signals, say)?;
     Ok(exit_code(status))
+}
+
+/// Names the files that the headers of a disk's images have led to.
+fn say_chain(planned: &PlannedDisk, say: Say<'_>) {
+    // One that cannot be read keeps the next server from starting, which is told then.
+    let Ok(Some(found)) = ChainFile::read(&planned.chain_file()) else {
+        return;
+    };
+    for line in found.files(planned.disk.read_only) {
+        say(&format!("{}: {line}", planned.disk.image));
+    }
 }
 
 fn keep(planned: &PlannedDisk) -> Result<Keeper, SuperviseError> {

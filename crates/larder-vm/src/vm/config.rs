@@ -3,7 +3,9 @@
 //! A disk has the keys of `larder run --disk` and a few more, so that there is one way to say what a disk is. All mistakes
 //! of a file are told at once, each with its line and column.
 
+mod chain_file;
 mod memory;
+mod unsaid;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -11,7 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use larder_block::event_loop::SocketAddress;
 use larder_block::nbd::{ExportDescription, NbdUri, NbdUriError};
@@ -22,7 +24,7 @@ use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::disk::{DiskConfig, Moves};
 use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
-use crate::image::ImageAddress;
+use crate::image::{ChainPolicy, Format, ImageAddress, ImageOptions, PinnedBy, PinnedChain};
 use crate::inherited::Inherited;
 use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
 use crate::runtime_folder::socket_folder;
@@ -30,7 +32,9 @@ use crate::vm::find::memory_control_of;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
+pub use chain_file::ChainFile;
 pub use memory::{QemuAt, VmMemory};
+pub use unsaid::{Unsaid, unsaid, with_lines};
 
 /// What can be said of the VM itself.
 const VM_KEYS: [&str; 7] = [
@@ -44,9 +48,11 @@ const VM_KEYS: [&str; 7] = [
 ];
 
 /// What can be said of a disk besides [`keys::names`].
-const DISK_KEYS: [&str; 9] = [
+const DISK_KEYS: [&str; 11] = [
     "name",
     "image",
+    "data-file",
+    "backing",
     "socket",
     "socket-mode",
     "socket-owner",
@@ -263,8 +269,11 @@ impl VmDisk {
     /// What its thread is to do; what is `inherited` is there already.
     pub fn config(&self, inherited: &Inherited) -> DiskConfig {
         let mut config = DiskConfig::new(self.wish.image.clone());
-        // What makes no sense together has been refused.
-        config.options = self.wish.image_options().unwrap_or_default();
+        config.options = self.wish.image_options().unwrap_or_else(|_| ImageOptions {
+            // What makes no sense together has been refused; what it leads to is never left open.
+            chain: self.wish.chain.clone(),
+            ..ImageOptions::default()
+        });
         config.exports = ExportsConfig {
             vhost_user_at: self.socket.clone().map(VhostUserAt::Path),
             vhost_user: self.wish.vhost_user_options(),
@@ -377,7 +386,7 @@ impl Reader<'_> {
             None if memory::is_in(table) => {}
             None => self.mistake(
                 &(self.text.len()..self.text.len()),
-                "there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
+                "there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format",
             ),
         }
         config
@@ -452,6 +461,7 @@ impl Reader<'_> {
             nbd: None,
         };
         let (mut nbd, mut insecure, mut description) = (None, false, None);
+        let mut chain = PinnedChain::default();
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
@@ -464,6 +474,8 @@ impl Reader<'_> {
                         disk.name = name;
                     }
                 }
+                "data-file" => chain.data_file = self.read(key, value, |text| image_of(&folder, text)),
+                "backing" => chain.backing = self.backing(&folder, value),
                 "socket" => disk.socket = self.read(key, value, |text| socket_of(&folder, text)),
                 "socket-mode" | "socket-owner" | "socket-group" => {
                     self.access(key, "socket-", value, &mut disk.access);
@@ -487,6 +499,13 @@ impl Reader<'_> {
                 }
             }
         }
+        if disk.wish.format == Some(Format::Raw) {
+            self.refuse_chain_of_raw(at, &chain);
+        }
+        disk.wish.chain = ChainPolicy::Pinned {
+            chain: Arc::new(chain),
+            by: PinnedBy::VmFile,
+        };
         if let Err(error) = disk.wish.check() {
             self.mistake(at, format!("disk {}: {error}", disk.name));
         }
@@ -529,6 +548,10 @@ impl Reader<'_> {
             }
         }
     }
+}
+
+fn format_of(text: &str) -> Result<Format, String> {
+    Format::of_name(text).ok_or_else(|| "give raw or qcow2".to_owned())
 }
 
 fn path_beside(folder: &Path, text: &str) -> Result<PathBuf, String> {

@@ -51,7 +51,7 @@ pub enum VmError {
     #[error("{one} and {other} are the same path; give each its own")]
     SamePlace { one: String, other: String },
     #[error(
-        "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\". Memory alone is managed by `larder memory attach --vm`",
+        "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format. Memory alone is managed by `larder memory attach --vm`",
         file.display()
     )]
     NoDisk { file: PathBuf },

@@ -286,6 +286,7 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
     let DiskWish {
         image,
         format,
+        chain,
         metadata_memory,
         prefetch: _,
         disk_cache,
@@ -307,6 +308,7 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
     let all = [
         ("image", *image != old.image),
         ("format", *format != old.format),
+        ("data-file, backing", *chain != old.chain),
         ("metadata-memory", *metadata_memory != old.metadata_memory),
         ("cache", *cache != old.cache || has_cache(wish) != has_cache(old)),
         ("cache-line", disk_cache.line != old.disk_cache.line),

@@ -13,8 +13,8 @@ use larder_block::backend::nbd::NbdOptions;
 use larder_export::vhost_user::{OptionsError, QUEUES_MAX, Serial, VhostUserOptions};
 
 use crate::image::{
-    CacheWish, CacheWishError, Format, ImageAddress, ImageOptions, METADATA_MEMORY_DEFAULT, PrefetchMemory,
-    PrefetchWish, PrefetchWishError, cache_mode_name,
+    CacheWish, CacheWishError, ChainPolicy, Format, ImageAddress, ImageOptions, METADATA_MEMORY_DEFAULT,
+    PrefetchMemory, PrefetchWish, PrefetchWishError, cache_mode_name,
 };
 use crate::limits::{LimitsTextError, parse_limits};
 use limits::Limits;
@@ -38,6 +38,8 @@ pub struct DiskWish {
     pub image: ImageAddress,
     /// Its format, if the user says it; otherwise what it begins like.
     pub format: Option<Format>,
+    /// Which other files its header may have opened.
+    pub chain: ChainPolicy,
     /// What the metadata cache of a qcow2 image may hold; the server chooses if not given.
     pub metadata_memory: Option<ByteLen>,
     /// How to read ahead; the server chooses what is not given.
@@ -90,6 +92,7 @@ impl DiskWish {
         Self {
             image,
             format: None,
+            chain: ChainPolicy::FOLLOW,
             metadata_memory: None,
             prefetch: PrefetchWish::default(),
             disk_cache: CacheWish::default(),
@@ -129,6 +132,7 @@ impl DiskWish {
         let usual = ImageOptions::default();
         Ok(ImageOptions {
             format: self.format,
+            chain: self.chain.clone(),
             metadata_memory: self.metadata_memory.unwrap_or(METADATA_MEMORY_DEFAULT),
             prefetch: self.prefetch.options(self.share).ok().flatten(),
             cache: self.disk_cache.options(self.share).ok().flatten(),
@@ -171,6 +175,9 @@ impl DiskWish {
         arguments.extend(["--socket".into(), socket.into(), "--pidfile".into(), ready.into()]);
         if let Some(format) = self.format {
             arguments.extend(["--format".into(), format.name().into()]);
+        }
+        if self.chain == (ChainPolicy::Follow { trust_image: true }) {
+            arguments.push("--trust-image".into());
         }
         if let Some(memory) = self.metadata_memory {
             arguments.extend(["--metadata-memory".into(), memory.get().to_string().into()]);

@@ -116,24 +116,28 @@ pub(crate) struct VmArguments {
     /// Say whether all disks could be served, and serve none; nothing is changed
     #[arg(long)]
     pub(crate) check: bool,
+    /// Add to the file what it does not say of its disks: the format that each image begins like, and the files that the
+    /// images' headers name. Look at what is added: whoever made an image has chosen what its header names
+    #[arg(long, conflicts_with = "check")]
+    pub(crate) pin: bool,
     /// Have the server that runs for this virtual machine read the file again, and say what has changed, what is left
     /// as it was until the server is started again, and what could not be done
-    #[arg(long, conflicts_with = "check")]
+    #[arg(long, conflicts_with_all = ["check", "pin"])]
     pub(crate) reload: bool,
     /// Once all that the file names is open, give up every right to open, start or look at anything else of this host: a
     /// guest that takes the server over has its own disks and no more. What needs another file takes a restart then
-    #[arg(long, conflicts_with_all = ["check", "reload"])]
+    #[arg(long, conflicts_with_all = ["check", "pin", "reload"])]
     pub(crate) confine: bool,
     /// Open no image before the virtual machine comes from another host (larder migrate), which has them open until then.
     /// Its QEMU, started with -incoming, can connect before
-    #[arg(long, conflicts_with_all = ["check", "reload", "expect", "take"])]
+    #[arg(long, conflicts_with_all = ["check", "pin", "reload", "expect", "take"])]
     pub(crate) incoming: bool,
     /// Have the server that is started next, or runs while no guest does, wait so, as for a service; and end
-    #[arg(long, conflicts_with_all = ["check", "reload", "confine", "take"])]
+    #[arg(long, conflicts_with_all = ["check", "pin", "reload", "confine", "take"])]
     pub(crate) expect: bool,
     /// Have the server open the images of a virtual machine that has gone to another host, or was to come from one, and end.
     /// Only if no other host has it: not all storage tells
-    #[arg(long, conflicts_with_all = ["check", "reload", "confine"])]
+    #[arg(long, conflicts_with_all = ["check", "pin", "reload", "confine"])]
     pub(crate) take: bool,
 }
 
@@ -161,6 +165,9 @@ pub(crate) struct LibvirtAttachArguments {
     /// Only this disk, as the domain names it (vda); may be given several times
     #[arg(long, value_name = "TARGET")]
     pub(crate) disk: Vec<String>,
+    /// Also have disks served whose images lead to files that the domain's XML does not name
+    #[arg(long)]
+    pub(crate) trust_image: bool,
     /// Give each disk a cache in this folder, which is on a fast device
     #[arg(long, value_name = "DIR", requires = "cache_size")]
     pub(crate) cache_dir: Option<PathBuf>,
@@ -230,6 +237,9 @@ pub(crate) struct RunArguments {
     /// QEMU
     #[arg(long, value_name = "on|off", default_value = "off", requires = "memory_budget")]
     pub(crate) memory_encrypt: Switch,
+    /// As root, open the files that the headers of other users' images name
+    #[arg(long)]
+    pub(crate) trust_image: bool,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -248,7 +258,7 @@ pub(crate) enum DiskCommand {
     /// Serve a disk image to a guest or to tools
     Serve(ServeArguments),
     /// Say what an image is, also one that is in use
-    Info(ImageArguments),
+    Info(InfoArguments),
     /// Check a qcow2 image's metadata, and repair it
     Check(CheckArguments),
     /// Say what the size of a qcow2 image's tables means for its speed
@@ -309,6 +319,12 @@ pub(crate) struct CacheFlushArguments {
     /// Where its disk is, if that has been moved since the cache was last used
     #[arg(long, value_name = "IMAGE", value_parser = image_parser(), conflicts_with = "control")]
     pub(crate) image: Option<ImageAddress>,
+    /// The format of its disk, if the cache belongs to another user
+    #[arg(long, requires = "image")]
+    pub(crate) format: Option<FormatName>,
+    /// As root, open the files that the header of another user's image names
+    #[arg(long, conflicts_with = "control")]
+    pub(crate) trust_image: bool,
     /// Also if the disk seems to have been changed without the cache: what the cache has is written over that
     #[arg(long, conflicts_with = "control")]
     pub(crate) force: bool,
@@ -368,6 +384,15 @@ pub(crate) struct ImageArguments {
 }
 
 #[derive(Args)]
+pub(crate) struct InfoArguments {
+    #[command(flatten)]
+    pub(crate) of: ImageArguments,
+    /// Open the backing files that the headers name, too, and say what they are
+    #[arg(long)]
+    pub(crate) backing_chain: bool,
+}
+
+#[derive(Args)]
 pub(crate) struct CheckArguments {
     #[command(flatten)]
     pub(crate) of: ImageArguments,
@@ -378,6 +403,9 @@ pub(crate) struct CheckArguments {
     /// a guest has written since it last flushed
     #[arg(long)]
     pub(crate) discard_journal: bool,
+    /// As root, open the files that the header of another user's image names
+    #[arg(long)]
+    pub(crate) trust_image: bool,
     /// What counting references may take
     #[arg(long, value_name = "SIZE", default_value_t = CHECK_MEMORY_DEFAULT)]
     pub(crate) memory: ByteLen,
@@ -390,6 +418,9 @@ pub(crate) struct ResizeArguments {
     /// Its new size, or with a + how much larger it gets: 40G, +512M
     #[arg(value_name = "[+]SIZE", value_parser = parse_new_size, allow_hyphen_values = true)]
     pub(crate) size: NewSize,
+    /// As root, open the files that the header of another user's image names
+    #[arg(long)]
+    pub(crate) trust_image: bool,
 }
 
 /// How large a disk is to be.
@@ -446,6 +477,15 @@ impl From<FormatName> for Format {
             FormatName::Qcow2 => Self::Qcow2,
         }
     }
+}
+
+/// The files that an image may lead to.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackingChain {
+    /// Those that its header names, as QEMU does
+    Follow,
+    /// None: an image that names any is refused
+    None,
 }
 
 /// What becomes of a guest's discards.
@@ -524,6 +564,15 @@ pub(crate) struct ServeArguments {
     /// The image's format; by default what it begins like
     #[arg(long)]
     pub(crate) format: Option<FormatName>,
+    /// Which other files a qcow2 image may have opened: its backing files and its data file
+    #[arg(long, value_name = "FILES", default_value = "follow")]
+    pub(crate) backing_chain: BackingChain,
+    /// Write which files the image leads to into FILE, if that is not there; if it is, open those and no others
+    #[arg(long, value_name = "FILE", conflicts_with = "backing_chain")]
+    pub(crate) pin_chain: Option<PathBuf>,
+    /// As root, open the files that the header of another user's image names
+    #[arg(long)]
+    pub(crate) trust_image: bool,
     /// What the metadata cache of a qcow2 image may hold; by default as much as the disk needs, up to 256MiB
     #[arg(long, value_name = "SIZE", default_value_t = METADATA_MEMORY_DEFAULT)]
     pub(crate) metadata_memory: ByteLen,

@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use larder_block::Loop;
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
-use larder_qcow2::read_header;
-use larder_vm::image::{CacheWish, Format, ImageAddress, PrefetchWish, is_same};
+use larder_vm::image::{CacheWish, NamedChain, NamedImage, PinnedChain, PrefetchWish, is_same, named_chain};
 use larder_vm::libvirt::attach::{AttachWish, Plan, ServedDisk, identity, plan, user_of_qemu};
 use larder_vm::libvirt::detach::restore;
 use larder_vm::libvirt::xml::Element;
@@ -24,8 +23,6 @@ use super::kept::{self, Kept};
 use super::virsh::{Domain, Virsh};
 use super::{difference, disks};
 use crate::cli::LibvirtAttachArguments;
-use crate::disk_chain::backing_files;
-use crate::disk_image::{self, Sharing};
 use crate::output::print;
 
 /// Where libvirt looks for hooks, and ours among them.
@@ -51,7 +48,8 @@ pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode>
         },
         ..AttachWish::default()
     };
-    let plan = possible(&domain, &mut wish).with_context(|| format!("domain {}", arguments.domain))?;
+    let plan =
+        possible(&domain, &mut wish, arguments.trust_image).with_context(|| format!("domain {}", arguments.domain))?;
     let path = path_of(Path::new(&plan.name))?;
     let kept = Kept::of(&plan.uuid)?;
     refuse_kept(&plan, &kept, &domain)?;
@@ -91,13 +89,21 @@ fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBu
     Ok(Some((folder, format!("\"{}\"", size.to_string().replace(' ', "")))))
 }
 
-/// What can be done: a disk that Larder could not serve is left alone, too.
-fn possible(domain: &Domain, wish: &mut AttachWish) -> anyhow::Result<Plan> {
+/// What can be done: a disk that Larder could not serve is left alone, too. The files that an image leads to are those that the
+/// domain's XML names; with `trust_image`, those that the image itself names if the XML says nothing.
+fn possible(domain: &Domain, wish: &mut AttachWish, trust_image: bool) -> anyhow::Result<Plan> {
+    let plan_of_all = plan(&domain.xml, wish, path_of)?;
+    for (disk, config) in plan_of_all.served.iter().zip(&plan_of_all.config.disks) {
+        match chain_of(disk, &config.wish, trust_image) {
+            Ok(chain) => drop(wish.chains.insert(disk.name.clone(), chain)),
+            Err(why) => drop(wish.without.insert(disk.name.clone(), why.to_string())),
+        }
+    }
     loop {
         let plan = plan(&domain.xml, wish, path_of)?;
         let both = plan.served.iter().zip(&plan.config.disks);
         let trouble = both.filter_map(|(disk, config)| {
-            let why = trouble(disk, config, domain.running.is_some())?;
+            let why = trouble(config, domain.running.is_some())?;
             Some((disk.name.clone(), why))
         });
         let trouble: Vec<_> = trouble.collect();
@@ -112,15 +118,69 @@ fn possible(domain: &Domain, wish: &mut AttachWish) -> anyhow::Result<Plan> {
     }
 }
 
-/// Why Larder could not serve this disk.
-fn trouble(disk: &ServedDisk, config: &VmDisk, in_use: bool) -> Option<String> {
-    if let Some(named) = &disk.backing {
-        let on = Loop::new(Duration::ZERO).map_err(anyhow::Error::from);
-        let same = on.and_then(|on| on.block_on(same_backing(&on, &config.wish.image, config.wish.format, named)));
-        if let Err(error) = same {
-            return Some(error.to_string());
-        }
+/// Returns the files that the VM's file will allow for a disk.
+fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Result<PinnedChain> {
+    let on = Loop::new(Duration::ZERO)?;
+    let format = wish.format.context("its format is not known")?;
+    let mut named = on.block_on(named_chain(&on, &wish.image, format))?;
+    match &disk.backing {
+        Some(of_domain) => agree(of_domain, &mut named)?,
+        None if !named.backing.is_empty() && !trust_image => bail!(
+            "its image leads to files that the domain's XML does not name; if they are the right ones, give --trust-image: {}",
+            named.lines()
+        ),
+        None => {}
     }
+    let has_data_file = named.data_file.is_some() || named.backing.iter().any(|image| image.data_file.is_some());
+    if has_data_file && !trust_image {
+        bail!(
+            "its image has an external data file, which the domain's XML cannot name; if it is the right one, give --trust-image: {}",
+            named.lines()
+        );
+    }
+    named.pinned().with_context(|| {
+        let unknown = named.backing.iter().find(|image| image.format.is_none());
+        format!(
+            "nothing says the format of its backing file {}; write it into the header above it, with qemu-img rebase -u -F, or into the domain's XML, as backingStore",
+            unknown.map_or_else(String::new, |image| image.image.to_string())
+        )
+    })
+}
+
+/// Checks that the backing files which the domain names are those that the headers name, and adds the formats that only the
+/// domain has.
+fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()> {
+    let both = || of_domain.iter().zip(&named.backing);
+    let are_same = of_domain.len() == named.backing.len()
+        && both().all(|(one, other)| {
+            let formats = (one.format, other.format);
+            is_same(&one.image, &other.image) && !matches!(formats, (Some(one), Some(other)) if one != other)
+        });
+    if !are_same {
+        let list = |all: &[NamedImage]| match all {
+            [] => "none".to_owned(),
+            all => {
+                let each = all.iter().map(|it| match it.format {
+                    Some(format) => format!("{}, {}", it.image, format.name()),
+                    None => it.image.to_string(),
+                });
+                each.collect::<Vec<_>>().join("; ")
+            }
+        };
+        bail!(
+            "its backingStore names other backing files ({}) than the image itself ({}); mend the one that is wrong",
+            list(of_domain),
+            list(&named.backing)
+        );
+    }
+    for (image, of_domain) in named.backing.iter_mut().zip(of_domain) {
+        image.format = image.format.or(of_domain.format);
+    }
+    Ok(())
+}
+
+/// Why Larder could not serve this disk.
+fn trouble(config: &VmDisk, in_use: bool) -> Option<String> {
     let problems: Vec<String> = match in_use {
         true => lasting_problems(&config.wish),
         false => check(&[(&config.wish, GivenBy::File)])
@@ -145,38 +205,6 @@ fn lasting_problems(wish: &DiskWish) -> Vec<String> {
     let found = check(&[(&reader, GivenBy::File)]).problems;
     let lasting = found.iter().filter(|problem| problem.outlasts_its_user());
     lasting.map(ToString::to_string).collect()
-}
-
-/// Whether the backing files that the domain names are those that the image names, which Larder goes by.
-async fn same_backing(on: &Loop, image: &ImageAddress, format: Option<Format>, named: &[String]) -> anyhow::Result<()> {
-    if format != Some(Format::Qcow2) {
-        return match named {
-            [] => Ok(()),
-            _ => Err(anyhow!(
-                "its backingStore names backing files, and a raw image has none"
-            )),
-        };
-    }
-    let opened = disk_image::open(on, image, None, Sharing::Share).await?;
-    let header = read_header(&opened.file).await?;
-    let found = backing_files(on, image, &header).await;
-    let named: Vec<ImageAddress> = named.iter().map(|path| ImageAddress::Path(path.into())).collect();
-    let all_same =
-        found.len() == named.len() && found.iter().zip(&named).all(|(one, other)| is_same(&one.image, other));
-    match all_same {
-        true => Ok(()),
-        false => {
-            let list = |all: Vec<String>| match all.is_empty() {
-                true => "none".to_owned(),
-                false => all.join(", "),
-            };
-            Err(anyhow!(
-                "its backingStore names other backing files ({}) than the image itself ({}), which Larder goes by",
-                list(named.iter().map(ToString::to_string).collect()),
-                list(found.iter().map(|layer| layer.image.to_string()).collect())
-            ))
-        }
-    }
 }
 
 /// How the domain was before may not be lost: one that was given another name is attached under its old one.

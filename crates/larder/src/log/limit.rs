@@ -1,30 +1,50 @@
 //! What a guest, an image or a client causes again and again is not logged without end: of each place in the code that logs, so
-//! many messages at once, and then one now and then, which tells how many were left out.
+//! many messages at once, and then one now and then, and before it how many were left out. Messages of the levels debug and
+//! trace, which somebody has asked for, are all logged.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tracing::callsite::Identifier;
-use tracing::{Event, Subscriber};
-use tracing_subscriber::Layer;
-use tracing_subscriber::layer::Context;
+use tracing::{Level, Metadata};
 
 /// Messages of one place that are logged at once, and the time after which there may be one more.
 const AT_ONCE: u32 = 100;
 const ONE_PER: Duration = Duration::from_secs(10);
 
-/// Where this module itself logs.
-const TARGET: &str = "larder::log::limit";
-
-/// For all that is logged.
-pub(crate) fn layer<S: Subscriber>() -> impl Layer<S> {
-    Limit::default()
+/// The limit, for a writer of messages. It is no filter of tracing's layers: one that refuses a message leaves the filters'
+/// state of the thread wrong (tracing-subscriber 0.3.23).
+pub(super) struct Limit {
+    places: Mutex<HashMap<Identifier, Place>>,
+    /// Writes a line of its own.
+    write_line: fn(&str),
 }
 
-#[derive(Default)]
-struct Limit {
-    places: Mutex<HashMap<Identifier, Place>>,
+impl Limit {
+    pub(super) fn new(write_line: fn(&str)) -> Self {
+        Self {
+            places: Mutex::default(),
+            write_line,
+        }
+    }
+
+    /// Whether a message of this place is written.
+    pub(super) fn passes(&self, place: &Metadata<'_>) -> bool {
+        if *place.level() > Level::INFO {
+            return true;
+        }
+        let now = Instant::now();
+        let fate = {
+            let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+            let known = places.entry(place.callsite());
+            known.or_insert_with(|| Place::new(now)).another(now)
+        };
+        if let Fate::LoggedAfter(left_out) = fate {
+            (self.write_line)(&format!("{left_out} messages like the next one were left out"));
+        }
+        fate != Fate::LeftOut
+    }
 }
 
 struct Place {
@@ -69,24 +89,6 @@ impl Place {
             0 => Fate::Logged,
             left_out => Fate::LoggedAfter(left_out),
         }
-    }
-}
-
-impl<S: Subscriber> Layer<S> for Limit {
-    fn event_enabled(&self, event: &Event<'_>, _: Context<'_, S>) -> bool {
-        if event.metadata().target() == TARGET {
-            return true;
-        }
-        let now = Instant::now();
-        let fate = {
-            let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-            let place = places.entry(event.metadata().callsite());
-            place.or_insert_with(|| Place::new(now)).another(now)
-        };
-        if let Fate::LoggedAfter(left_out) = fate {
-            tracing::warn!(target: TARGET, "{left_out} messages like the next one were left out");
-        }
-        fate != Fate::LeftOut
     }
 }
 

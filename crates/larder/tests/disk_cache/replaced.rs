@@ -290,7 +290,7 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
     let before = std::fs::read(&overlay).expect("is read");
     crate::assert_fails(place.without_cache(&overlay), &words);
     assert_eq!(std::fs::read(&overlay).expect("is read"), before);
-    let (_, info) = crate::run(place.disk_command(&["info", text(&overlay)]));
+    let (_, info) = crate::run(place.disk_command(&["info", "--backing-chain", text(&overlay)]));
     assert!(
         info.contains(&format!("cache: {} may have data", text(&cache))),
         "{info}"

@@ -85,14 +85,14 @@ fn a_chain_is_told_to_its_end_also_where_a_link_is_missing() {
             &["create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", text_of(&new)],
         );
     }
-    let (code, ours) = larder_json(&["disk", "info"], &path("top.qcow2"));
+    let (code, ours) = larder_json(&["disk", "info", "--backing-chain"], &path("top.qcow2"));
     assert_eq!(code, 0);
     let chain = ours["backing-chain"].as_array().expect("a chain");
     assert_eq!(chain.len(), 2, "{ours:#}");
     assert_eq!(chain[1]["filename"], text_of(&path("base.qcow2")));
     assert_eq!(chain[1]["virtual-size"], 64 << 20);
     std::fs::remove_file(path("base.qcow2")).expect("removed");
-    let (code, words, _) = larder(&["disk", "info"], &path("top.qcow2"));
+    let (code, words, _) = larder(&["disk", "info", "--backing-chain"], &path("top.qcow2"));
     assert_eq!(code, 0);
     let expected = format!("{} (qcow2): cannot be read: cannot open", text_of(&path("base.qcow2")));
     assert!(words.contains(&expected), "{words}");
@@ -121,7 +121,7 @@ fn a_chain_that_leads_back_to_itself_is_told_once() {
         "qemu-img",
         &["rebase", "-u", "-b", "one.qcow2", "-F", "qcow2", text_of(&other)],
     );
-    let (code, words, _) = larder(&["disk", "info"], &one);
+    let (code, words, _) = larder(&["disk", "info", "--backing-chain"], &one);
     assert_eq!(code, 0);
     let rows: Vec<&str> = words.lines().filter(|line| line.starts_with("  ")).collect();
     let expected = format!("  {} (qcow2): 64 MiB", text_of(&other));
@@ -196,13 +196,13 @@ fn control_characters_in_names_are_escaped() {
     );
     tool("qemu-img", &["snapshot", "-c", NAME, text_of(&top)]);
     tool("qemu-img", &["bitmap", "--add", text_of(&top), NAME]);
-    let (code, value) = larder_json(&["disk", "info"], &top);
+    let (code, value) = larder_json(&["disk", "info", "--backing-chain"], &top);
     assert_eq!(code, 0);
     assert_eq!(value["backing-filename"], text_of(&backing));
     assert_eq!(value["snapshots"][0]["name"], NAME);
     assert_eq!(value["format-specific"]["data"]["bitmaps"][0]["name"], NAME);
     let is_plain = |text: &str| text.chars().all(|letter| letter == '\n' || !letter.is_control());
-    let (code, words, _) = larder(&["disk", "info"], &top);
+    let (code, words, _) = larder(&["disk", "info", "--backing-chain"], &top);
     assert!(code == 0 && is_plain(&words), "{words:?}");
     assert_eq!(
         words.matches(SHOWN).count(),
@@ -212,7 +212,7 @@ fn control_characters_in_names_are_escaped() {
     let (code, words, _) = larder(&["disk", "check"], &top);
     assert!(code == 0 && is_plain(&words), "{words:?}");
     std::fs::remove_file(&backing).expect("is removed");
-    let (code, words, errors) = larder(&["disk", "info"], &top);
+    let (code, words, errors) = larder(&["disk", "info", "--backing-chain"], &top);
     assert!(code == 0 && is_plain(&words), "{words:?}");
     assert!(is_plain(&errors), "{errors:?}");
 }

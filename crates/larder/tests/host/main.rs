@@ -132,7 +132,7 @@ impl User {
         disk.set_len(64 << 20).expect("an image");
         self.own(&image);
         let file = format!(
-            "uuid = \"2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10\"\n[[disk]]\nimage = \"{}\"\nnbd = \"{}\"\n{of_disk}\n",
+            "uuid = \"2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10\"\n[[disk]]\nimage = \"{}\"\nformat = \"raw\"\nnbd = \"{}\"\n{of_disk}\n",
             text(&image),
             self.nbd(name)
         );

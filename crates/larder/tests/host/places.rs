@@ -283,7 +283,11 @@ fn running_vm_is_watched_among_many() {
     let user = User::new();
     add_odd_files(&user);
     for number in 0..1100 {
-        std::fs::write(user.file(&format!("a{number}")), "[[disk]]\nimage = \"/dev/null\"\n").expect("writes");
+        std::fs::write(
+            user.file(&format!("a{number}")),
+            "[[disk]]\nimage = \"/dev/null\"\nformat = \"raw\"\n",
+        )
+        .expect("writes");
     }
     let _running = user.vm("zz");
     let host = user.host(&[]);

@@ -6,7 +6,7 @@ use larder_bench::campaign::process::install_script;
 
 use crate::host::Host;
 
-const FILE: &str = "[[disk]]\nimage = \"/run/disk.raw\"\n";
+const FILE: &str = "[[disk]]\nimage = \"/run/disk.raw\"\nformat = \"raw\"\n";
 const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
 
 fn xml(socket: &str) -> String {

@@ -229,3 +229,56 @@ fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     assert_eq!(kept, 0);
     assert_eq!(host.xml("web"), before);
 }
+
+/// The image's author has chosen what its header names: it is served with that only if the domain's XML or the user says the same.
+#[test]
+fn attach_asks_where_the_domain_does_not_name_a_backing_file() {
+    let host = Host::with_libvirtd();
+    let images = "cd /run; truncate -s 1M base.raw other.raw data.raw
+qemu-img create -q -f qcow2 -b base.raw -F raw top.qcow2
+qemu-img create -q -f qcow2 -o data_file=data.raw with-data.qcow2 1M";
+    host.works(&["sh", "-ec", images]);
+    let disk = |source: &str, inside: &str| {
+        let image = format!("/run/{source}.qcow2'/>{inside}");
+        DISK.replace("type='raw'", "type='qcow2'")
+            .replace("/run/disk.raw'/>", &image)
+    };
+    fn attach<'a>(name: &'a str, options: &[&'a str]) -> Vec<&'a str> {
+        [&["larder", "libvirt", "attach", name], options].concat()
+    }
+    let backing = |path: &str, format: &str| {
+        format!(
+            "<backingStore type='file'><format type='{format}'/><source file='{path}'/><backingStore/></backingStore>"
+        )
+    };
+    let line = "backing = [{ image = \"/run/base.raw\", format = \"raw\" }]";
+
+    host.define(&domain("silent", &disk("top", "")));
+    host.refused(
+        &attach("silent", &["--apply"]),
+        &["does not name", "--trust-image", line],
+    );
+    let said = host.larder(&attach("silent", &["--trust-image"])[1..]);
+    assert!(said.contains(line), "{said}");
+
+    host.define(&domain("names", &disk("top", &backing("/run/base.raw", "raw"))));
+    let said = host.larder(&attach("names", &[])[1..]);
+    assert!(said.contains(line), "{said}");
+
+    for (name, inside) in [
+        ("other", backing("/run/other.raw", "raw")),
+        ("format", backing("/run/base.raw", "qcow2")),
+        ("nothing", "<backingStore/>".to_owned()),
+    ] {
+        host.define(&domain(name, &disk("top", &inside)));
+        host.refused(
+            &attach(name, &["--trust-image"]),
+            &["its backingStore names other backing files", "/run/base.raw, raw"],
+        );
+    }
+
+    host.define(&domain("data", &disk("with-data", "")));
+    host.refused(&attach("data", &[]), &["external data file", "--trust-image"]);
+    let said = host.larder(&attach("data", &["--trust-image"])[1..]);
+    assert!(said.contains("data-file = \"/run/data.raw\""), "{said}");
+}

@@ -266,7 +266,7 @@ fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
     ];
     tool("qemu-img", &create);
     let is_told = |state: &str, words: &str| {
-        let (code, said) = disk(&["info"], &overlay);
+        let (code, said) = disk(&["info", "--backing-chain"], &overlay);
         assert_eq!(code, Some(0), "{said}");
         assert!(said.contains("state:            clean"), "{said}");
         let line = said.lines().find(|line| line.starts_with("    journal: "));
@@ -277,7 +277,9 @@ fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
         let line = said.lines().last().and_then(|line| line.strip_prefix(&start));
         assert!(line.is_some_and(|line| line.contains(words)), "{said}");
         let json = |command: &str| -> serde_json::Value {
-            let (_, said) = disk(&[command, "--output", "json"], &overlay);
+            let chain = (command == "info").then_some("--backing-chain");
+            let arguments: Vec<&str> = [command, "--output", "json"].into_iter().chain(chain).collect();
+            let (_, said) = disk(&arguments, &overlay);
             serde_json::from_str(&said).expect("JSON")
         };
         assert_eq!(json("info")["backing-chain"][0]["journal"]["state"], state);
@@ -287,7 +289,7 @@ fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
     fs::remove_file(&journal).expect("removes");
     is_told("missing", "is not to be found");
     let (_, said) = disk(&["check", "--discard-journal", "--repair"], &base);
-    let (_, of_overlay) = disk(&["info"], &overlay);
+    let (_, of_overlay) = disk(&["info", "--backing-chain"], &overlay);
     assert!(!of_overlay.contains("journal:"), "{said} {of_overlay}");
 }
 

@@ -14,6 +14,7 @@ control = "control"
 
 [[disk]]
 image = "IMAGES/data.raw"
+format = "raw"
 socket = "vda"
 cache = "IMAGES/data.cache"
 cache-size = "16MiB"

@@ -326,7 +326,7 @@ impl NbdServer {
 /// A third disk, on an NBD server that is known by its name.
 fn with_remote(vm: &Vm, port: u16) {
     vm.write(&format!(
-        "{TWO}\n[[disk]]\nname = \"far\"\nimage = \"nbd://localhost:{port}/\"\nnbd = \"nbd+unix:///far?socket=far.nbd\"\n"
+        "{TWO}\n[[disk]]\nname = \"far\"\nimage = \"nbd://localhost:{port}/\"\nformat = \"raw\"\nnbd = \"nbd+unix:///far?socket=far.nbd\"\n"
     ));
 }
 
@@ -430,7 +430,7 @@ fn a_confined_server_is_sent_its_file() {
     );
     assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
 
-    let more = "[[disk]]\nname = \"more\"\nimage = \"IMAGES/data.raw\"\nsocket = \"more\"\n";
+    let more = "[[disk]]\nname = \"more\"\nimage = \"IMAGES/data.raw\"\nformat = \"raw\"\nsocket = \"more\"\n";
     let changed = TWO.replace("iops-total = 1000000", "iops-total = 5000");
     let changed = changed.replace("system.cache", "another.cache");
     vm.write(&format!("{changed}\n{more}"));

@@ -17,6 +17,7 @@ control = "control"
 
 [[disk]]
 image = "IMAGES/data.raw"
+format = "raw"
 socket = "vda"
 "#;
 

@@ -111,6 +111,7 @@ control = "control"
 
 [[disk]]
 image = "IMAGES/system.qcow2"
+format = "qcow2"
 socket = "vda"
 serial = "SYSTEM"
 cache = "IMAGES/system.cache"
@@ -119,6 +120,7 @@ cache-size = "16MiB"
 [[disk]]
 name = "data"
 image = "IMAGES/data.raw"
+format = "raw"
 nbd = "nbd+unix:///data?socket=data.nbd"
 nbd-description = "the VM's data"
 prefetch = "off"
@@ -435,7 +437,7 @@ fn a_vm_that_cannot_be_served_is_told_of() {
     let files = folder.path().join("larder/vms");
     std::fs::create_dir_all(&files).expect("a folder");
     std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
-    let disk = "[[disk]]\nimage = \"/nowhere\"\n";
+    let disk = "[[disk]]\nimage = \"/nowhere\"\nformat = \"raw\"\n";
     std::fs::write(files.join("100.toml"), disk).expect("writes");
     std::fs::write(files.join("web.toml"), format!("bogus = 1\n{disk}")).expect("writes");
     let status = |arguments: &[&str]| {

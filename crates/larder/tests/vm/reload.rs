@@ -100,7 +100,7 @@ fn what_can_change_does_while_the_guest_goes_on() {
 fn disks_come_and_go_but_for_those_in_use() {
     let vm = two();
     let process = vm.start();
-    let third = "\n[[disk]]\nname = \"third\"\nimage = \"IMAGES/third.raw\"\nsocket = \"third\"\n";
+    let third = "\n[[disk]]\nname = \"third\"\nimage = \"IMAGES/third.raw\"\nformat = \"raw\"\nsocket = \"third\"\n";
     vm.raw("third.raw", 4);
     vm.write(&format!("{TWO}{third}"));
     let (code, said) = reload(&vm);

@@ -7,7 +7,7 @@ use super::{Process, Vm, ends, run, two};
 const WRONG: [(&str, &str); 40] = [
     (
         "",
-        "FILE:1:1: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
+        "FILE:1:1: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format",
     ),
     (
         "disk = 3",

@@ -1,6 +1,6 @@
 //! A file that stays open, with its locks, and whether its path still leads to it.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -66,6 +66,14 @@ impl FileDevice {
             // The same open file description: the locks are its own.
             file: self.file.try_clone()?,
         })
+    }
+
+    /// What the host says of the file itself, wherever its path leads by now.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
     }
 
     /// Looks where the path leads, and tells of a change.

@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
 use super::super::image_lock::{self, Claim, LockError, Sharing};
 use super::{FileDevice, InCall, Kind, KnownData, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
 use crate::boot::is_tmpfs;
@@ -79,6 +82,12 @@ pub enum OpenError {
         /// Only reading was wanted.
         read_only: bool,
     },
+    #[error(
+        "cannot open {}, which an image's header names: it leads through a link of /proc to a file that a process has open, or \
+         through symbolic links without end",
+        path.display()
+    )]
+    Links { path: PathBuf },
     #[error("{} is a {kind}; a disk image is a regular file or a block device", path.display())]
     WrongKind { path: PathBuf, kind: &'static str },
     #[error("{}: {source}", path.display())]
@@ -127,7 +136,7 @@ impl FileDevice {
             }
         };
         let (file, kind) = loop {
-            let (file, kind) = open_unlocked(path, options.read_only)?;
+            let (file, kind) = open_unlocked(path, &options)?;
             lock_patiently(on, &file, path, &options).await?;
             // Whoever had it before may have removed or replaced it meanwhile: then this one would be lost when we end.
             if leads_to(path, &file) {
@@ -205,47 +214,45 @@ impl FileDevice {
     }
 }
 
-/// Opens `path`, and says what it is.
-fn open_unlocked(path: &Path, read_only: bool) -> Result<(File, Kind), OpenError> {
-    let os = |what| {
-        move |source: io::Error| OpenError::Os {
-            path: path.to_owned(),
-            what,
-            source,
-        }
+/// Opens `path`, and says what it is. Nothing but a regular file or a block device is opened: to open another device can have
+/// effects, and a FIFO waits for its other end.
+fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), OpenError> {
+    let read_only = options.read_only;
+    let failed = |source| OpenError::Open {
+        path: path.to_owned(),
+        source,
+        read_only,
     };
+    let place = find(path, options.role == Role::Part).map_err(|error| match error {
+        Errno::LOOP if options.role == Role::Part => OpenError::Links { path: path.to_owned() },
+        error => failed(error.into()),
+    })?;
+    let kind = kind_of(&place, path)?;
+    // Without waiting for a process that has a lease on it: it is told, and the next try finds the file.
+    let flags = libc::O_NOCTTY | libc::O_NONBLOCK;
     let file = std::fs::OpenOptions::new()
         .read(true)
         .write(!read_only)
-        // O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path)
-        .map_err(|source| match source.kind() {
-            io::ErrorKind::IsADirectory => OpenError::WrongKind {
-                path: path.to_owned(),
-                kind: "directory",
-            },
-            _ => OpenError::Open {
-                path: path.to_owned(),
-                source,
-                read_only,
-            },
-        })?;
-    let kind = kind_of(&file, path)?;
-    let flags = rustix::fs::fcntl_getfl(&file)
-        .map_err(io::Error::from)
-        .map_err(os("reading its flags"))?;
-    rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
-        .map_err(io::Error::from)
-        .map_err(os("setting its flags"))?;
+        .custom_flags(flags)
+        .open(format!("/proc/self/fd/{}", place.as_raw_fd()))
+        .map_err(failed)?;
+    let flags = rustix::fs::fcntl_getfl(&file).map_err(|error| failed(error.into()))?;
+    rustix::fs::fcntl_setfl(&file, flags & !OFlags::NONBLOCK).map_err(|error| failed(error.into()))?;
     if kind == Kind::Block && !read_only && is_read_only_device(&file) {
-        return Err(OpenError::Open {
-            path: path.to_owned(),
-            source: io::Error::from_raw_os_error(libc::EROFS),
-            read_only: false,
-        });
+        return Err(failed(io::Error::from_raw_os_error(libc::EROFS)));
     }
     Ok((file, kind))
+}
+
+/// Finds what is at `path`, without opening it. The name of a `part` is in an image's header: it does not lead through the links
+/// of /proc, which are to files that this process has open.
+fn find(path: &Path, part: bool) -> Result<File, Errno> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let found = match part {
+        true => rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS),
+        false => rustix::fs::open(path, flags, Mode::empty()),
+    };
+    found.map(File::from)
 }
 
 /// Opens the regular file at `path`, and makes it if there is none, for its size to be changed before it is a disk: nobody

@@ -3,7 +3,7 @@
 //! An access past the end of a mapped file raises SIGBUS, which would end this process, and with it every disk of the VM. A
 //! page whose memory has failed, and a huge page that the host has not got, do the same. [`handle_sigbus`] maps anonymous
 //! memory over the mapping in which that happens, so that the access goes on with zeros, and marks the mapping as lost.
-//! Whoever uses a mapping asks [`Guard::is_lost`] before it acts on what it has read there, or acknowledges what it has
+//! Who uses a mapping calls [`Mapping::check`](super::Mapping::check) before it acts on what it has read there, or acknowledges what it has
 //! written there.
 //!
 //! The handler may run in any thread, between any two instructions: it reads and writes atomics, and calls mmap(2).
@@ -16,8 +16,11 @@ use std::sync::{Mutex, PoisonError};
 /// The most mappings of a process that can be guarded at a time: those of 32 disks with the most regions.
 const MAPPINGS_MAX: usize = 16 * 1024;
 
-/// A guarded mapping; `bytes` is 0 in one that is free, and in one that is being set.
+/// A guarded mapping; `bytes` is 0 in one that is free.
+#[derive(Debug)]
 struct Slot {
+    /// Odd while the other fields are being changed.
+    version: AtomicUsize,
     start: AtomicUsize,
     bytes: AtomicUsize,
     /// The `si_code` of the SIGBUS by which it was lost; 0 if it was not.
@@ -26,6 +29,7 @@ struct Slot {
 
 static SLOTS: [Slot; MAPPINGS_MAX] = [const {
     Slot {
+        version: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         bytes: AtomicUsize::new(0),
         lost: AtomicI32::new(0),
@@ -46,12 +50,29 @@ static LOST: AtomicUsize = AtomicUsize::new(0);
 #[allow(missing_docs)]
 pub enum Loss {
     #[error(
-        "the front-end has made its file shorter while it was mapped, or the file is on huge pages of which the host has no \
-         more"
+        "the front-end has made its file shorter while it was mapped, or there is no memory for the file: no more huge pages, \
+         or its tmpfs is full"
     )]
     Truncated,
     #[error("a page of it has a memory error")]
     MemoryError,
+}
+
+impl Slot {
+    /// Changes it as a whole for [`Slot::range`].
+    fn set(&self, start: usize, bytes: usize) {
+        self.version.fetch_add(1, Ordering::AcqRel);
+        self.start.store(start, Ordering::Release);
+        self.bytes.store(bytes, Ordering::Release);
+        self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The start and length of its mapping; none while it is being changed, when nobody uses the mapping.
+    fn range(&self) -> Option<(usize, usize)> {
+        let version = self.version.load(Ordering::Acquire);
+        let range = (self.start.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire));
+        (version.is_multiple_of(2) && self.version.load(Ordering::Acquire) == version).then_some(range)
+    }
 }
 
 /// Guards a mapping until it is dropped.
@@ -76,8 +97,7 @@ impl Guard {
         SLOTS_USED.fetch_max(index + 1, Ordering::AcqRel);
         let slot = &SLOTS[index];
         slot.lost.store(0, Ordering::Relaxed);
-        slot.start.store(start.as_ptr().addr(), Ordering::Relaxed);
-        slot.bytes.store(bytes, Ordering::Release);
+        slot.set(start.as_ptr().addr(), bytes);
         Ok(Self(slot))
     }
 
@@ -93,7 +113,7 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.bytes.store(0, Ordering::Release);
+        self.0.set(RESERVED, 0);
         if self.0.lost.load(Ordering::Acquire) != 0 {
             LOST.fetch_sub(1, Ordering::AcqRel);
         }
@@ -149,8 +169,7 @@ extern "C" fn handle_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _co
 fn replace(address: usize, code: i32) -> bool {
     let used = SLOTS_USED.load(Ordering::Acquire).min(MAPPINGS_MAX);
     let found = SLOTS[..used].iter().find_map(|slot| {
-        let bytes = slot.bytes.load(Ordering::Acquire);
-        let start = slot.start.load(Ordering::Relaxed);
+        let (start, bytes) = slot.range()?;
         (address.wrapping_sub(start) < bytes).then_some((slot, start, bytes))
     });
     let Some((slot, start, bytes)) = found else {

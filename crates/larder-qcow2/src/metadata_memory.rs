@@ -1,0 +1,101 @@
+//! What the images of a disk keep of their metadata together: an image with a long chain of backing files is not to take the
+//! memory of each again.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use larder_block::ByteLen;
+
+/// The L1 table and the refcount table of one image, at their largest, fit whatever the limit is.
+const TABLES_MIN: u64 = 48 << 20;
+
+/// The limit for a disk, which its images share equally.
+#[derive(Debug)]
+pub struct MetadataMemory {
+    limit: u64,
+    images: Cell<u64>,
+    /// Bytes of the top-level tables of all images, which are held as a whole.
+    tables: Cell<u64>,
+}
+
+/// There is no room for the top-level tables of another image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TooMuch {
+    pub(crate) allowed: u64,
+}
+
+impl MetadataMemory {
+    /// A limit of `limit` bytes.
+    pub fn new(limit: ByteLen) -> Rc<Self> {
+        Rc::new(Self {
+            limit: limit.get(),
+            images: Cell::new(0),
+            tables: Cell::new(0),
+        })
+    }
+
+    /// The whole limit, in bytes.
+    pub fn limit(&self) -> ByteLen {
+        ByteLen::new(self.limit)
+    }
+
+    /// Counts an image whose top-level tables take `tables` bytes, until the share is dropped.
+    ///
+    /// # Errors
+    /// There is no room for them.
+    pub(crate) fn share(self: &Rc<Self>, tables: u64) -> Result<MetadataShare, TooMuch> {
+        let allowed = self.limit.max(TABLES_MIN);
+        let all = self.tables.get().saturating_add(tables);
+        if all > allowed {
+            return Err(TooMuch { allowed });
+        }
+        self.tables.set(all);
+        self.images.set(self.images.get() + 1);
+        Ok(MetadataShare {
+            of: Rc::clone(self),
+            tables,
+        })
+    }
+}
+
+/// What one image has of it.
+#[derive(Debug)]
+pub(crate) struct MetadataShare {
+    of: Rc<MetadataMemory>,
+    tables: u64,
+}
+
+impl MetadataShare {
+    /// The bytes that its map may hold.
+    pub(crate) fn map_bytes(&self) -> usize {
+        let for_maps = self.of.limit.saturating_sub(self.of.tables.get());
+        usize::try_from(for_maps / self.of.images.get().max(1)).unwrap_or(usize::MAX)
+    }
+}
+
+impl Drop for MetadataShare {
+    fn drop(&mut self) {
+        self.of.tables.set(self.of.tables.get() - self.tables);
+        self.of.images.set(self.of.images.get() - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_share_the_limit() {
+        let memory = MetadataMemory::new(ByteLen::mib(100));
+        let one = memory.share(20 << 20).expect("room");
+        assert_eq!(one.map_bytes(), 80 << 20);
+        let two = memory.share(40 << 20).expect("room");
+        assert_eq!((one.map_bytes(), two.map_bytes()), (20 << 20, 20 << 20));
+        assert_eq!(memory.share(41 << 20).expect_err("no room").allowed, 100 << 20);
+        drop(one);
+        assert_eq!(two.map_bytes(), 60 << 20);
+        // One image at least can be opened.
+        let none = MetadataMemory::new(ByteLen::ZERO);
+        assert_eq!(none.share(40 << 20).expect("room").map_bytes(), 0);
+    }
+}

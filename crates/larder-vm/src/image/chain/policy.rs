@@ -1,0 +1,559 @@
+//! Which files an image may have opened besides itself. What its header names decides nothing by itself: whoever made the image
+//! chose it.
+
+use std::fmt::Write;
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use larder_block::printable;
+use nix::unistd::{Uid, User};
+
+use super::{ChainPart, PartRole};
+use crate::image::{Format, ImageAddress};
+
+/// One image of a chain of backing files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChainImage {
+    /// Where it is.
+    pub image: ImageAddress,
+    /// Its format.
+    pub format: Format,
+    /// Its external data file, which is raw.
+    pub data_file: Option<ImageAddress>,
+}
+
+/// The files that an image may lead to, and no others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PinnedChain {
+    /// The external data file of the image itself.
+    pub data_file: Option<ImageAddress>,
+    /// Its backing file, that one's, and so on.
+    pub backing: Vec<ChainImage>,
+}
+
+/// Who says which files those are; messages name it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PinnedBy {
+    /// The file of a VM.
+    VmFile,
+    /// A file that `--pin-chain` names.
+    ChainFile(PathBuf),
+    /// `--backing-chain none`.
+    NoChain,
+}
+
+/// How the files that an image's header names are treated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ChainPolicy {
+    /// They are opened, with the caller's rights, as QEMU does. Root opens those of an image that belongs to another user only
+    /// if it trusts that user.
+    Follow {
+        /// Whether it does.
+        trust_image: bool,
+    },
+    /// Only these are opened, and the header must name the same.
+    Pinned {
+        /// Which.
+        chain: Arc<PinnedChain>,
+        /// Who says so.
+        by: PinnedBy,
+    },
+}
+
+/// Why a chain is refused.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ChainError {
+    #[error(
+        "{image}: its header names the backing file '{}'{}, which {}{}",
+        printable(name),
+        of_format(*format),
+        denies(by),
+        allow(by, lines)
+    )]
+    Backing {
+        image: String,
+        name: String,
+        format: Option<Format>,
+        by: PinnedBy,
+        lines: String,
+    },
+    #[error(
+        "{image}: its header names the external data file '{}', which {}{}",
+        printable(name),
+        denies(by),
+        allow(by, lines)
+    )]
+    DataFile {
+        image: String,
+        name: String,
+        by: PinnedBy,
+        lines: String,
+    },
+    #[error(
+        "{image}: its header says that the backing file '{}' is {}, and {} says {}",
+        printable(name),
+        header.name(),
+        says(by),
+        pinned.name()
+    )]
+    Format {
+        image: String,
+        name: String,
+        header: Format,
+        pinned: Format,
+        by: PinnedBy,
+    },
+    #[error(
+        "{image}: {author}, and its header has root open '{}'; if that file is the right one, say so with --trust-image, or do \
+         this as another user",
+        printable(name)
+    )]
+    Author {
+        image: String,
+        name: String,
+        author: Author,
+    },
+    #[error(
+        "{image}: its header names no {what}, and {} names '{}'{}",
+        says(by),
+        printable(name),
+        allow(by, lines)
+    )]
+    NotNamed {
+        image: String,
+        what: &'static str,
+        name: String,
+        by: PinnedBy,
+        lines: String,
+    },
+}
+
+fn of_format(format: Option<Format>) -> String {
+    format.map_or_else(String::new, |format| format!(" of format {}", format.name()))
+}
+
+fn says(by: &PinnedBy) -> String {
+    match by {
+        PinnedBy::VmFile => "the VM's file".to_owned(),
+        PinnedBy::ChainFile(path) => path.display().to_string(),
+        PinnedBy::NoChain => "--backing-chain none".to_owned(),
+    }
+}
+
+fn denies(by: &PinnedBy) -> String {
+    match by {
+        PinnedBy::NoChain => "--backing-chain none does not allow".to_owned(),
+        by => format!("{} does not name", says(by)),
+    }
+}
+
+fn allow(by: &PinnedBy, lines: &str) -> String {
+    match by {
+        PinnedBy::VmFile => format!("; if that is as it should be, say so for this disk there: {lines}"),
+        PinnedBy::ChainFile(_) => format!("; if that is as it should be, say so there, or remove that file: {lines}"),
+        PinnedBy::NoChain => String::new(),
+    }
+}
+
+/// Whoever may have chosen what an image's header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Author {
+    /// The file belongs to this user.
+    User(u32),
+    /// Any user may write to the file.
+    AnyUser,
+    /// It is on a block device, and its format was guessed: a guest that had the device as a raw disk could have written the
+    /// header.
+    Guest,
+    /// It comes from an NBD server.
+    Server,
+}
+
+impl Author {
+    /// Returns who it is of a file on this host, whose format `is_guessed`.
+    pub(in crate::image) fn of_file(file: &Metadata, is_guessed: bool) -> Self {
+        match file.file_type().is_block_device() {
+            true if is_guessed => Self::Guest,
+            _ if file.mode() & 0o002 != 0 => Self::AnyUser,
+            _ => Self::User(file.uid()),
+        }
+    }
+
+    /// Returns who may have written what is at this address, if that is somebody whom this process, as root, does not follow.
+    pub fn not_followed(image: &ImageAddress) -> Option<Self> {
+        let author = match image {
+            // Of what cannot be looked at nothing is known.
+            ImageAddress::Path(path) => path
+                .metadata()
+                .map_or(Self::AnyUser, |found| Self::of_file(&found, false)),
+            ImageAddress::Nbd(_) => Self::Server,
+        };
+        (rustix::process::geteuid().is_root() && !author.is_root()).then_some(author)
+    }
+
+    /// Nobody but root has chosen what it says.
+    fn is_root(self) -> bool {
+        self == Self::User(0)
+    }
+}
+
+impl std::fmt::Display for Author {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::User(number) => match User::from_uid(Uid::from_raw(*number)).ok().flatten() {
+                Some(user) => write!(f, "it belongs to user {}", user.name),
+                None => write!(f, "it belongs to user {number}"),
+            },
+            Self::AnyUser => f.write_str("any user may write to it"),
+            Self::Guest => f.write_str(
+                "it is on a block device and nobody has said its format, so a guest may have written its header",
+            ),
+            Self::Server => f.write_str("it comes from an NBD server"),
+        }
+    }
+}
+
+/// What a header names: the file, and its format.
+pub(super) struct Named<'a> {
+    pub(super) name: &'a str,
+    pub(super) address: ImageAddress,
+    pub(super) format: Option<Format>,
+}
+
+impl Default for ChainPolicy {
+    fn default() -> Self {
+        Self::FOLLOW
+    }
+}
+
+impl ChainPolicy {
+    /// The caller's rights hold.
+    pub const FOLLOW: Self = Self::Follow { trust_image: false };
+
+    /// Returns the backing file to open for the image that is `depth` images below the first one, and its format if that is
+    /// known. The header of `image` is the `author`'s.
+    ///
+    /// # Errors
+    /// The header does not name what it may, or names something else.
+    pub(super) fn backing(
+        &self,
+        (image, author): (&ImageAddress, Author),
+        depth: usize,
+        named: Option<Named<'_>>,
+    ) -> Result<Option<(ImageAddress, Option<Format>)>, ChainError> {
+        let (chain, by) = match self {
+            Self::Pinned { chain, by } => (chain, by),
+            Self::Follow { trust_image } => {
+                check_author(image, author, named.as_ref(), *trust_image)?;
+                return Ok(named.map(|named| (named.address, named.format)));
+            }
+        };
+        match (named, chain.backing.get(depth)) {
+            (None, None) => Ok(None),
+            (None, Some(pinned)) => Err(ChainError::NotNamed {
+                image: image.to_string(),
+                what: "backing file",
+                name: pinned.image.to_string(),
+                by: by.clone(),
+                lines: NamedChain::from(chain.as_ref()).with_backing(depth, None).lines(),
+            }),
+            (Some(named), Some(pinned)) if is_named(&pinned.image, &named.address) => match named.format {
+                Some(header) if header != pinned.format => Err(ChainError::Format {
+                    image: image.to_string(),
+                    name: named.name.to_owned(),
+                    header,
+                    pinned: pinned.format,
+                    by: by.clone(),
+                }),
+                _ => Ok(Some((pinned.image.clone(), Some(pinned.format)))),
+            },
+            (Some(named), _) => {
+                let wanted = NamedImage {
+                    image: named.address,
+                    format: named.format,
+                    data_file: None,
+                };
+                Err(ChainError::Backing {
+                    image: image.to_string(),
+                    name: named.name.to_owned(),
+                    format: named.format,
+                    by: by.clone(),
+                    lines: NamedChain::from(chain.as_ref())
+                        .with_backing(depth, Some(wanted))
+                        .lines(),
+                })
+            }
+        }
+    }
+
+    /// Returns the external data file to open for the image that is `depth` images below the first one.
+    ///
+    /// # Errors
+    /// As in [`ChainPolicy::backing`].
+    pub(super) fn data_file(
+        &self,
+        (image, author): (&ImageAddress, Author),
+        depth: usize,
+        named: Option<Named<'_>>,
+    ) -> Result<Option<ImageAddress>, ChainError> {
+        let (chain, by) = match self {
+            Self::Pinned { chain, by } => (chain, by),
+            Self::Follow { trust_image } => {
+                check_author(image, author, named.as_ref(), *trust_image)?;
+                return Ok(named.map(|named| named.address));
+            }
+        };
+        let pinned = match depth.checked_sub(1) {
+            None => chain.data_file.as_ref(),
+            Some(index) => chain.backing.get(index).and_then(|backing| backing.data_file.as_ref()),
+        };
+        match (named, pinned) {
+            (None, None) => Ok(None),
+            (None, Some(pinned)) => Err(ChainError::NotNamed {
+                image: image.to_string(),
+                what: "external data file",
+                name: pinned.to_string(),
+                by: by.clone(),
+                lines: NamedChain::from(chain.as_ref()).with_data_file(depth, None).lines(),
+            }),
+            (Some(named), Some(pinned)) if is_named(pinned, &named.address) => Ok(Some(pinned.clone())),
+            (Some(named), _) => Err(ChainError::DataFile {
+                image: image.to_string(),
+                name: named.name.to_owned(),
+                by: by.clone(),
+                lines: NamedChain::from(chain.as_ref())
+                    .with_data_file(depth, Some(named.address))
+                    .lines(),
+            }),
+        }
+    }
+}
+
+/// Checks that the `author` of the header of `image` may choose a file that this process opens.
+fn check_author(
+    image: &ImageAddress,
+    author: Author,
+    named: Option<&Named<'_>>,
+    trust_image: bool,
+) -> Result<(), ChainError> {
+    match named {
+        Some(named) if !trust_image && rustix::process::geteuid().is_root() && !author.is_root() => {
+            Err(ChainError::Author {
+                image: image.to_string(),
+                name: named.name.to_owned(),
+                author,
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The files that the headers of an image and of its backing files name. Where they do not say a format, only a person can.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NamedChain {
+    /// The external data file of the image itself.
+    pub data_file: Option<ImageAddress>,
+    /// Its backing file, that one's, and so on.
+    pub backing: Vec<NamedImage>,
+}
+
+/// A backing file, as the header above names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedImage {
+    /// Where it is.
+    pub image: ImageAddress,
+    /// Its format, if that header says it.
+    pub format: Option<Format>,
+    /// The external data file that its own header names.
+    pub data_file: Option<ImageAddress>,
+}
+
+impl From<&PinnedChain> for NamedChain {
+    fn from(chain: &PinnedChain) -> Self {
+        let backing = chain.backing.iter().map(|image| NamedImage {
+            image: image.image.clone(),
+            format: Some(image.format),
+            data_file: image.data_file.clone(),
+        });
+        Self {
+            data_file: chain.data_file.clone(),
+            backing: backing.collect(),
+        }
+    }
+}
+
+impl NamedChain {
+    /// Whether there is nothing but the image.
+    pub fn is_empty(&self) -> bool {
+        self.data_file.is_none() && self.backing.is_empty()
+    }
+
+    /// Returns what would allow these files; `None` if a format is missing.
+    pub fn pinned(&self) -> Option<PinnedChain> {
+        let backing: Option<Vec<ChainImage>> = self
+            .backing
+            .iter()
+            .map(|named| {
+                Some(ChainImage {
+                    image: named.image.clone(),
+                    format: named.format?,
+                    data_file: named.data_file.clone(),
+                })
+            })
+            .collect();
+        Some(PinnedChain {
+            data_file: self.data_file.clone(),
+            backing: backing?,
+        })
+    }
+
+    /// Returns whether `chain` allows just these files.
+    pub fn is_allowed_by(&self, chain: &PinnedChain) -> bool {
+        let same = |one: Option<&ImageAddress>, other: Option<&ImageAddress>| match (one, other) {
+            (Some(one), Some(other)) => is_named(other, one),
+            (one, other) => one == other,
+        };
+        let backing = self.backing.iter().zip(&chain.backing);
+        same(self.data_file.as_ref(), chain.data_file.as_ref())
+            && self.backing.len() == chain.backing.len()
+            && backing.into_iter().all(|(named, pinned)| {
+                is_named(&pinned.image, &named.image)
+                    && named.format.is_none_or(|format| format == pinned.format)
+                    && same(named.data_file.as_ref(), pinned.data_file.as_ref())
+            })
+    }
+
+    /// The chain that ends with `backing` at `depth`.
+    fn with_backing(mut self, depth: usize, backing: Option<NamedImage>) -> Self {
+        self.backing.truncate(depth);
+        self.backing.extend(backing);
+        self
+    }
+
+    fn with_data_file(mut self, depth: usize, data_file: Option<ImageAddress>) -> Self {
+        match depth.checked_sub(1) {
+            None => self.data_file = data_file,
+            Some(index) => {
+                if let Some(backing) = self.backing.get_mut(index) {
+                    backing.data_file = data_file;
+                }
+            }
+        }
+        self
+    }
+
+    /// What the file of a VM, or one of `--pin-chain`, says of it: keys, and their values as TOML has them. A format that is
+    /// missing is a question mark, which is refused there.
+    pub fn keys(&self) -> Vec<(&'static str, String)> {
+        let mut keys = Vec::new();
+        if let Some(data_file) = &self.data_file {
+            keys.push(("data-file", toml_text(&data_file.to_string())));
+        }
+        if !self.backing.is_empty() {
+            let all: Vec<String> = self.backing.iter().map(table).collect();
+            keys.push(("backing", format!("[{}]", all.join(", "))));
+        }
+        keys
+    }
+
+    /// The same as lines.
+    pub fn lines(&self) -> String {
+        let keys = self.keys().into_iter();
+        let mut lines: Vec<String> = keys.map(|(key, value)| format!("{key} = {value}")).collect();
+        if self.backing.iter().any(|image| image.format.is_none()) {
+            lines.push("with raw or qcow2 in place of the question mark, which no header says".to_owned());
+        }
+        match lines.as_slice() {
+            [] => "no data-file and no backing".to_owned(),
+            lines => lines.join("\n"),
+        }
+    }
+}
+
+/// Whether a header that names `named` names the file that is pinned. As text: a path that a header names is not looked up
+/// before it is allowed, and what is opened is what is pinned.
+fn is_named(pinned: &ImageAddress, named: &ImageAddress) -> bool {
+    match (named, pinned) {
+        (ImageAddress::Path(named), ImageAddress::Path(pinned)) => normal(named) == normal(pinned),
+        (named, pinned) => named == pinned,
+    }
+}
+
+/// An absolute path without `.`, and without `..` after a name.
+fn normal(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut normal = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::CurDir => {}
+            Component::ParentDir => {
+                normal.pop();
+            }
+            part => normal.push(part),
+        }
+    }
+    normal
+}
+
+/// The lines that name an image and its chain, in the file of a VM or in one of `--pin-chain`.
+pub fn text(image: &ChainImage, chain: &PinnedChain) -> String {
+    let mut text = format!(
+        "image = {}\nformat = {}\n",
+        toml_text(&image.image.to_string()),
+        toml_text(image.format.name())
+    );
+    for (key, value) in NamedChain::from(chain).keys() {
+        let _ = writeln!(text, "{key} = {value}");
+    }
+    text
+}
+
+/// Returns what a disk that was opened consists of, as it is written down: absolute paths.
+pub fn pinned(parts: &[ChainPart]) -> PinnedChain {
+    let mut chain = PinnedChain::default();
+    for part in parts {
+        let image = part.image.absolute();
+        match part.role {
+            PartRole::Image => {}
+            PartRole::DataFile => match chain.backing.last_mut() {
+                Some(backing) => backing.data_file = Some(image),
+                None => chain.data_file = Some(image),
+            },
+            PartRole::Backing => chain.backing.push(ChainImage {
+                image,
+                format: part.format,
+                data_file: None,
+            }),
+        }
+    }
+    chain
+}
+
+fn table(image: &NamedImage) -> String {
+    let data_file = image.data_file.as_ref().map_or_else(String::new, |data_file| {
+        format!(", data-file = {}", toml_text(&data_file.to_string()))
+    });
+    format!(
+        "{{ image = {}, format = {}{data_file} }}",
+        toml_text(&image.image.to_string()),
+        toml_text(image.format.map_or("?", Format::name))
+    )
+}
+
+/// A basic string of TOML.
+pub(crate) fn toml_text(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => quoted.extend(['\\', letter]),
+            letter if letter.is_control() => {
+                let _ = write!(quoted, "\\u{:04X}", u32::from(letter));
+            }
+            letter => quoted.push(letter),
+        }
+    }
+    quoted + "\""
+}

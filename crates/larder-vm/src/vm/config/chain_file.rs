@@ -1,0 +1,263 @@
+//! The files that an image may lead to, as people write them: `backing` and `data-file` of a VM's file, and the file of
+//! `larder disk serve --pin-chain`.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use larder_block::small_file::CONFIG_BYTES_MAX;
+use toml::de::{DeTable, DeValue};
+
+use super::{ConfigError, Reader, Value, format_of, image_of};
+use crate::image::{ChainImage, ChainPart, Format, ImageAddress, PinnedChain, chain_text, pinned_chain};
+
+/// Backing files, as they are written.
+const BACKING_EXAMPLE: &str = "backing = [{ image = \"/srv/base.qcow2\", format = \"qcow2\" }]";
+
+/// What a file of `--pin-chain` says: an image, and the files that it leads to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChainFile {
+    /// The image.
+    pub image: ImageAddress,
+    /// Its format.
+    pub format: Format,
+    /// The other files.
+    pub chain: PinnedChain,
+}
+
+impl ChainFile {
+    /// Reads one; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// See [`ConfigError`]. One that another user than the caller or root could have written is refused.
+    pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
+        let text = match read_own(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => {
+                return Err(ConfigError::Read {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+        };
+        let mut reader = Reader {
+            path,
+            text: &text,
+            mistakes: Vec::new(),
+        };
+        let found = match DeTable::parse(&text) {
+            Ok(table) => reader.chain_file(table.get_ref()),
+            Err(error) => {
+                reader.mistake(&error.span().unwrap_or(0..0), error.message());
+                None
+            }
+        };
+        let mistakes = reader.mistakes;
+        match found {
+            Some(found) if mistakes.is_empty() => Ok(Some(found)),
+            _ => Err(ConfigError::Mistakes { mistakes }),
+        }
+    }
+
+    /// Returns what a disk that was opened consists of; none if it has no image.
+    pub fn of(parts: &[ChainPart]) -> Option<Self> {
+        let image = parts.first()?;
+        Some(Self {
+            image: image.image.absolute(),
+            format: image.format,
+            chain: pinned_chain(parts),
+        })
+    }
+
+    /// The files besides the image, a line each: what it is, its format, and whether it may be written.
+    pub fn files(&self, read_only: bool) -> Vec<String> {
+        let access = if read_only { "read" } else { "read and written" };
+        let data_file = |file: &Option<ImageAddress>, access: &str| {
+            let file = file.as_ref()?;
+            Some(format!("data file {file}, raw, {access}"))
+        };
+        let mut lines: Vec<String> = data_file(&self.chain.data_file, access).into_iter().collect();
+        for backing in &self.chain.backing {
+            lines.push(format!(
+                "backing file {}, {}, read",
+                backing.image,
+                backing.format.name()
+            ));
+            lines.extend(data_file(&backing.data_file, "read"));
+        }
+        lines
+    }
+
+    /// Writes it, durably: whatever happens, all of it is at `path`, or nothing. What is there already stays.
+    ///
+    /// # Errors
+    /// The file system's; something is there.
+    pub fn write(&self, path: &Path) -> io::Result<()> {
+        let path = std::path::absolute(path)?;
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".{}.new", std::process::id()));
+        let new = folder.join(name);
+        let written = self.write_new(&new);
+        let written = written.and_then(|()| {
+            let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::NOREPLACE);
+            rustix::fs::renameat_with(cwd, &new, cwd, &path, flags).map_err(io::Error::from)
+        });
+        if written.is_err() {
+            // It may not be there.
+            let _ = fs::remove_file(&new);
+        }
+        written?;
+        File::open(folder)?.sync_all()
+    }
+
+    fn write_new(&self, path: &Path) -> io::Result<()> {
+        let mut options = File::options();
+        let mut file = options.write(true).create_new(true).mode(0o600).open(path)?;
+        file.write_all(self.text().as_bytes())?;
+        file.sync_all()
+    }
+
+    fn text(&self) -> String {
+        let image = ChainImage {
+            image: self.image.clone(),
+            format: self.format,
+            data_file: None,
+        };
+        format!(
+            "# The files of a disk, written by larder disk serve --pin-chain: no others are opened for it.\n{}",
+            chain_text(&image, &self.chain)
+        )
+    }
+}
+
+/// Reads a text that only the caller or root can have written, and no symbolic link to another one.
+fn read_own(path: &Path) -> io::Result<String> {
+    let mut options = File::options();
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = options.read(true).custom_flags(flags).open(path)?;
+    let found = file.metadata()?;
+    let user = rustix::process::geteuid().as_raw();
+    let why = match found.uid() {
+        _ if !found.is_file() => "it is no regular file",
+        owner if owner != 0 && owner != user => "it belongs to another user, who could have any file opened",
+        _ if found.mode() & 0o022 != 0 => "other users may write to it, and could have any file opened",
+        _ => "",
+    };
+    if !why.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    let mut text = String::new();
+    file.take(CONFIG_BYTES_MAX).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+impl Reader<'_> {
+    fn chain_file(&mut self, table: &DeTable<'_>) -> Option<ChainFile> {
+        let folder = self.folder();
+        let (mut image, mut format, mut chain) = (None, None, PinnedChain::default());
+        for (key, value) in table {
+            let (at, key) = (key.span(), key.get_ref().as_ref());
+            match key {
+                "image" => image = self.read(key, value, |text| image_of(&folder, text)),
+                "format" => format = self.read(key, value, format_of),
+                "data-file" => chain.data_file = self.read(key, value, |text| image_of(&folder, text)),
+                "backing" => chain.backing = self.backing(&folder, value),
+                _ => self.mistake(
+                    &at,
+                    format!("unknown key '{key}'; a chain has image, format, data-file and backing"),
+                ),
+            }
+        }
+        for key in ["image", "format"] {
+            if !table.contains_key(key) {
+                self.mistake(
+                    &(0..0),
+                    format!("there is no {key}; remove this file to have it written anew"),
+                );
+            }
+        }
+        if format == Some(Format::Raw) {
+            self.refuse_chain_of_raw(&(0..0), &chain);
+        }
+        Some(ChainFile {
+            image: image?,
+            format: format?,
+            chain,
+        })
+    }
+
+    /// The backing files of an image: an array of tables.
+    pub(super) fn backing(&mut self, folder: &Path, value: &Value<'_>) -> Vec<ChainImage> {
+        let DeValue::Array(all) = value.get_ref() else {
+            self.mistake(&value.span(), format!("backing: write {BACKING_EXAMPLE}"));
+            return Vec::new();
+        };
+        let images: Vec<_> = all.iter().map(|value| self.backing_image(folder, value)).collect();
+        let images: Vec<ChainImage> = images.into_iter().flatten().collect();
+        for (number, image) in images.iter().enumerate() {
+            if image.format == Format::Raw && (image.data_file.is_some() || number + 1 < images.len()) {
+                self.mistake(
+                    &value.span(),
+                    format!(
+                        "backing: {} is raw, and a raw image leads to no other file",
+                        image.image
+                    ),
+                );
+            }
+        }
+        images
+    }
+
+    /// Refuses files that a raw image is said to lead to.
+    pub(super) fn refuse_chain_of_raw(&mut self, at: &Range<usize>, chain: &PinnedChain) {
+        if *chain != PinnedChain::default() {
+            self.mistake(
+                at,
+                "a raw image leads to no other file: leave data-file and backing out, or say format = \"qcow2\"",
+            );
+        }
+    }
+
+    fn backing_image(&mut self, folder: &Path, value: &Value<'_>) -> Option<ChainImage> {
+        let DeValue::Table(table) = value.get_ref() else {
+            self.mistake(
+                &value.span(),
+                format!("backing: a backing file is a table, as in {BACKING_EXAMPLE}"),
+            );
+            return None;
+        };
+        let (mut image, mut format, mut data_file) = (None, None, None);
+        for (key, value) in table {
+            let (at, key) = (key.span(), key.get_ref().as_ref());
+            match key {
+                "image" => image = self.read(key, value, |text| image_of(folder, text)),
+                "data-file" => data_file = self.read(key, value, |text| image_of(folder, text)),
+                "format" => format = self.read(key, value, format_of),
+                _ => self.mistake(
+                    &at,
+                    format!("unknown key '{key}'; a backing file has image, format and data-file"),
+                ),
+            }
+        }
+        for (key, is_there) in [
+            ("image", table.contains_key("image")),
+            ("format", table.contains_key("format")),
+        ] {
+            if !is_there {
+                self.mistake(
+                    &value.span(),
+                    format!("this backing file has no {key}, as in {BACKING_EXAMPLE}"),
+                );
+            }
+        }
+        Some(ChainImage {
+            image: image?,
+            format: format?,
+            data_file,
+        })
+    }
+}

@@ -1,0 +1,112 @@
+//! What a VM's file has to say of its disks and does not: formats, and the files that images lead to. Files of Larder's earlier
+//! versions lack them.
+
+use std::io;
+use std::path::Path;
+
+use toml::de::{DeTable, DeValue};
+
+use super::{VmConfig, image_of};
+use crate::image::{Format, ImageAddress};
+
+/// A disk of which something is to be added.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsaid {
+    /// Its name.
+    pub name: String,
+    /// Its image.
+    pub image: ImageAddress,
+    /// What the file says of its format.
+    pub format: Option<Format>,
+    /// The file says nothing of other files.
+    pub lacks_chain: bool,
+    /// Where lines can be added to it in the file, in bytes; `None` if it is written on one line with others.
+    place: Option<usize>,
+}
+
+/// Returns the disks of a VM's file that lack a format, or say nothing of other files.
+pub fn unsaid(path: &Path, text: &str, config: &VmConfig) -> Vec<Unsaid> {
+    let Ok(table) = DeTable::parse(text) else {
+        return Vec::new();
+    };
+    let Some(DeValue::Array(disks)) = table.get_ref().get("disk").map(|disks| disks.get_ref()) else {
+        return Vec::new();
+    };
+    let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+    let found = disks.iter().zip(&config.disks).filter_map(|(table, disk)| {
+        let is_inline = text.get(table.span()).is_some_and(|text| text.starts_with('{'));
+        let DeValue::Table(table) = table.get_ref() else {
+            return None;
+        };
+        let image = table.get("image")?;
+        let DeValue::String(name) = image.get_ref() else {
+            return None;
+        };
+        let end = image.span().end;
+        let line_end = text.get(end..)?.find('\n').map_or(text.len(), |at| end + at);
+        Some(Unsaid {
+            name: disk.name.clone(),
+            image: image_of(&folder, name).ok()?,
+            format: disk.wish.format,
+            lacks_chain: !table.contains_key("backing") && !table.contains_key("data-file"),
+            place: (!is_inline).then_some(line_end),
+        })
+    });
+    found.filter(|disk| disk.format.is_none() || disk.lacks_chain).collect()
+}
+
+/// Returns the text of the file with these lines added to these disks, each below its image.
+///
+/// # Errors
+/// A disk is written on one line with others.
+pub fn with_lines(text: &str, lines: &[(Unsaid, String)]) -> io::Result<String> {
+    let mut places = Vec::new();
+    for (disk, lines) in lines {
+        let place = disk.place.ok_or_else(|| {
+            let name = &disk.name;
+            io::Error::other(format!("disk {name} is an inline table: add these lines by hand"))
+        })?;
+        places.push((place, lines));
+    }
+    places.sort_by_key(|(place, _)| *place);
+    let (mut all, mut from) = (String::new(), 0);
+    for (place, lines) in places {
+        all.push_str(&text[from..place]);
+        all.push('\n');
+        all.push_str(lines.trim_end_matches('\n'));
+        from = place;
+    }
+    all.push_str(&text[from..]);
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_added_below_the_image() {
+        let text = "[[disk]]\nname = \"a\"\nimage = \"/srv/a.img\" # the first\nserial = \"1\"\n\n[[disk]]\nimage = \"b.qcow2\"";
+        let path = Path::new("/etc/larder/vms/x.toml");
+        let config = VmConfig::parse(path, text).expect("is right");
+        let found = unsaid(path, text, &config);
+        assert_eq!(found.len(), 2);
+        assert_eq!(found[1].image, ImageAddress::Path("/etc/larder/vms/b.qcow2".into()));
+        let lines = [
+            (found[1].clone(), "format = \"qcow2\"".to_owned()),
+            (found[0].clone(), "format = \"raw\"\n".to_owned()),
+        ];
+        let expected = "[[disk]]\nname = \"a\"\nimage = \"/srv/a.img\" # the first\nformat = \"raw\"\nserial = \"1\"\n\n[[disk]]\nimage = \"b.qcow2\"\nformat = \"qcow2\"";
+        assert_eq!(with_lines(text, &lines).expect("can be added"), expected);
+    }
+
+    #[test]
+    fn a_disk_on_one_line_is_left_to_its_author() {
+        let text = "disk = [{ image = \"/srv/a.img\" }]\n";
+        let path = Path::new("/etc/larder/vms/x.toml");
+        let config = VmConfig::parse(path, text).expect("is right");
+        let found = unsaid(path, text, &config);
+        let lines = [(found[0].clone(), "format = \"raw\"".to_owned())];
+        assert!(with_lines(text, &lines).is_err());
+    }
+}

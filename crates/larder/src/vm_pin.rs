@@ -1,0 +1,94 @@
+//! `larder vm NAME --pin`: adds to a VM's file what it does not say of its disks.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use larder_block::Loop;
+use larder_vm::image::{Format, named_chain, probe};
+use larder_vm::vm::config::{Unsaid, VmConfig, read_text, unsaid, with_lines};
+
+use crate::output::print;
+
+/// Adds the format that each image begins like, and the files that headers name, where the file at `path` does not say them.
+pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
+    let text = read_text(path).with_context(|| path.display().to_string())?;
+    let config = VmConfig::parse(path, &text)?;
+    let on = Loop::new(Duration::ZERO)?;
+    let mut added = Vec::new();
+    for disk in unsaid(path, &text, &config) {
+        let lines = on
+            .block_on(lines_of(&on, &disk))
+            .with_context(|| format!("disk {}", disk.name))?;
+        if !lines.is_empty() {
+            added.push((disk, lines));
+        }
+    }
+    let mut told = String::new();
+    for (disk, lines) in &added {
+        for line in lines.lines() {
+            told.push_str(&format!("{}: disk {}: {line}\n", config.name, disk.name));
+        }
+    }
+    if added.is_empty() {
+        told = format!("{}: nothing is to be added\n", config.name);
+    } else {
+        let with_lines = with_lines(&text, &added).with_context(|| format!("{}:\n{told}", path.display()))?;
+        // Whatever was added, the file is still right.
+        VmConfig::parse(path, &with_lines)?;
+        replace(path, &with_lines).with_context(|| path.display().to_string())?;
+    }
+    print(&told)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
+    let mut lines = String::new();
+    let format = match disk.format {
+        Some(format) => format,
+        None => {
+            let format = probe(&disk.image)?;
+            lines.push_str(&format!("format = \"{}\"\n", format.name()));
+            format
+        }
+    };
+    if disk.lacks_chain && format == Format::Qcow2 {
+        let named = named_chain(on, &disk.image, format).await?;
+        if named.pinned().is_none() {
+            bail!(
+                "no header says the format of one of its backing files; add by hand: {}",
+                named.lines()
+            );
+        }
+        for (key, value) in named.keys() {
+            lines.push_str(&format!("{key} = {value}\n"));
+        }
+    }
+    Ok(lines)
+}
+
+/// Puts a text in the place of a file, durably, with the same owner and rights; a symbolic link stays one.
+fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    let path = path.canonicalize()?;
+    let before = path.metadata()?;
+    let mut new = path.clone().into_os_string();
+    new.push(format!(".{}.new", std::process::id()));
+    let written = (|| {
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&new)?;
+        file.write_all(text.as_bytes())?;
+        fchown(&file, Some(before.uid()), Some(before.gid()))?;
+        file.set_permissions(fs::Permissions::from_mode(before.mode() & 0o777))?;
+        file.sync_all()?;
+        fs::rename(&new, &path)
+    })();
+    if written.is_err() {
+        // It may not be there.
+        let _ = fs::remove_file(&new);
+    }
+    written?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}

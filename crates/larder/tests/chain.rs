@@ -1,0 +1,483 @@
+//! The files that an image's header names: a service opens those that its VM's file names and no others; a command line follows
+//! the header, as far as the caller's rights go, and can write down where it led.
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::process::Process;
+
+use support::{LIMIT, disk_serve, larder, need_root, on_disk, on_tmpfs, run, serve, tool, works};
+use tempfile::TempDir;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+struct Place {
+    images: TempDir,
+    sockets: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self {
+            images: on_disk(),
+            sockets: on_tmpfs(),
+        }
+    }
+
+    fn image(&self, name: &str) -> PathBuf {
+        self.images.path().join(name)
+    }
+
+    /// A raw image of 1 MiB that is full of `byte`.
+    fn raw(&self, name: &str, byte: u8) -> PathBuf {
+        let path = self.image(name);
+        fs::write(&path, vec![byte; 1 << 20]).expect("room");
+        path
+    }
+
+    /// A qcow2 image of 1 MiB whose header names `backing`, which need not be there.
+    fn overlay(&self, name: &str, backing: &str, format: &str) -> PathBuf {
+        let path = self.image(name);
+        let options = [
+            "create",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-b",
+            backing,
+            "-F",
+            format,
+            text(&path),
+            "1M",
+        ];
+        tool("qemu-img", &options);
+        path
+    }
+
+    /// A qcow2 image of 1 MiB with an external data file.
+    fn with_data_file(&self, name: &str, data_file: &Path) -> PathBuf {
+        let path = self.image(name);
+        let option = format!("data_file={}", text(data_file));
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-o", &option, text(&path), "1M"],
+        );
+        path
+    }
+
+    /// `larder vm` for a VM with one disk, of which `lines` say more than where it is served.
+    fn vm(&self, lines: &str) -> Command {
+        let file = self.sockets.path().join("web.toml");
+        let all = format!("control = \"control\"\n[[disk]]\nsocket = \"vda\"\n{lines}\n");
+        fs::write(&file, all).expect("room");
+        let mut command = Command::new(larder());
+        command.arg("vm").arg(file);
+        command
+    }
+}
+
+/// The command must end with an error that has all of `words`.
+fn refused(command: Command, words: &[&str]) -> String {
+    let (code, said) = run(command);
+    assert_eq!(code, Some(2), "{said}");
+    for word in words {
+        assert!(said.contains(word), "no '{word}' in: {said}");
+    }
+    said
+}
+
+/// The command must serve; what it has said when it was told to end.
+fn serves(command: Command) -> String {
+    let mut process = Process::start(command).expect("starts");
+    process.wait_for("serving", LIMIT).expect("serves");
+    process.signal(libc::SIGTERM);
+    process.wait(LIMIT).expect("ends");
+    process.output()
+}
+
+/// Whatever a header names, a service opens what its VM's file names, and says which line would allow more.
+#[test]
+fn service_opens_only_files_of_its_vm_file() {
+    let place = Place::new();
+    let secret = place.raw("secret", 7);
+    let server = place.sockets.path().join("nbd");
+    let listener = UnixListener::bind(&server).expect("binds");
+    listener.set_nonblocking(true).expect("is set");
+    let uri = format!("nbd+unix:///x?socket={}", text(&server));
+    let by_file = place.overlay("file.qcow2", text(&secret), "raw");
+    let by_uri = place.overlay("uri.qcow2", &uri, "raw");
+    let by_device = place.overlay("device.qcow2", "/dev/zero", "raw");
+    let by_link = place.overlay("link.qcow2", "/proc/self/fd/0", "raw");
+    let data = place.image("data");
+    let by_data = place.with_data_file("with-data.qcow2", &data);
+    for (image, named) in [
+        (&by_file, text(&secret)),
+        (&by_uri, &uri),
+        (&by_device, "/dev/zero"),
+        (&by_link, "/proc/self/fd/0"),
+    ] {
+        let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(image));
+        let line = format!("backing = [{{ image = \"{named}\", format = \"raw\" }}]");
+        refused(
+            place.vm(&lines),
+            &[
+                "its header names the backing file",
+                "the VM's file does not name",
+                &line,
+            ],
+        );
+    }
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&by_data));
+    let line = format!("data-file = \"{}\"", text(&data));
+    refused(place.vm(&lines), &["its header names the external data file", &line]);
+    assert!(listener.accept().is_err(), "nobody connected");
+    serves(place.vm(&format!("{lines}\n{line}")));
+    let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&secret));
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"\n{line}", text(&by_file));
+    serves(place.vm(&lines));
+    // A line that no header calls for.
+    tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
+    refused(
+        place.vm(&lines),
+        &["its header names no backing file, and the VM's file names"],
+    );
+    // Special files are refused even where they are named.
+    let lines = format!(
+        "image = \"{}\"\nformat = \"qcow2\"\nbacking = [{{ image = \"/dev/zero\", format = \"raw\" }}]",
+        text(&by_device)
+    );
+    refused(place.vm(&lines), &["/dev/zero is a character device"]);
+}
+
+/// The format is the VM's file's to say, for the image and for its backing file.
+#[test]
+fn service_never_guesses_a_format() {
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    refused(
+        place.vm(&format!("image = \"{}\"", text(&base))),
+        &["the VM's file does not say its format", "add format = \"raw\""],
+    );
+    let image = place.overlay("top.qcow2", text(&base), "raw");
+    let line = |format: &str| {
+        format!(
+            "image = \"{}\"\nformat = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"{format}\" }}]",
+            text(&image),
+            text(&base)
+        )
+    };
+    refused(
+        place.vm(&line("qcow2")),
+        &["says that the backing file", "is raw, and the VM's file says qcow2"],
+    );
+    serves(place.vm(&line("raw")));
+}
+
+/// `--check` prints what the file of a VM has to say of a whole chain.
+#[test]
+fn check_prints_lines_that_allow_the_chain() {
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let middle = place.overlay("middle.qcow2", text(&base), "raw");
+    let top = place.overlay("top.qcow2", "middle.qcow2", "qcow2");
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&top));
+    let mut check = place.vm(&lines);
+    check.arg("--check");
+    let line = format!(
+        "backing = [{{ image = \"{}\", format = \"qcow2\" }}, {{ image = \"{}\", format = \"raw\" }}]",
+        text(&middle),
+        text(&base)
+    );
+    refused(check, &[&line]);
+    let all = format!("{lines}\n{line}");
+    let mut check = place.vm(&all);
+    check.arg("--check");
+    let (code, said) = run(check);
+    assert_eq!(code, Some(0), "{said}");
+    serves(place.vm(&all));
+}
+
+/// `--pin` adds what a file of an earlier version lacks, and only that.
+#[test]
+fn pin_adds_what_the_file_of_a_vm_lacks() {
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let image = place.overlay("top.qcow2", "base.raw", "raw");
+    let lines = format!("image = \"{}\" # the image\nserial = \"1\"", text(&image));
+    let pin = || {
+        let mut pin = place.vm(&lines);
+        pin.arg("--pin");
+        pin
+    };
+    let (code, said) = run(pin());
+    let added = format!(
+        "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
+        text(&base)
+    );
+    assert_eq!(code, Some(0), "{said}");
+    assert!(added.lines().all(|line| said.contains(line)), "{said}");
+    let file = place.sockets.path().join("web.toml");
+    let now = fs::read_to_string(&file).expect("is there");
+    assert!(
+        now.ends_with(&format!("\"{}\" # the image\n{added}\nserial = \"1\"\n", text(&image))),
+        "{now}"
+    );
+    let again = || {
+        let mut command = Command::new(larder());
+        command.arg("vm").arg(&file);
+        command
+    };
+    serves(again());
+    let mut pin_again = again();
+    pin_again.arg("--pin");
+    let (code, said) = run(pin_again);
+    assert!(code == Some(0) && said.contains("nothing is to be added"), "{said}");
+    assert_eq!(fs::read_to_string(&file).expect("is there"), now);
+    // A format that no header says is for a person to say.
+    tool(
+        "qemu-img",
+        &[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-u",
+            "-b",
+            text(&base),
+            "-F",
+            "raw",
+            text(&image),
+            "1M",
+        ],
+    );
+    without_backing_format(&image);
+    refused(pin(), &["no header says the format", "format = \"?\""]);
+}
+
+/// Makes a qcow2 image's header name its backing file without a format: by taking the type of the extension that says it.
+fn without_backing_format(image: &Path) {
+    let mut bytes = fs::read(image).expect("is read");
+    let at = bytes
+        .windows(4)
+        .position(|word| word == 0xe279_2aca_u32.to_be_bytes())
+        .expect("the extension of the backing format");
+    // One that readers pass over.
+    bytes[at..at + 4].copy_from_slice(&0x1234_5678_u32.to_be_bytes());
+    fs::write(image, bytes).expect("is written");
+}
+
+/// A backing file without a format is not guessed by a service, and messages do not invent one.
+#[test]
+fn service_does_not_guess_formats_of_backing_files() {
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let image = place.overlay("top.qcow2", text(&base), "raw");
+    without_backing_format(&image);
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
+    refused(
+        place.vm(&lines),
+        &["format = \"?\"", "raw or qcow2 in place of the question mark"],
+    );
+    let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&base));
+    serves(place.vm(&format!("{lines}\n{line}")));
+}
+
+/// What the file says of a raw image's other files makes no sense, and is refused.
+#[test]
+fn raw_images_lead_to_no_other_file() {
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let lines = format!("image = \"{}\"\nformat = \"raw\"", text(&base));
+    refused(
+        place.vm(&format!("{lines}\ndata-file = \"/x\"")),
+        &["a raw image leads to no other file"],
+    );
+    let backing = "backing = [{ image = \"/x\", format = \"raw\" }, { image = \"/y\", format = \"raw\" }]";
+    refused(
+        place.vm(&format!("{}\n{backing}", lines.replace("\"raw\"", "\"qcow2\""))),
+        &["/x is raw, and a raw image leads to no other file"],
+    );
+}
+
+/// `--check` and the lines that it prints open what is on this host, and connect nowhere.
+#[test]
+fn check_connects_to_nobody() {
+    let place = Place::new();
+    let server = place.sockets.path().join("nbd");
+    let listener = UnixListener::bind(&server).expect("binds");
+    listener.set_nonblocking(true).expect("is set");
+    let uri = format!("nbd+unix:///x?socket={}", text(&server));
+    let image = place.overlay("top.qcow2", &uri, "qcow2");
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
+    let line = format!("backing = [{{ image = \"{uri}\", format = \"qcow2\" }}]");
+    let mut check = place.vm(&lines);
+    check.arg("--check");
+    refused(check, &[&line]);
+    let mut check = place.vm(&format!("{lines}\n{line}"));
+    check.arg("--check");
+    let (code, said) = run(check);
+    assert!(code == Some(0) && said.contains("NBD servers are not asked"), "{said}");
+    assert!(listener.accept().is_err(), "nobody connected");
+}
+
+/// A command line follows the headers, and says where they lead; or does not; or does as they led before.
+#[test]
+fn command_line_follows_reports_and_pins_chains() {
+    let place = Place::new();
+    let (base, other) = (place.raw("base.raw", 7), place.raw("other.raw", 9));
+    let image = place.overlay("top.qcow2", "base.raw", "raw");
+    let pin = place.image("top.chain");
+    let socket = place.sockets.path().join("socket");
+    let command = |options: &[&str]| {
+        let mut all = vec![text(&image), "--socket", text(&socket)];
+        all.extend(options);
+        disk_serve(&all)
+    };
+    let said = serves(command(&[]));
+    assert!(
+        said.contains(&format!("backing file {}, raw, read", text(&base))),
+        "{said}"
+    );
+    refused(
+        command(&["--backing-chain", "none"]),
+        &["'base.raw'", "--backing-chain none does not allow"],
+    );
+    serves(command(&["--pin-chain", text(&pin)]));
+    let written = fs::read_to_string(&pin).expect("is written");
+    assert!(
+        written.contains(&format!("backing = [{{ image = \"{}\"", text(&base))),
+        "{written}"
+    );
+    serves(command(&["--pin-chain", text(&pin)]));
+    tool(
+        "qemu-img",
+        &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)],
+    );
+    refused(
+        command(&["--pin-chain", text(&pin)]),
+        &[text(&other), text(&pin), "does not name"],
+    );
+    refused(
+        disk_serve(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
+        &["it is of", text(&image)],
+    );
+    // The file is another's to write, or cannot be one.
+    fs::set_permissions(&pin, fs::Permissions::from_mode(0o666)).expect("is ours");
+    refused(command(&["--pin-chain", text(&pin)]), &["other users may write to it"]);
+    let link = place.image("link.chain");
+    std::os::unix::fs::symlink(&pin, &link).expect("links");
+    refused(command(&["--pin-chain", text(&link)]), &["--pin-chain", text(&link)]);
+    refused(
+        command(&["--pin-chain", text(place.images.path())]),
+        &["--pin-chain", "no regular file"],
+    );
+    refused(
+        command(&["--pin-chain", text(&place.image("none/there"))]),
+        &["--pin-chain", "No such file"],
+    );
+    assert!(!socket.exists(), "nothing was served");
+    drop(serve(&image, place.sockets.path(), &[]));
+    let mut relative = command(&["--pin-chain", "relative.chain"]);
+    relative.current_dir(place.images.path());
+    serves(relative);
+    assert!(place.image("relative.chain").exists());
+}
+
+/// What another user's image names is opened by root only if root says so.
+#[test]
+fn root_does_not_open_what_another_users_image_names() {
+    need_root("image of another user");
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let image = place.overlay("top.qcow2", text(&base), "raw");
+    std::os::unix::fs::chown(&image, Some(65534), None).expect("we are root");
+    let socket = place.sockets.path().join("socket");
+    let mut all = vec![text(&image), "--socket", text(&socket)];
+    refused(
+        disk_serve(&all),
+        &["it belongs to user nobody", text(&base), "--trust-image"],
+    );
+    all.push("--trust-image");
+    serves(disk_serve(&all));
+
+    let disk = |arguments: &[&str]| {
+        let mut command = Command::new(larder());
+        command.arg("disk").args(arguments);
+        command
+    };
+    refused(
+        disk(&["resize", text(&image), "2M"]),
+        &["it belongs to user nobody", "--trust-image"],
+    );
+    let (code, said) = run(disk(&["resize", text(&image), "2M", "--trust-image"]));
+    assert_eq!(code, Some(0), "{said}");
+    let (code, said) = run(disk(&["check", text(&image)]));
+    assert!(code == Some(0) && said.contains("not looked at"), "{said}");
+    let (_, said) = run(disk(&["check", text(&image), "--trust-image"]));
+    assert!(!said.contains("not looked at"), "{said}");
+
+    // Nor if anybody could have written the header.
+    std::os::unix::fs::chown(&image, Some(0), None).expect("we are root");
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o666)).expect("is ours");
+    all.pop();
+    refused(disk_serve(&all), &["any user may write to it", "--trust-image"]);
+}
+
+/// A cache of another user says where root would write: root has to say the same.
+#[test]
+fn root_writes_no_cache_back_to_where_another_user_says() {
+    need_root("cache of another user");
+    let place = Place::new();
+    let image = place.raw("disk.raw", 7);
+    let cache = place.image("disk.cache");
+    let options = ["--cache", text(&cache), "--cache-size", "16MiB", "--cache-mode", "wb"];
+    let server = serve(&image, place.sockets.path(), &options);
+    let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    works(&mut guest, 1);
+    // This kills it.
+    drop(server);
+    std::os::unix::fs::chown(&cache, Some(65534), None).expect("we are root");
+    let flush = |options: &[&str]| {
+        let mut command = Command::new(larder());
+        command.args(["disk", "cache", "flush", text(&cache)]).args(options);
+        command
+    };
+    let advice = format!("--image {} --format raw", text(&image));
+    refused(flush(&[]), &["it belongs to user nobody", &advice]);
+    refused(
+        flush(&["--image", text(&image), "--format", "qcow2"]),
+        &["it is the cache of a raw disk"],
+    );
+    let (code, said) = run(flush(&["--image", text(&image), "--format", "raw"]));
+    assert_eq!(code, Some(0), "{said}");
+}
+
+/// `disk info` reads an image's own header, and connects nowhere.
+#[test]
+fn disk_info_opens_the_image_alone() {
+    let place = Place::new();
+    let server = place.sockets.path().join("nbd");
+    let listener = UnixListener::bind(&server).expect("binds");
+    listener.set_nonblocking(true).expect("is set");
+    let uri = format!("nbd+unix:///x?socket={}", text(&server));
+    let image = place.overlay("top.qcow2", &uri, "raw");
+    let said = tool(text(larder()), &["disk", "info", text(&image)]);
+    assert!(said.contains(&uri) && !said.contains("backing chain"), "{said}");
+    assert!(listener.accept().is_err(), "nobody connected");
+    let base = place.raw("base.raw", 7);
+    tool(
+        "qemu-img",
+        &["rebase", "-u", "-b", text(&base), "-F", "raw", text(&image)],
+    );
+    let said = tool(text(larder()), &["disk", "info", text(&image), "--backing-chain"]);
+    assert!(said.contains("1 deep"), "{said}");
+}
