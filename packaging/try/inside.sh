@@ -225,10 +225,10 @@ diff /tmp/before /tmp/after || fail "files are left behind, or gone"
 ok "nothing is left behind"
 step "purge, with a note that is still needed"
 apt install /try/old.deb
-install -d /var/lib/larder/libvirt
-echo '<domain/>' >/var/lib/larder/libvirt/domain.xml
+install -d /var/lib/larder-libvirt
+echo '<domain/>' >/var/lib/larder-libvirt/domain.xml
 apt purge larder
-[ -e /var/lib/larder/libvirt/domain.xml ] || fail "the note is gone"
+[ -e /var/lib/larder-libvirt/domain.xml ] || fail "the note is gone"
 ok "it is left"
 
 step "all is well"

@@ -1,12 +1,22 @@
 //! Which start of the host this is: what a process has written and not flushed outlives the process, and not the host.
 
 use std::io;
+use std::sync::OnceLock;
 
-/// A number that each start of the host has anew (`random(4)`, `boot_id`).
+/// A number that each start of the host has anew (`random(4)`, `boot_id`). A process that was told once can be told again
+/// when it may not read files any more.
 ///
 /// # Errors
 /// The kernel does not say.
 pub fn boot_id() -> io::Result<u128> {
+    static KNOWN: OnceLock<u128> = OnceLock::new();
+    match KNOWN.get() {
+        Some(known) => Ok(*known),
+        None => read_boot_id().map(|read| *KNOWN.get_or_init(|| read)),
+    }
+}
+
+fn read_boot_id() -> io::Result<u128> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     u128::from_str_radix(&digits, 16).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))

@@ -1,5 +1,5 @@
-//! So much of something (bytes of memory, requests under way) that all users of it share. Who comes when too little is left
-//! waits, and they get theirs in the order in which they came.
+//! A limited amount of something (bytes of memory, requests under way) that its users share. One that finds too little left
+//! waits, and those who wait get theirs in the order in which they came.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -127,7 +127,10 @@ mod tests {
         let mut large = pin!(budget.take(5, is_over));
         assert!(poll(large.as_mut()).is_pending());
         let mut small = pin!(budget.take(1, is_over));
-        assert!(poll(small.as_mut()).is_pending(), "who came first is first");
+        assert!(
+            poll(small.as_mut()).is_pending(),
+            "the first one to wait is the first to get its share"
+        );
         {
             let mut leaves = Box::pin(budget.take(1, is_over));
             assert!(poll(leaves.as_mut()).is_pending());

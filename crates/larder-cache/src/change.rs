@@ -13,7 +13,7 @@ use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
 use crate::commit::Failed;
-use crate::copies::{Copy, Room};
+use crate::copies::{Room, WriteCopy};
 use crate::entry::Entry;
 use crate::flushing::Flushing;
 use crate::parts::Part;
@@ -291,7 +291,7 @@ impl Cache {
         place: &Place<'_>,
         part: &Part,
         range: ByteRange,
-        memory: &Rc<Copy>,
+        memory: &Rc<WriteCopy>,
     ) -> Io<'a> {
         let at = self.data_at(place.slot(), part.range.start);
         let from = (part.range.start - range.start).as_usize();

@@ -1,7 +1,7 @@
 //! Copies of what guests write, in memory that is bounded: a guest that writes more at once waits for it.
 //!
 //! A copy belongs to the request that writes it to the cache device, and its room is free again when that request has
-//! ended, also when whoever waited for it has gone (see [`crate::watch`]). Room is reserved before anything is allocated for
+//! ended, also if the caller that waited for it has gone (see [`crate::watch`]). Room is reserved before anything is allocated for
 //! a write, and nobody who has it waits for another write.
 
 use std::cell::RefCell;
@@ -40,19 +40,19 @@ pub(crate) struct Room {
 }
 
 /// What a guest has written. It may be longer.
-pub(crate) struct Copy {
+pub(crate) struct WriteCopy {
     memory: Option<AlignedBuf>,
     room: Room,
 }
 
-impl Deref for Copy {
+impl Deref for WriteCopy {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         self.memory.as_deref().unwrap_or_default()
     }
 }
 
-impl Drop for Copy {
+impl Drop for WriteCopy {
     fn drop(&mut self) {
         let mut kept = self.room.kept.borrow_mut();
         if let Some(memory) = self.memory.take()
@@ -81,14 +81,14 @@ impl Copies {
 
 impl Room {
     /// A copy of `buffer`, for which the room was reserved.
-    pub(crate) fn copy(self, buffer: WriteBuf<'_>) -> Rc<Copy> {
+    pub(crate) fn copy(self, buffer: WriteBuf<'_>) -> Rc<WriteCopy> {
         let kept = match buffer.len() <= LEN_MIN {
             true => self.kept.borrow_mut().pop(),
             false => None,
         };
         let mut memory = kept.unwrap_or_else(|| AlignedBuf::zeroed(buffer.len().max(LEN_MIN)));
         buffer.copy_to_slice(&mut memory[..buffer.len()]);
-        Rc::new(Copy {
+        Rc::new(WriteCopy {
             memory: Some(memory),
             room: self,
         })

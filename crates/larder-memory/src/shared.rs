@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -34,16 +34,24 @@ impl SharedMemory {
         rustix::fs::fchmod(&descriptor, Mode::RUSR | Mode::WUSR)?;
         rustix::fs::ftruncate(&descriptor, bytes as u64)?;
         // Whoever gets a descriptor cannot make pages vanish under us.
-        rustix::fs::fcntl_add_seals(&descriptor, rustix::fs::SealFlags::SHRINK)?;
+        rustix::fs::fcntl_add_seals(&descriptor, SealFlags::SHRINK)?;
         Self::map(descriptor, bytes)
     }
 
     /// That which another pager has left. `descriptor` may be one for reading only: it is opened again.
     ///
     /// # Errors
-    /// It belongs to another user; it cannot be mapped.
+    /// It is no memory that a pager has made, or belongs to another user; it cannot be mapped.
     pub fn open(descriptor: BorrowedFd<'_>) -> io::Result<Self> {
         use std::os::fd::AsRawFd as _;
+        // Nothing but memory has seals, so no device is opened, which could do something, nor what only has our name.
+        let seals = rustix::fs::fcntl_get_seals(descriptor);
+        if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "it is no memory that a pager has made",
+            ));
+        }
         let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
         let descriptor = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         let bytes = rustix::fs::fstat(&descriptor)?.st_size;
@@ -175,5 +183,27 @@ impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, and nothing that was lent of it outlives self.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_a_pager_has_made_is_opened() {
+        let ours = SharedMemory::create(c"larder-test", 4096).expect("memory");
+        let descriptor = ours.read_only().expect("a descriptor");
+        assert!(SharedMemory::open(descriptor.as_fd()).is_ok());
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(4096).expect("room");
+        let unsealed = rustix::fs::memfd_create("larder-pages", MemfdFlags::CLOEXEC).expect("memory");
+        let device = std::fs::File::open("/dev/zero").expect("is there");
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let path = rustix::fs::open("/dev/null", flags, Mode::empty()).expect("is there");
+        for other in [file.as_fd(), unsealed.as_fd(), device.as_fd(), path.as_fd()] {
+            let error = SharedMemory::open(other).err().expect("is refused");
+            assert!(error.to_string().contains("no memory that a pager has made"), "{error}");
+        }
     }
 }

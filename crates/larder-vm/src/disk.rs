@@ -63,9 +63,12 @@ pub struct DiskConfig {
     pub on_open: OnOpen,
 }
 
-/// What is done with the files of a disk before it is served; why it must not be served, if it must not.
+/// What looks at the files of a disk; why it must not be served, if it must not.
+type LookAtParts = dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync;
+
+/// What is done with the files of a disk before it is served.
 #[derive(Clone)]
-pub struct OnOpen(pub Arc<dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync>);
+pub struct OnOpen(pub Arc<LookAtParts>);
 
 impl Default for OnOpen {
     fn default() -> Self {

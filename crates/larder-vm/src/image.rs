@@ -209,7 +209,7 @@ pub enum ImageError {
     #[error(transparent)]
     Name(#[from] ImageAddressError),
     #[error(transparent)]
-    Chain(#[from] ChainError),
+    Chain(Box<ChainError>),
     #[error("{image}: its backing file '{name}' cannot be opened: {source}")]
     Backing {
         image: String,
@@ -286,6 +286,12 @@ const MAGICS: [(usize, &[u8], &str); 10] = [
 
 /// How much of an image tells what it begins like, in bytes.
 pub const BEGINNING_BYTES: usize = 512;
+
+impl From<ChainError> for ImageError {
+    fn from(error: ChainError) -> Self {
+        Self::Chain(Box::new(error))
+    }
+}
 
 /// An image with every layer that its options call for.
 pub struct OpenImage {

@@ -5,13 +5,13 @@ mod acl;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -70,15 +70,29 @@ impl Access {
 
     /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for. Where the
     /// maker may not give it away, it stays his, and the others may connect.
+    ///
+    /// Another user may own the folder, and put a link to a file of ours there at any time: what is given away is the file
+    /// that was opened, and only a socket that this process has made.
     fn apply(self, path: &Path) -> io::Result<()> {
+        if self == Self::UMASK {
+            return Ok(());
+        }
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+        let found = file.metadata()?;
+        if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
+            return Err(io::Error::other("another process has put something else there"));
+        }
+        // The name of the file itself, wherever it is by now.
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         if self.owner.is_some() || self.group.is_some() {
-            match std::os::unix::fs::chown(path, self.owner, self.group) {
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return acl::give(path, self),
+            match std::os::unix::fs::chown(&path, self.owner, self.group) {
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return acl::give(&path, self),
                 given => given?,
             }
         }
         match self.mode {
-            Some(mode) => fs::set_permissions(path, Permissions::from_mode(mode)),
+            Some(mode) => fs::set_permissions(&path, Permissions::from_mode(mode)),
             None => Ok(()),
         }
     }
@@ -315,6 +329,39 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
+
+    /// Whoever owns the folder may swap what is in it while a socket is given away.
+    #[test]
+    fn nothing_but_the_socket_is_given_away() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let (socket, victim, link) = (at("s"), at("victim"), at("link"));
+        fs::write(&victim, "ours").expect("writes");
+        fs::set_permissions(&victim, Permissions::from_mode(0o600)).expect("is ours");
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    // Either may not be there at the time.
+                    let _ = std::os::unix::fs::symlink(&victim, &link);
+                    let _ = fs::rename(&link, &socket);
+                }
+            });
+            let access = Access {
+                mode: Some(0o666),
+                ..Access::default()
+            };
+            for _ in 0..2000 {
+                let _ = fs::remove_file(&socket);
+                drop(SocketFile::bind_for(&socket, access));
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let mode = fs::metadata(&victim).expect("is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
 
     #[test]
     fn a_stale_socket_is_replaced_and_a_live_one_is_not() {

@@ -76,6 +76,24 @@ pub(crate) fn moves_folder() -> PathBuf {
     }
 }
 
+/// Where libvirt's hook notes what it has started: a folder that nobody else can write to, `/run/larder-hook` for root. It is
+/// made if it is not there.
+///
+/// # Errors
+/// It cannot be made, or is not this user's alone.
+pub fn hook_folder() -> io::Result<PathBuf> {
+    let folder = match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
+        true => PathBuf::from(OF_HOOK),
+        false => {
+            let above = runtime_folder();
+            make(&above, 0o755)?;
+            above.join("hook")
+        }
+    };
+    make(&folder, 0o700)?;
+    Ok(folder)
+}
+
 /// The folders of such sockets that concern this user, as of those of memory.
 pub(crate) fn moves_folders() -> Vec<PathBuf> {
     let mut all = vec![moves_folder()];
@@ -123,6 +141,9 @@ const OF_MEMORY: &str = "/run/larder-memory";
 /// Of the processes that move VMs, likewise.
 const OF_MOVES: &str = "/run/larder-moves";
 
+/// Of libvirt's hook, which is root's.
+const OF_HOOK: &str = "/run/larder-hook";
+
 /// Root's where that one is the services'.
 const OF_ROOT_BESIDE: &str = "/run/larder-root";
 
@@ -150,7 +171,7 @@ pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// It is not.
-pub(crate) fn is_ours_alone(folder: &Path) -> io::Result<()> {
+pub fn is_ours_alone(folder: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(folder)?;
     if !found.is_dir() {
         return Err(io::Error::other("it is there, and no folder"));

@@ -186,7 +186,7 @@ const PAGES: [Page; 16] = [
         exit: &USUAL_EXIT,
         files: &[
             VM_FILE,
-            ("/var/lib/larder/libvirt/UUID.xml", "The domain's XML as it was."),
+            ("/var/lib/larder-libvirt/UUID.xml", "The domain's XML as it was."),
             (
                 "/etc/libvirt/hooks/qemu.d/larder",
                 "libvirt's hook, which starts and stops Larder with the domain.",

@@ -65,8 +65,8 @@ fn notify(manager: &UnixDatagram, news: &News) -> io::Result<()> {
         News::Reloading => vec![NotifyState::Reloading, NotifyState::monotonic_usec_now()?],
         News::Stopping => vec![NotifyState::Stopping],
     };
-    let lines: Vec<String> = states.iter().map(NotifyState::to_string).collect();
-    manager.send(lines.join("\n").as_bytes()).map(drop)
+    let lines: String = states.iter().map(|state| format!("{state}\n")).collect();
+    manager.send(lines.as_bytes()).map(drop)
 }
 
 /// Returns a socket that is connected to the service manager which has started this process (`$NOTIFY_SOCKET`), if there is one.

@@ -54,13 +54,15 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if config.disks.is_empty() {
         return Ok(not_started(&VmError::no_disk(&path).into(), true));
     }
+    // First: a thread that is started before would take the signals.
+    let signals = signals::block()?;
     // A confined process makes no more sockets.
     let starter = Starter::new()?;
     let (cancel, reload) = (Latch::default(), Latch::default());
     let orders = Arc::new(OnceLock::<VmOrders>::new());
     let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&orders));
     let (wants_reload, to_reload) = (reload.clone(), Arc::clone(&orders));
-    signals::block()?.stop_by_or(
+    signals.stop_by_or(
         libc::SIGHUP,
         move || {
             // In this order: one of the two threads sees what the other one has set.

@@ -169,7 +169,7 @@ fn uri(socket: &Path) -> String {
 }
 
 fn command(larder: &Path, paths: &Paths, shape: &Shape, serve: &Serve, has_store: bool) -> Command {
-    let mut command = paths.command(larder, &["disk", "serve"]);
+    let mut command = paths.command(larder, &["disk", "serve", "--trust-image"]);
     match has_store {
         true => command.arg(uri(&paths.store)).args(["--format", "qcow2"]),
         false => command.arg(&paths.image),

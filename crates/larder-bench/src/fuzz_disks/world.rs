@@ -322,7 +322,9 @@ impl<'a> World<'a> {
         let command = match self.shape.device {
             // The command finds the disk by its URI, where no server listens now.
             true => return self.flush_cache_by_serving(),
-            false => self.paths.command(self.larder, &["disk", "cache", "flush", &cache]),
+            false => self
+                .paths
+                .command(self.larder, &["disk", "cache", "flush", "--trust-image", &cache]),
         };
         let (code, said) = run(command)?;
         if code != Some(0) {
@@ -431,7 +433,9 @@ impl<'a> World<'a> {
             return Ok(());
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (ours, said) = run(self.paths.command(self.larder, &["disk", "check", &image]))?;
+        let (ours, said) = run(self
+            .paths
+            .command(self.larder, &["disk", "check", "--trust-image", &image]))?;
         let agrees = match code {
             0 => ours == Some(0),
             _ => ours == Some(1) && said.contains("leak"),
@@ -444,9 +448,10 @@ impl<'a> World<'a> {
             return Err(Fault::new("check differs", what));
         }
         if code != 0 {
-            let (repaired, said) = run(self
-                .paths
-                .command(self.larder, &["disk", "check", "--repair=leaks", &image]))?;
+            let (repaired, said) = run(self.paths.command(
+                self.larder,
+                &["disk", "check", "--repair=leaks", "--trust-image", &image],
+            ))?;
             self.was_killed = false;
             if repaired != Some(0) {
                 return Err(Fault::new(
@@ -467,9 +472,10 @@ impl<'a> World<'a> {
         }
         let size = self.model.size() + by;
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, said) = run(self
-            .paths
-            .command(self.larder, &["disk", "resize", &image, &size.to_string()]))?;
+        let (code, said) = run(self.paths.command(
+            self.larder,
+            &["disk", "resize", "--trust-image", &image, &size.to_string()],
+        ))?;
         match code {
             Some(0) => {
                 self.events.insert("resize");
@@ -529,7 +535,9 @@ impl<'a> World<'a> {
             return Err(Fault::new("corrupt", "an image that is marked as corrupt is served"));
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, said) = run(self.paths.command(self.larder, &["disk", "check", "--repair", &image]))?;
+        let (code, said) = run(self
+            .paths
+            .command(self.larder, &["disk", "check", "--repair", "--trust-image", &image]))?;
         match code {
             Some(0) => Ok(()),
             code => Err(Fault::new(

@@ -70,8 +70,8 @@ impl Member {
         let _ = self.limits.set(Rc::clone(limits));
     }
 
-    /// It has made a request, or got an answer.
-    pub(super) fn is_active(&self, now: LoopTime) {
+    /// Notes that it has made a request, or got an answer.
+    pub(super) fn note_activity(&self, now: LoopTime) {
         self.active_at.set(now);
     }
 
@@ -138,7 +138,7 @@ impl Admission {
             let made = self.make_room(member, now);
             room = made.inspect_err(|_| member.has_place.set(false))?;
         }
-        member.is_active(now);
+        member.note_activity(now);
         Ok(room)
     }
 
@@ -253,7 +253,7 @@ mod tests {
     fn idle_clients_give_way() {
         let admission = Admission::new(2);
         let all: Vec<_> = (0..2).filter_map(|_| busy(&admission, 1, 0)).collect();
-        all[1].is_active(at(30));
+        all[1].note_activity(at(30));
         assert!(busy(&admission, 1, 59).is_none());
         assert!(busy(&admission, 1, 60).is_some());
         assert_eq!(evicted(&all), [0]);
@@ -269,7 +269,7 @@ mod tests {
     fn peer_with_less_than_its_share_gets_in() {
         let admission = Admission::new(4);
         let greedy: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 0)).collect();
-        let active = |(index, one): (usize, &Rc<Member>)| one.is_active(at(10 - index as u64));
+        let active = |(index, one): (usize, &Rc<Member>)| one.note_activity(at(10 - index as u64));
         greedy.iter().enumerate().for_each(active);
         let other = busy(&admission, 2, 10).expect("it has nothing yet");
         assert_eq!(evicted(&greedy), [3], "the longest idle one");

@@ -170,7 +170,7 @@ impl Connection {
         }
         self.shared.counters.request();
         match self.shared.admission.request(&self.member, self.shared.on.turn_time()) {
-            Ok(room) => self.shared.made(room),
+            Ok(room) => self.shared.wake_victim(room),
             Err(NoRoom) => return Err(Ended::NoRoom),
         }
         let checked = if self.shared.stopping.get() {

@@ -264,8 +264,8 @@ impl Shared {
         name.is_empty() || name == self.options.export
     }
 
-    /// Tells a client that gives way to another one that it does.
-    fn made(&self, room: Room) {
+    /// Wakes the client that gives way, if one has to.
+    fn wake_victim(&self, room: Room) {
         if room == Room::Made {
             self.changed.raise();
         }
@@ -274,7 +274,7 @@ impl Shared {
     fn admit(self: &Rc<Self>, socket: Socket) {
         let member = match self.admission.connect(Peer::of(&socket), self.on.now()) {
             Ok((member, room)) => {
-                self.made(room);
+                self.wake_victim(room);
                 member
             }
             Err(NoRoom) => return self.turn_away(),

@@ -121,7 +121,7 @@ pub(super) async fn execute(
         Some(kind) => waiting.ended(kind, request.len, result.is_ok()),
         None => drop(waiting),
     }
-    connection.member.is_active(shared.on.turn_time());
+    connection.member.note_activity(shared.on.turn_time());
     let builder = ReplyBuilder::new(connection.agreed.framing, &request);
     connection.outgoing.push(match result {
         Ok(Answer::Done) => builder.done(permit),

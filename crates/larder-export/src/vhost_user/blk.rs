@@ -198,7 +198,7 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
             .readable()
             .iter()
             .chain(chain.writable())
-            .filter(|segment| segment.len() > 0)
+            .filter(|segment| !segment.is_empty())
         {
             // What the kernel only fails for is an access of this process now, by which the memory is known to be lost.
             // SAFETY: it is mapped, as our caller says.

@@ -114,7 +114,7 @@ impl InflightRegion {
     /// The region that the front-end hands back.
     ///
     /// # Errors
-    /// It is too small for its queues, or cannot be mapped.
+    /// It is too small for its queues, begins where its fields are not aligned, or cannot be mapped.
     pub fn adopt(info: &InflightInfo, file: &OwnedFd, packed: bool) -> Result<Self, MemoryError> {
         let bytes_for = |queue_size| (queue_bytes(queue_size, packed) * usize::from(info.queues)) as u64;
         // QEMU repeats the size that it asked for, whatever it got; one of ours is as long as what it was made for.
@@ -127,6 +127,16 @@ impl InflightRegion {
                 what: "the region of requests in flight",
                 bytes: info.bytes,
                 source: std::io::Error::other(format!("its queues need {needed} bytes")),
+            });
+        }
+        if !info.file_offset.is_multiple_of(REGION_ALIGNMENT as u64) {
+            return Err(MemoryError::Map {
+                what: "the region of requests in flight",
+                bytes: info.bytes,
+                source: std::io::Error::other(format!(
+                    "it begins at byte {} of its file, which is no multiple of {REGION_ALIGNMENT}",
+                    info.file_offset
+                )),
             });
         }
         let what = "the region of requests in flight";
@@ -448,3 +458,17 @@ impl InflightQueue {
 #[cfg(test)]
 #[path = "inflight_crash_tests.rs"]
 mod crash_tests;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_whose_fields_are_not_aligned_is_refused() {
+        let (info, file) = InflightRegion::create(1, 128, false, true).expect("a region");
+        assert!(InflightRegion::adopt(&info, &file, false).is_ok());
+        let info = InflightInfo { file_offset: 4, ..info };
+        let error = InflightRegion::adopt(&info, &file, false).err().expect("is refused");
+        assert!(error.to_string().contains("no multiple of 64"), "{error}");
+    }
+}

@@ -187,7 +187,9 @@ impl Moving {
         let (was, is) = (self.berth.geometry(), image.device.geometry());
         let alike = |of: Geometry| (of.read_only, of.discard_granularity > 0);
         if alike(was) != alike(is) || was.block_size < is.block_size {
-            let _ = image.device.close().await;
+            if let Err(error) = image.device.close().await {
+                tracing::warn!(disk = %served.name(), "it was opened in vain, and could not be closed: {error}");
+            }
             return Err(format!(
                 "it is otherwise than the guest was told: {was:?}, and now {is:?}"
             ));

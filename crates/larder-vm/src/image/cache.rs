@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -20,6 +20,7 @@ use larder_cache::{
 };
 
 use rustix::process::{Resource, getrlimit};
+use rustix::rand::GetRandomFlags;
 
 use super::cache_note::{Lock, Made, Note, Other, Says};
 use super::cache_wish::CacheOptions;
@@ -742,7 +743,7 @@ async fn create(
         line_bits: wish.line.unwrap_or(line).get().trailing_zeros(),
         mode: wish.mode.unwrap_or_default(),
         uuid: random().map_err(|source| CacheError::Make {
-            path: "/dev/urandom".into(),
+            path: "getrandom(2)".into(),
             source,
         })?,
         disk: disk.id(),
@@ -794,6 +795,9 @@ fn lacks_room(path: &Path, size: ByteLen) -> bool {
 
 pub(crate) fn random() -> std::io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += rustix::rand::getrandom(&mut bytes[filled..], GetRandomFlags::empty())?;
+    }
     Ok(bytes)
 }

@@ -45,7 +45,7 @@ use larder_block::ByteRange;
 use larder_block::small_file::{self, STATE_BYTES_MAX};
 use larder_cache::{Detached, Superblock};
 pub(super) use made::Made;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile, FileStamp};
@@ -528,13 +528,23 @@ fn new_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// In the place of the old file, durably; whatever happens, one of them is there.
+/// Writes a text in the place of the old file, durably; whatever happens, one of them is there.
+///
+/// Another user may own what the folder is in, or the folder: neither it nor the file is reached through a symbolic link.
 pub(crate) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(folder_of(path), flags, Mode::empty())?;
     let new = new_of(path);
-    let mut file = File::create(&new)?;
+    let (Some(name), Some(new)) = (path.file_name(), new.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    // Of a process that was killed meanwhile, if it is there.
+    let _ = rustix::fs::unlinkat(&folder, new, AtFlags::empty());
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut file = File::from(rustix::fs::openat(&folder, new, flags, Mode::from_raw_mode(0o666))?);
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
-    fs::rename(&new, path)?;
+    rustix::fs::renameat(&folder, new, &folder, name)?;
     File::open(folder_of(path))?.sync_all()
 }
 

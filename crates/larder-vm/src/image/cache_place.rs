@@ -131,7 +131,12 @@ impl CachePlace {
         in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
         in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
         // It gives its locks back, and is read from all the same if this fails.
-        let _ = in_time(on, STEP_MAX, old.fast.close(), "").await;
+        if let Err(error) = in_time(on, STEP_MAX, old.fast.close(), NO_REST)
+            .await
+            .and_then(|closed| closed.map_err(text))
+        {
+            tracing::warn!("{}: the cache that had failed could not be closed: {error}", old.file);
+        }
         old.lock.take();
         let disk = self.disk.again();
         let (spawned, wish, options) = (on.clone(), wish.clone(), self.options.clone());
@@ -170,15 +175,19 @@ impl CachePlace {
         let (spawned, instead) = (on.clone(), Rc::clone(old));
         let opening = async move { prepared.open(&spawned, &disk, Some(&instead)).await };
         let failed = |late: Option<OpenCache>| {
-            if let Some(late) = late {
-                let _ = late.note.take_back();
+            if let Some(late) = late
+                && let Err(error) = late.note.take_back()
+            {
+                tracing::warn!("{}: the note of a cache that came too late stays: {error}", late.file);
             }
         };
         let new = open_in_time(on, opening, failed).await?;
         if let Err(error) = replaced::note(&self.disk.identity, &old.file, &new) {
             let why = format!("that {} has taken its place cannot be noted: {error}", new.file);
             if new.layer.mode() == Mode::WriteBack {
-                let _ = new.layer.leave().await;
+                if let Err(error) = new.layer.leave().await {
+                    tracing::warn!("{}: the new cache could not be left: {error}", new.file);
+                }
                 new.forget_note();
                 return Err(why);
             }
@@ -210,8 +219,10 @@ impl CachePlace {
         let old = self.now();
         let (held, _) = self.leave(on, &old, false).await?;
         if let Some(mode) = mode.filter(|_| old.layer.works()) {
-            // Nothing is written any more. One that fails now is told of below.
-            let _ = old.layer.set_mode(mode).await;
+            // Nothing is written any more.
+            if let Err(error) = old.layer.set_mode(mode).await {
+                tracing::warn!("{}: it keeps its mode: {error}", old.file);
+            }
         }
         // A crash before this is over leaves a server that has the disk still; one after it a cache that fits no disk.
         old.retire(false).await?;
@@ -305,6 +316,7 @@ async fn open_in_time(
             }
             Err(error) => {
                 failed(None);
+                // Nobody waits any more if this fails.
                 let _ = sender.send(Err(error));
             }
         }

@@ -4,6 +4,7 @@
 
 pub(super) mod policy;
 
+use std::os::fd::AsFd;
 use std::rc::Rc;
 
 use larder_block::backend::file::{HeldFile, OpenError, Role};
@@ -187,7 +188,7 @@ impl Opener<'_> {
                 })?;
                 let author = Author::of_file(&found, is_guessed);
                 // It is locked now, and nothing has been written.
-                self.files.push(DiskFile::new(path, !read_only));
+                self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
                 if options.trial {
                     self.held.push(file.hold().map_err(|source| OpenError::Os {
                         path: path.clone(),

@@ -3,7 +3,7 @@
 use std::fs::{File, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -48,7 +48,8 @@ pub(super) fn format_of(identity: &[u8]) -> Option<Format> {
 }
 
 fn of_path(path: &Path) -> Vec<u8> {
-    let found = path.metadata().ok();
+    let file = place_of(path).ok();
+    let found = file.as_ref().and_then(|file| file.metadata().ok());
     match &found {
         Some(found) if found.file_type().is_block_device() => {
             let name = stable_name(Path::new(STABLE_NAMES), path).or_else(|| std::path::absolute(path).ok());
@@ -56,7 +57,7 @@ fn of_path(path: &Path) -> Vec<u8> {
         }
         // Device numbers of file systems change when the host is started anew. A handle has the inode's generation, which
         // is random.
-        found => match handle(path) {
+        found => match file.as_ref().and_then(handle) {
             Some(handle) => [&b"file "[..], &handle].concat(),
             None => {
                 let inode = found.as_ref().map_or(0, MetadataExt::ino);
@@ -71,9 +72,16 @@ fn bytes(path: &Path) -> &[u8] {
     path.as_os_str().as_bytes()
 }
 
-fn handle(path: &Path) -> Option<Vec<u8>> {
-    let of_this_mount = rustix::fs::statfs(path).is_ok_and(|found| found.f_type == FUSE_MAGIC);
-    (!of_this_mount).then(|| file_handle::of(path).ok()).flatten()
+/// A descriptor that stands for the file at `path` and gives no access to what is in it.
+pub(super) fn place_of(path: &Path) -> io::Result<File> {
+    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?.into())
+}
+
+fn handle(file: &File) -> Option<Vec<u8>> {
+    let of_this_mount = rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == FUSE_MAGIC);
+    (!of_this_mount)
+        .then(|| file_handle::of_file(file.as_fd()).ok())
+        .flatten()
 }
 
 /// The name in `folder` that leads to the same device, the same one each time if there are several.
@@ -100,8 +108,8 @@ fn without_credentials(uri: &NbdUri) -> NbdUri {
 #[derive(Clone, Debug)]
 pub(super) struct DiskFile {
     path: PathBuf,
-    /// The file itself, for a process that may not look at the path any more; `None` if there is none.
-    opened: Option<Arc<OwnedFd>>,
+    /// The file itself, wherever the path leads by now; `None` if there was none.
+    place: Option<Arc<File>>,
     /// The disk's server writes to it.
     is_written: bool,
     /// Its stamp when it was opened, before anything was changed.
@@ -119,15 +127,18 @@ pub(super) struct FileStamp {
 impl DiskFile {
     /// The same as it is now.
     pub(super) fn again(&self) -> Self {
-        Self::new(&self.path, self.is_written)
+        let mut file = self.clone();
+        file.stamp = file.stamp_now();
+        file
     }
 
-    /// A file that is open, and locked.
-    pub(super) fn new(path: &Path, is_written: bool) -> Self {
-        let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    /// A file that is open by this descriptor, and locked.
+    pub(super) fn new(opened: BorrowedFd<'_>, path: &Path, is_written: bool) -> Self {
+        // Another one: the open file description has the locks.
+        let place = place_of(Path::new(&format!("/proc/self/fd/{}", opened.as_raw_fd())));
         let mut file = Self {
             path: path.to_owned(),
-            opened: opened.ok().map(Arc::new),
+            place: place.ok().map(Arc::new),
             is_written,
             stamp: Vec::new(),
         };
@@ -141,11 +152,9 @@ impl DiskFile {
     }
 
     fn stamp_now(&self) -> Vec<u8> {
-        match (self.path.metadata(), &self.opened) {
-            (Err(error), Some(opened)) if error.kind() == io::ErrorKind::PermissionDenied => {
-                stamp(opened.try_clone().and_then(|opened| File::from(opened).metadata()))
-            }
-            (found, _) => stamp(found),
+        match &self.place {
+            Some(place) => stamp(place.metadata()),
+            None => stamp(self.path.metadata()),
         }
     }
 
@@ -159,7 +168,7 @@ impl DiskFile {
         }
         match (Times::of(&self.stamp), Times::of(&then.bytes)) {
             (Some(now), Some(then)) => {
-                let (alive, step) = match has_hosts_times(&self.path) {
+                let (alive, step) = match self.place.as_ref().is_some_and(|place| has_hosts_times(place)) {
                     true => (alive, step),
                     false => (None, 0),
                 };
@@ -191,8 +200,8 @@ pub(super) fn are_only_ours_since(
 }
 
 /// Whether this host's clock makes a file's times, and no server's.
-fn has_hosts_times(path: &Path) -> bool {
-    rustix::fs::statfs(path).is_ok_and(|found| !OF_SERVERS.contains(&found.f_type))
+fn has_hosts_times(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|found| !OF_SERVERS.contains(&found.f_type))
 }
 
 /// The stamps of all files of a disk, as they are now.
@@ -266,6 +275,10 @@ mod tests {
 
     use super::*;
 
+    fn disk_file(path: &Path, is_written: bool) -> DiskFile {
+        DiskFile::new(place_of(path).expect("a file").as_fd(), path, is_written)
+    }
+
     #[test]
     fn a_device_has_the_best_of_its_stable_names() {
         let place = tempfile::tempdir().expect("a folder");
@@ -337,7 +350,7 @@ mod tests {
             file.set_modified(time).expect("can be set");
             let bytes = then.clone();
             // How it is opened now does not matter.
-            let files = [DiskFile::new(&path, !is_written)];
+            let files = [disk_file(&path, !is_written)];
             are_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
         };
         assert!(after(0, true) && after(0, false));
@@ -354,10 +367,10 @@ mod tests {
                 bytes,
             }];
             let alive = modified + std::time::Duration::from_secs(seconds);
-            are_only_ours_since(&[DiskFile::new(&path, true)], &noted, Some(alive), 0)
+            are_only_ours_since(&[disk_file(&path, true)], &noted, Some(alive), 0)
         };
         assert!(alive(101) && alive(80) && !alive(60));
-        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[], None, 0));
+        assert!(!are_only_ours_since(&[disk_file(&path, true)], &[], None, 0));
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
@@ -365,6 +378,6 @@ mod tests {
             is_written: true,
             bytes: then,
         };
-        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then], None, 0));
+        assert!(!are_only_ours_since(&[disk_file(&other, true)], &[then], None, 0));
     }
 }

@@ -1,12 +1,9 @@
 //! Handles of files (`name_to_handle_at(2)`): what tells a file from every other one of its file system, also from one
 //! that gets its inode number when it is gone.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// The most bytes that the kernel makes (`MAX_HANDLE_SZ`).
 const HANDLE_BYTES_MAX: usize = 128;
@@ -19,26 +16,25 @@ struct Room {
     bytes: [u8; HANDLE_BYTES_MAX],
 }
 
-/// The handle of the file at `path`; symbolic links are followed.
+/// The handle of an open file, which may be open for its place only (`O_PATH`).
 ///
 /// # Errors
-/// The file system has none (overlayfs, some network file systems), or there is no file.
-pub(super) fn of(path: &Path) -> io::Result<Vec<u8>> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
+/// The file system has none (overlayfs, some network file systems).
+pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut room = Room {
         len: HANDLE_BYTES_MAX as u32,
         kind: 0,
         bytes: [0; HANDLE_BYTES_MAX],
     };
     let mut mount = 0;
-    // SAFETY: `path` ends with 0, `room` is a `struct file_handle` with as many bytes behind it as `len` says.
+    // SAFETY: the empty path ends with 0, `room` is a `struct file_handle` with as many bytes behind it as `len` says.
     let result = unsafe {
         libc::name_to_handle_at(
-            libc::AT_FDCWD,
-            path.as_ptr(),
+            file.as_raw_fd(),
+            c"".as_ptr(),
             (&raw mut room).cast(),
             &raw mut mount,
-            libc::AT_SYMLINK_FOLLOW,
+            libc::AT_EMPTY_PATH,
         )
     };
     if result != 0 {
@@ -82,6 +78,8 @@ pub(super) fn is_gone(handle: &[u8], on: &File) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -91,8 +89,11 @@ mod tests {
         let mut handles = Vec::new();
         for _ in 0..4 {
             std::fs::write(&path, []).expect("it is written");
-            let handle = of(&path).expect("tmpfs has handles");
-            assert_eq!(of(&path).expect("still"), handle);
+            let file = File::open(&path).expect("it is there");
+            let handle = of_file(file.as_fd()).expect("tmpfs has handles");
+            let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+            let place = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("it is there");
+            assert_eq!(of_file(place.as_fd()).expect("still"), handle);
             assert!(!handles.contains(&handle));
             handles.push(handle);
             std::fs::remove_file(&path).expect("it is removed");

@@ -13,6 +13,7 @@ use std::fmt;
 use std::fs::{DirBuilder, File, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use larder_qcow2::header::{AUTOCLEAR_SESSION, Header};
 use larder_qcow2::journal::{ImageId, Journal, Left, is_of_this_boot};
 use rustix::fs::{Mode, OFlags};
 
-use super::{ImageAddress, ImageError, file_handle};
+use super::{ImageAddress, ImageError, disk_id, file_handle};
 use crate::runtime_folder;
 
 /// What a killed server has left of an image.
@@ -293,7 +294,7 @@ fn block_identity(device: u64) -> io::Result<Vec<u8>> {
 }
 
 fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {
-    let handle = file_handle::of(path)?;
+    let handle = file_handle::of_file(disk_id::place_of(path)?.as_fd())?;
     Ok([&found.dev().to_ne_bytes(), &handle[..]].concat())
 }
 

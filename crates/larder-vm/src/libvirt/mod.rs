@@ -21,7 +21,7 @@ use std::path::Path;
 use xml::Element;
 
 pub use crate::image::state_folder;
-pub use crate::runtime_folder::socket_folder;
+pub use crate::runtime_folder::{hook_folder, is_ours_alone, socket_folder};
 
 /// The disks of a domain.
 fn disks(domain: &Element) -> impl Iterator<Item = &Element> {

@@ -9,9 +9,10 @@ use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::process::geteuid;
 
 use crate::image::{state_folder, write_whole};
@@ -59,16 +60,7 @@ impl AwayNote {
         let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where to note that it has gone");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         let folder = path.parent().unwrap_or(path);
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        // Root's commands prepare what a service of another user reads.
-        let given = made.and_then(|()| {
-            let whose = folder.parent().unwrap_or(folder).metadata()?;
-            match geteuid().is_root() && whose.uid() != 0 {
-                true => chown(folder, Some(whose.uid()), Some(whose.gid())),
-                false => Ok(()),
-            }
-        });
-        given.map_err(|error| named(folder, &error))
+        make_for_owner_of_parent(folder).map_err(|error| named(folder, &error))
     }
 
     /// Makes it, durably.
@@ -102,12 +94,51 @@ impl AwayNote {
     }
 }
 
+/// Makes a folder, unless it is there. Root's commands prepare what a service of another user reads, so root gives one that it has
+/// made to whom the folder above belongs: it, and not what that user may have put in its place.
+fn make_for_owner_of_parent(folder: &Path) -> io::Result<()> {
+    let above = folder.parent().unwrap_or(folder);
+    DirBuilder::new().recursive(true).mode(0o700).create(above)?;
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
+        made => made?,
+    }
+    let whose = above.metadata()?;
+    if geteuid().is_root() && whose.uid() != 0 {
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let made = File::from(rustix::fs::open(folder, flags, Mode::empty())?);
+        fchown(&made, Some(whose.uid()), Some(whose.gid()))?;
+    }
+    Ok(())
+}
+
 fn named(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 #[cfg(test)]
 mod tests {
+    /// The user of the services owns what the folder of notes is in.
+    #[test]
+    fn no_note_is_written_through_a_symbolic_link() {
+        let state = tempfile::tempdir().expect("a folder");
+        let elsewhere = tempfile::tempdir().expect("another one");
+        let link = state.path().join("moves");
+        std::os::unix::fs::symlink(elsewhere.path(), &link).expect("links");
+        let note = AwayNote {
+            path: Some(link.join("web")),
+        };
+        note.make("gone").expect_err("its folder is a link");
+        fs::remove_file(&link).expect("is ours");
+        fs::create_dir(&link).expect("is ours");
+        let victim = elsewhere.path().join("victim");
+        fs::write(&victim, "ours").expect("writes");
+        std::os::unix::fs::symlink(&victim, link.join("web.new")).expect("links");
+        note.make("gone").expect("the link is replaced");
+        assert_eq!(fs::read_to_string(&victim).expect("is there"), "ours");
+        assert_eq!(fs::read_to_string(link.join("web")).expect("is there"), "gone\n");
+    }
+
     use super::*;
 
     #[test]

@@ -154,7 +154,9 @@ impl Vm {
         }
         if let Err(error) = self.all(DiskMove::Open) {
             // Nothing was written.
-            let _ = self.all(DiskMove::Close);
+            if let Err(closing) = self.all(DiskMove::Close) {
+                tracing::warn!("a disk that was opened in vain could not be closed: {closing}");
+            }
             return Err(error.into());
         }
         if std::mem::take(&mut self.confines_later) {

@@ -1,5 +1,6 @@
 //! What is kept of a domain while Larder serves its disks: its XML as it was (`UUID.xml`), and the VM's file as it was
-//! written (`UUID.toml`), in `/var/lib/larder/libvirt`.
+//! written (`UUID.toml`), in `/var/lib/larder-libvirt`. That is root's own: libvirt is given what is in it. Other users have
+//! `libvirt` in their folder of state.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -8,6 +9,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
+use larder_vm::libvirt::is_ours_alone;
+
+/// Root's folder.
+const OF_ROOT: &str = "/var/lib/larder-libvirt";
+
+/// What it was up to version 0.1: in a folder that belongs to the user of the services.
+const OF_VERSION_0_1: &str = "/var/lib/larder/libvirt";
 
 /// The two files.
 pub(super) struct Kept {
@@ -18,10 +26,21 @@ pub(super) struct Kept {
 impl Kept {
     /// Where they are for the domain with this UUID.
     pub(super) fn of(uuid: &str) -> anyhow::Result<Self> {
-        let folder = larder_vm::libvirt::state_folder();
-        let folder =
-            folder.context("there is no place for the domain's XML: neither $STATE_DIRECTORY nor $HOME is set")?;
-        let folder = folder.join("libvirt");
+        let folder = match rustix::process::geteuid().is_root() {
+            true => {
+                adopt_folder().with_context(|| format!("{OF_VERSION_0_1} cannot become {OF_ROOT}"))?;
+                PathBuf::from(OF_ROOT)
+            }
+            false => larder_vm::libvirt::state_folder()
+                .context("there is no place for the domain's XML: neither $STATE_DIRECTORY nor $HOME is set")?
+                .join("libvirt"),
+        };
+        match is_ours_alone(&folder) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(error).with_context(|| folder.display().to_string());
+            }
+            _ => {}
+        }
         Ok(Self {
             xml: folder.join(format!("{uuid}.xml")),
             file: folder.join(format!("{uuid}.toml")),
@@ -52,6 +71,20 @@ impl Kept {
         remove(&self.xml)?;
         remove(&self.file)
     }
+}
+
+/// Moves the folder of version 0.1, if there is one and it is root's own.
+fn adopt_folder() -> io::Result<()> {
+    match is_ours_alone(Path::new(OF_VERSION_0_1)) {
+        Ok(()) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    }
+    let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::NOREPLACE);
+    rustix::fs::renameat_with(cwd, OF_VERSION_0_1, cwd, OF_ROOT, flags)?;
+    // Another user could have put something else there in between; then it is not root's.
+    is_ours_alone(Path::new(OF_ROOT))?;
+    sync_folder(Path::new(OF_ROOT))
 }
 
 fn as_root(error: &io::Error) -> &'static str {

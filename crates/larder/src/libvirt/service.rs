@@ -1,17 +1,18 @@
 //! The process that serves a VM, started and stopped by the hook.
 //!
 //! Where systemd runs the host, it is `larder@NAME.service`; elsewhere a process in a session of its own, whose words go to
-//! `/var/log/larder/NAME.log`. What the hook has started is noted in Larder's folder of sockets, `NAME.hook`: a server that
-//! was there already is the user's, is used, and is not stopped.
+//! `/var/log/larder/NAME.log`. What the hook has started is noted in `/run/larder-hook/NAME`: a server that was there already is
+//! the user's, is used, and is not stopped.
 //!
 //! Invariants:
 //! - Only what was started here is stopped: a process is known by its number and the time of its start, and is signalled
 //!   through a descriptor that stands for no other.
+//! - A note is believed because nobody but the hook's user can write to its folder: the one of sockets belongs to the servers.
 //! - Nothing is killed. A server that is told to end may have much to write to its disks first; it goes on by itself, and the
 //!   next start waits for it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use larder_vm::control::fetch_disks;
-use larder_vm::libvirt::socket_folder;
+use larder_vm::libvirt::{hook_folder, socket_folder};
 use larder_vm::vm::config::VmConfig;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -51,12 +52,29 @@ enum Note {
 }
 
 impl Note {
-    fn path(name: &str) -> PathBuf {
-        socket_folder().join(format!("{name}.hook"))
+    fn path(name: &str) -> anyhow::Result<PathBuf> {
+        let folder = hook_folder().context("the folder of the hook's notes")?;
+        Ok(folder.join(name))
     }
 
-    fn read(name: &str) -> Option<Self> {
-        let text = small_file::read_text(&Self::path(name), CONFIG_BYTES_MAX).ok()?;
+    fn read(name: &str) -> anyhow::Result<Option<Self>> {
+        let path = Self::path(name)?;
+        Ok(match small_file::read_text(&path, CONFIG_BYTES_MAX) {
+            Ok(text) => Self::parse(&text),
+            Err(error) if error.kind() == ErrorKind::NotFound => Self::of_version_0_1(name),
+            Err(error) => bail!("cannot read {}: {error}", path.display()),
+        })
+    }
+
+    /// Up to version 0.1 the notes were in the folder of sockets. Its user may have written what is there, so no process is
+    /// signalled for it.
+    fn of_version_0_1(name: &str) -> Option<Self> {
+        let path = socket_folder().join(format!("{name}.hook"));
+        let text = small_file::read_text(&path, CONFIG_BYTES_MAX).ok()?;
+        Self::parse(&text).filter(|note| *note == Self::Unit)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let process = |number: &str, start: &str, is_stopping| {
             Some(Self::Process {
@@ -86,15 +104,19 @@ impl Note {
             ),
         };
         // Nothing of it is left when the host is started anew, so it need not be durable.
-        let path = Self::path(name);
-        let beside = path.with_extension("hook.new");
+        let path = Self::path(name)?;
+        // No name of a VM begins like this.
+        let beside = path.with_file_name(format!(".{name}.new"));
         let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, &path));
         written.with_context(|| format!("cannot write {}", path.display()))
     }
 
     fn remove(name: &str) {
         // One that stays is of a process that is no more.
-        let _ = fs::remove_file(Self::path(name));
+        if let Ok(path) = Self::path(name) {
+            let _ = fs::remove_file(path);
+        }
+        let _ = fs::remove_file(socket_folder().join(format!("{name}.hook")));
     }
 }
 
@@ -156,7 +178,7 @@ pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
         number,
         start,
         is_stopping: true,
-    }) = Note::read(name)
+    }) = Note::read(name)?
     {
         if let Some(process) = open(number, start)
             && !ends(&process, START_TIME_MAX)
@@ -316,7 +338,7 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     let Some(name) = name.to_str().filter(|name| !name.contains('/')) else {
         return Ok(());
     };
-    let ended = match Note::read(name) {
+    let ended = match Note::read(name)? {
         None => return Ok(()),
         Some(Note::Unit) => stop_unit(name)?,
         Some(Note::Process { number, start, .. }) => match open(number, start) {

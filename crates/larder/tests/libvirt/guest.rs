@@ -83,7 +83,7 @@ impl Domain {
         let mut names: Vec<String> = entries
             .map(|entry| entry.file_name().to_string_lossy().into_owned())
             .collect();
-        names.retain(|name| name.ends_with(".sock") || name.ends_with(".hook"));
+        names.retain(|name| name.ends_with(".sock"));
         names.sort();
         names
     }
@@ -117,7 +117,7 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         assert!(planned.contains(word), "nothing of {word}: {planned}");
     }
     assert_eq!(host.xml("web"), before);
-    assert!(!host.inside("/etc/larder").exists() && !host.inside("/var/lib/larder/libvirt").exists());
+    assert!(!host.inside("/etc/larder").exists() && !host.inside("/var/lib/larder-libvirt").exists());
 
     host.larder(&["libvirt", "attach", "web", "--apply"]);
     host.refused(
@@ -125,10 +125,8 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         &["already", "detach"],
     );
     domain.starts();
-    assert_eq!(
-        domain.sockets(),
-        ["web-vda.sock", "web-vdb.sock", "web.hook", "web.sock"]
-    );
+    assert_eq!(domain.sockets(), ["web-vda.sock", "web-vdb.sock", "web.sock"]);
+    assert!(domain.host.inside("/run/larder-hook/web").exists());
     domain
         .host
         .wait_until("the guest has written", || domain.console().contains("GUEST-WROTE"));
@@ -143,11 +141,11 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
     host.start_libvirtd();
     assert!(host.virsh(&["domstate", "web"]).contains("running"));
     domain.wait_for_more("GUEST-ROUND");
-    assert_eq!(domain.sockets().len(), 4);
+    assert_eq!(domain.sockets().len(), 3);
 
     // Nor that Larder has died under it, once libvirtd is started anew.
     host.stop_libvirtd();
-    host.works(&["sh", "-c", "kill -9 $(cut -d' ' -f2 /run/larder/web.hook)"]);
+    host.works(&["sh", "-c", "kill -9 $(cut -d' ' -f2 /run/larder-hook/web)"]);
     host.start_libvirtd();
     host.wait_until("it is served again", || {
         host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
@@ -166,7 +164,7 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
     host.larder(&["libvirt", "detach", "web", "--apply"]);
     assert_eq!(host.xml("web"), before);
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
-    let kept = fs::read_dir(host.inside("/var/lib/larder/libvirt"))
+    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt"))
         .expect("a folder")
         .count();
     assert_eq!(kept, 0);

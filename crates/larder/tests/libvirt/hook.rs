@@ -61,15 +61,15 @@ fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
     let prepared = hook(&host, "/run/ours.xml", "web prepare begin -");
     assert_eq!(prepared, (Some(0), String::new()));
     assert!(is_served(&host));
-    let process = fs::read_to_string(host.inside("/run/larder/web.hook")).expect("a note");
+    let process = fs::read_to_string(host.inside("/run/larder-hook/web")).expect("a note");
     // Once more changes nothing.
     assert_eq!(hook(&host, "/run/ours.xml", "web reconnect begin -"), prepared);
     assert_eq!(
-        fs::read_to_string(host.inside("/run/larder/web.hook")).ok(),
+        fs::read_to_string(host.inside("/run/larder-hook/web")).ok(),
         Some(process)
     );
     assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
-    assert!(!is_served(&host) && !host.inside("/run/larder/web.hook").exists());
+    assert!(!is_served(&host) && !host.inside("/run/larder-hook/web").exists());
     // Its file is of no matter then: a domain may have been detached.
     hook(&host, "/run/ours.xml", "web prepare begin -");
     fs::remove_file(host.inside("/etc/larder/vms/web.toml")).expect("is there");
@@ -126,25 +126,43 @@ fn a_process_that_is_not_the_hooks_is_not_stopped() {
     host.works(&[
         "sh",
         "-c",
-        "sleep 1000 >/dev/null 2>&1 & echo $! >/run/sleeper; mkdir /run/larder",
+        "sleep 1000 >/dev/null 2>&1 & echo $! >/run/sleeper; mkdir /run/larder; mkdir -m 700 /run/larder-hook",
     ]);
     let number = fs::read_to_string(host.inside("/run/sleeper")).expect("a number");
     // The number of one that has ended is another one's now.
     let note = format!("process {} 1\n", number.trim());
-    fs::write(host.inside("/run/larder/web.hook"), note).expect("writes");
-    assert_eq!(
-        hook(&host, "/run/ours.xml", "web release end -"),
-        (Some(0), String::new())
-    );
+    fs::write(host.inside("/run/larder-hook/web"), note).expect("writes");
+    let release = || hook(&host, "/run/ours.xml", "web release end -");
+    assert_eq!(release(), (Some(0), String::new()));
     host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
+    // Nor is one of which somebody else has said so.
+    let note = "echo process $(cat /run/sleeper) $(cut -d' ' -f22 /proc/$(cat /run/sleeper)/stat)";
+    host.works(&[
+        "sh",
+        "-c",
+        &format!("{note} >/run/larder/web.hook; rm -f /run/larder-hook/web"),
+    ]);
+    assert_eq!(release(), (Some(0), String::new()));
+    host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
+    host.works(&[
+        "sh",
+        "-c",
+        "mv /run/larder/web.hook /run/larder-hook/web; chmod 777 /run/larder-hook",
+    ]);
+    let (_, said) = release();
+    assert!(said.contains("others can write to it"), "{said}");
+    host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper); chmod 700 /run/larder-hook"]);
+    assert_eq!(release(), (Some(0), String::new()));
+    let (code, _) = host.run(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
+    assert_ne!(code, Some(0), "the same words in the hook's own folder are believed");
 }
 
 #[test]
 fn a_start_waits_for_a_server_that_is_still_ending() {
     let host = host();
-    let script = "mkdir /run/larder; sleep 2 & number=$!
+    let script = "mkdir -m 700 /run/larder-hook; sleep 2 & number=$!
         start=$(cut -d' ' -f22 /proc/$number/stat); echo $number >/run/ending
-        echo process $number $start stopping >/run/larder/web.hook";
+        echo process $number $start stopping >/run/larder-hook/web";
     host.works(&["sh", "-c", &format!("({script}) >/dev/null 2>&1")]);
     assert_eq!(
         hook(&host, "/run/ours.xml", "web prepare begin -"),

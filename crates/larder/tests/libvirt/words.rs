@@ -223,7 +223,7 @@ fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
         &["the domain is as it was", "no such thing"],
     );
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
-    let kept = fs::read_dir(host.inside("/var/lib/larder/libvirt"))
+    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt"))
         .expect("a folder")
         .count();
     assert_eq!(kept, 0);

@@ -46,9 +46,12 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
     let state = pager.state().expect("answers");
     assert_eq!(state.lost_pages, lost.len() as u64);
     let each = " is lost, its stored copy is damaged: whoever touches it gets a memory error";
-    let told = pager.process.wait_for_count(each, lost.len(), LIMIT);
+    // Of so many the first ones are told of, one by one.
+    let first = 100;
+    let told = pager.process.wait_for_count(each, first, LIMIT);
     told.expect("each is told");
-    assert_eq!(pager.process.output().matches(each).count(), lost.len());
+    let told = pager.process.output().matches(each).count();
+    assert!((first..=lost.len()).contains(&told), "{told}");
     // It stays so, for this pager and the next one.
     pager.process.kill();
     let mut pager = holder

@@ -32,7 +32,7 @@ fn overlay(image: &Path, backing: &str, format: &str) {
 
 /// What `larder disk info` says of an image.
 fn info(image: &str) -> String {
-    tool(text(larder()), &["disk", "info", image])
+    tool(text(larder()), &["disk", "info", "--backing-chain", image])
 }
 
 /// Both must read the same of the image.

@@ -162,7 +162,8 @@ fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
     works(&mut guest, 1);
     let before = vm.disks();
     let changed = TWO
-        .replace("\"SYSTEM\"", "\"OTHER\"\nqueues = 2\nformat = \"qcow2\"")
+        .replace("\"SYSTEM\"", "\"OTHER\"\nqueues = 2")
+        .replacen("format = \"qcow2\"", "format = \"raw\"", 1)
         .replace("socket = \"vda\"", "socket = \"vda2\"")
         .replace("data.nbd", "data2.nbd")
         .replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"\n", "")

@@ -280,9 +280,9 @@ fn all_mistakes_are_told_at_once() {
     let file = super::text(&vm.file()).to_owned();
     let wanted = [
         "larder: 3 mistakes:".to_owned(),
-        format!("{file}:1:1: unknown key 'disks' (did you mean 'disk'?)"),
-        format!("{file}:4:12: readonly = 3: give on or off"),
-        format!("{file}:7:14: iops-total = many: give a number; 0 for no limit"),
+        format!("  {file}:1:1: unknown key 'disks' (did you mean 'disk'?)"),
+        format!("  {file}:4:12: readonly = 3: give on or off"),
+        format!("  {file}:7:14: iops-total = many: give a number; 0 for no limit"),
     ];
     assert_eq!((code, said), (Some(2), wanted.join("\n")));
 }

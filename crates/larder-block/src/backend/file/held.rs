@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -52,6 +52,12 @@ impl HeldFile {
     /// Where its contents are to be had as long as this process keeps it, whatever its name.
     pub fn contents(&self) -> PathBuf {
         contents(&self.file)
+    }
+}
+
+impl AsFd for FileDevice {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 }
 

@@ -190,7 +190,9 @@ impl Mover<'_> {
         mut course: Course,
         reason: String,
     ) -> Result<Done, MoveError> {
-        let _ = self.qmp.execute("stop", json!({}));
+        if let Err(error) = self.qmp.execute("stop", json!({})) {
+            tracing::warn!("QEMU could not be told to pause the VM: {error}");
+        }
         drop(carrier);
         match self.reach(&mut course)? {
             (carrier, true) => Ok(self.finish(carrier, &course, 0)),
