@@ -16,6 +16,19 @@ pub fn boot_id() -> io::Result<u128> {
     }
 }
 
+/// Returns how many processors this process may use at once. It is found out once: a confined process cannot.
+pub fn processors() -> usize {
+    static KNOWN: OnceLock<usize> = OnceLock::new();
+    *KNOWN.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// Finds out what this module tells, for a process that may not read files any more.
+pub fn learn() {
+    // Whoever needs it says that it cannot be had.
+    let _ = boot_id();
+    processors();
+}
+
 fn read_boot_id() -> io::Result<u128> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

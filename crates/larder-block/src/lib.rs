@@ -16,6 +16,7 @@ pub mod histogram;
 pub mod lock_wait;
 pub mod memory;
 pub mod nbd;
+pub mod opener;
 pub mod pieces;
 pub mod printable;
 pub mod range_lock;

@@ -10,6 +10,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
+use crate::opener::opener;
+
 /// How long a process that runs on is waited for.
 const RUNNING_PATIENCE: Duration = Duration::from_secs(3);
 
@@ -107,7 +109,7 @@ impl LockWait {
             return true;
         }
         self.inspected = Some((first, now));
-        let owner = owner(file, self.kind);
+        let owner = opener().lock_owner(file, self.kind);
         let is_other = |before: &LockOwner| std::mem::discriminant(before) != std::mem::discriminant(&owner);
         // What a process that was ending leaves to the kernel is waited for anew.
         let was_ending = matches!(self.owner, Some(LockOwner::Ending(_)));
@@ -152,8 +154,8 @@ fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
     }
 }
 
-/// Finds out who has a lock on `file` by another open file.
-fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
+/// Finds out who has a lock on `file` by another open file, as far as this process may know.
+pub(crate) fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
     let (Some(locked), Ok(processes)) = (identity(file, kind), fs::read_dir("/proc")) else {
         return LockOwner::Running;
     };

@@ -38,8 +38,17 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// # Errors
 /// As [`open`], or the file is longer.
 pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+    all_of(open(path)?, bytes_max)
+}
+
+/// Reads a file that is open.
+///
+/// # Errors
+/// The host's, it is no regular file, or it is longer.
+pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
+    check(file.metadata()?.file_type())?;
     let mut bytes = Vec::new();
-    open(path)?.take(bytes_max + 1).read_to_end(&mut bytes)?;
+    file.take(bytes_max + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > bytes_max {
         true => Err(io::Error::new(
             io::ErrorKind::FileTooLarge,
@@ -54,7 +63,19 @@ pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
 /// # Errors
 /// As [`read`], or it is not UTF-8.
 pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
-    String::from_utf8(read(path, bytes_max)?)
+    text(read(path, bytes_max)?)
+}
+
+/// Reads a text from a file that is open.
+///
+/// # Errors
+/// As [`all_of`], or it is not UTF-8.
+pub fn text_of(file: File, bytes_max: u64) -> io::Result<String> {
+    text(all_of(file, bytes_max)?)
+}
+
+fn text(bytes: Vec<u8>) -> io::Result<String> {
+    String::from_utf8(bytes)
         .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8"))
 }
 

@@ -25,7 +25,7 @@ use inquiry::{Inquiries, Served};
 pub use moving::DiskMove;
 use moving::Moving;
 
-use crate::exports::{ExportError, Exports, ExportsConfig, Places};
+use crate::exports::{ExportError, Exports, ExportsConfig, Places, Sockets};
 use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, OpenImage};
 use crate::latch::Latch;
 
@@ -150,6 +150,28 @@ struct Opened {
     places: Places,
 }
 
+/// A disk whose sockets are listened on, and that has what a process must have before it gives up its rights; nothing of its
+/// image was read yet.
+pub struct PreparedDisk {
+    thread: JoinHandle<Result<(), DiskError>>,
+    stop: Latch<Stop>,
+    inquiry: DiskInquiry,
+    begin: mpsc::Sender<()>,
+    ready: mpsc::Receiver<Opened>,
+}
+
+impl PreparedDisk {
+    /// Opens the image, and serves.
+    ///
+    /// # Errors
+    /// As [`Disk::start`].
+    pub fn open(self) -> Result<Disk, DiskError> {
+        // One that has ended says why.
+        let _ = self.begin.send(());
+        Disk::when_ready(self.thread, self.stop, self.inquiry, &self.ready)
+    }
+}
+
 impl Disk {
     /// Opens the image, listens, and serves on a thread of its own. When this returns, clients can connect.
     ///
@@ -160,11 +182,53 @@ impl Disk {
         let theirs = stop.clone();
         let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
         let (report, ready) = mpsc::channel();
-        let thread = std::thread::Builder::new()
-            .name("larder-disk".to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn(move || serve(config, &theirs, inquiries, &report))
-            .map_err(DiskError::Thread)?;
+        let thread = thread(move || {
+            let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
+            serve(&on, config, None, &theirs, inquiries, &report)
+        })?;
+        Self::when_ready(thread, stop, inquiry, &ready)
+    }
+
+    /// Makes the disk's thread and its ring, and listens, so that the process can be confined before the image is opened.
+    ///
+    /// # Errors
+    /// Anything in the way; nothing is left behind then.
+    pub fn prepare(config: DiskConfig) -> Result<PreparedDisk, DiskError> {
+        let stop = Latch::default();
+        let theirs = stop.clone();
+        let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
+        let (report, ready) = mpsc::channel();
+        let (prepared, is_prepared) = mpsc::channel();
+        let (begin, begun) = mpsc::channel();
+        let thread = thread(move || {
+            let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
+            let sockets = Sockets::bind(&config.exports)?;
+            // Whoever waits may have given up, and then does not begin.
+            let _ = prepared.send(());
+            drop(prepared);
+            match begun.recv() {
+                Ok(()) => serve(&on, config, Some(sockets), &theirs, inquiries, &report),
+                Err(mpsc::RecvError) => Ok(()),
+            }
+        })?;
+        match is_prepared.recv() {
+            Ok(()) => Ok(PreparedDisk {
+                thread,
+                stop,
+                inquiry,
+                begin,
+                ready,
+            }),
+            Err(mpsc::RecvError) => Err(why_ended(thread)),
+        }
+    }
+
+    fn when_ready(
+        thread: JoinHandle<Result<(), DiskError>>,
+        stop: Latch<Stop>,
+        inquiry: DiskInquiry,
+        ready: &mpsc::Receiver<Opened>,
+    ) -> Result<Self, DiskError> {
         match ready.recv() {
             Ok(opened) => Ok(Self {
                 thread,
@@ -172,10 +236,7 @@ impl Disk {
                 inquiry,
                 opened,
             }),
-            Err(mpsc::RecvError) => match thread.join() {
-                Ok(Err(error)) => Err(error),
-                Ok(Ok(())) | Err(_) => Err(DiskError::Died),
-            },
+            Err(mpsc::RecvError) => Err(why_ended(thread)),
         }
     }
 
@@ -217,20 +278,39 @@ impl Disk {
     }
 }
 
+fn thread(
+    work: impl FnOnce() -> Result<(), DiskError> + Send + 'static,
+) -> Result<JoinHandle<Result<(), DiskError>>, DiskError> {
+    let thread = std::thread::Builder::new()
+        .name("larder-disk".to_owned())
+        .stack_size(STACK_BYTES);
+    thread.spawn(work).map_err(DiskError::Thread)
+}
+
+/// Why a disk's thread has ended before it was ready.
+fn why_ended(thread: JoinHandle<Result<(), DiskError>>) -> DiskError {
+    match thread.join() {
+        Ok(Err(error)) => error,
+        Ok(Ok(())) | Err(_) => DiskError::Died,
+    }
+}
+
+/// Opens the image, and serves it on `sockets`; without them on those that the options say.
 fn serve(
+    on: &Loop,
     mut config: DiskConfig,
+    sockets: Option<Sockets>,
     stop: &Latch<Stop>,
     inquiries: Inquiries,
     report: &mpsc::Sender<Opened>,
 ) -> Result<(), DiskError> {
     // Clients of NBD may ask for any bytes. Guests' requests pass through the same layer, which keeps the two apart.
     config.options.single_bytes = config.exports.nbd.is_some();
-    let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
         let image = match config.moves {
             Moves::Away => None,
             _ => {
-                let opening = image::open(&on, &config.image, &config.options);
+                let opening = image::open(on, &config.image, &config.options);
                 // Tables that a crafted image has can take long to check, and so can a server that answers slowly.
                 let opened = select(config.cancel.is_set(), opening).await;
                 let image = opened.ok_or(DiskError::Cancelled)??;
@@ -240,10 +320,10 @@ fn serve(
         };
         let (geometry, format) = match &image {
             Some(image) => (image.device.geometry(), image.format),
-            None => image::look(&on, &config.image, &config.options).await?,
+            None => image::look(on, &config.image, &config.options).await?,
         };
         let berth =
-            (config.moves != Moves::Never).then(|| Berth::empty(&on, &Rc::from(config.image.to_string()), geometry));
+            (config.moves != Moves::Never).then(|| Berth::empty(on, &Rc::from(config.image.to_string()), geometry));
         let device = match (&berth, &image) {
             (Some(berth), image) => {
                 if let Some(image) = image {
@@ -263,8 +343,12 @@ fn serve(
                 prefetch.clients_left();
             }
         });
-        let activity = Activity::new(&on);
-        let exports = Exports::start(&on, &device, &config.exports, &clients, &activity)?;
+        let activity = Activity::new(on);
+        let sockets = match sockets {
+            Some(sockets) => sockets,
+            None => Sockets::bind(&config.exports)?,
+        };
+        let exports = Exports::start(on, &device, &config.exports, sockets, &clients, &activity)?;
         let exports = Rc::new(exports);
         if image.borrow().is_none() {
             exports.rest(true);
@@ -281,7 +365,7 @@ fn serve(
             exports: Rc::clone(&exports),
             activity,
         });
-        let answering = inquiry::answer(&on, inquiries, &served);
+        let answering = inquiry::answer(on, inquiries, &served);
         let ended = select(stop.is_set(), select(answering, exports.ended())).await;
         // What a move has begun is over first.
         let _alone = match &served.moving {
@@ -297,16 +381,16 @@ fn serve(
             if let Some(moving) = &served.moving {
                 moving.give_up();
             }
-            exports.stop(&on, how).await;
+            exports.stop(on, how).await;
             return match ended.flatten() {
                 Some(Err(error)) => Err(ExportError::Socket(error).into()),
                 _ => Ok(()),
             };
         };
         // While the guest goes on: the next process may be there soon.
-        select(hangs_for_long(&on, &image), write_back(&image)).await;
-        let mut stopping = Box::pin(exports.stop(&on, how));
-        let is_stopped = select(hangs_for_long(&on, &image), stopping.as_mut()).await.is_some();
+        select(hangs_for_long(on, &image), write_back(&image)).await;
+        let mut stopping = Box::pin(exports.stop(on, how));
+        let is_stopped = select(hangs_for_long(on, &image), stopping.as_mut()).await.is_some();
         if !is_stopped {
             // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.
             std::mem::forget((stopping, Rc::clone(&exports), on.clone()));

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use larder_block::event_loop::{JoinHandle, Listener, Socket, SocketAddress};
 use larder_block::nbd::{ExportDescription, NbdUri};
+use larder_block::opener;
 use larder_block::tls::{ServerTls, TlsError};
 use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
@@ -24,7 +25,7 @@ use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserS
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
 use crate::inherited::Inherited;
 use crate::latch::Latch;
-use crate::listen::{Access, ListenError, SocketFile};
+use crate::listen::{Access, ListenError, Listening, ListeningFile};
 use crate::run::shell::command_line;
 use crate::runtime_folder;
 
@@ -115,7 +116,7 @@ pub struct Exports {
     socket: Option<String>,
     uri: Option<String>,
     /// Removed when the last client is gone.
-    files: RefCell<Vec<SocketFile>>,
+    files: RefCell<Vec<ListeningFile>>,
     places: Places,
 }
 
@@ -128,26 +129,79 @@ pub struct Places {
     pub nbd: Option<String>,
 }
 
-impl Exports {
-    /// Starts all of them; who uses them is counted among `clients`, and what they ask for in `activity`. When this returns, clients can connect.
+/// The sockets of a disk's exports, before anybody is served.
+#[derive(Default)]
+pub struct Sockets {
+    vhost_user: Option<OwnedFd>,
+    nbd: Vec<OwnedFd>,
+    tls: Option<ServerTls>,
+    files: Vec<ListeningFile>,
+}
+
+impl Sockets {
+    /// Listens on all of them. Clients can connect, and wait.
     ///
     /// # Errors
-    /// One cannot listen, or its options are wrong; nothing is left behind then.
+    /// One cannot be listened on, or the exports' options are wrong; nothing is left behind then.
+    pub fn bind(config: &ExportsConfig) -> Result<Self, ExportError> {
+        // Also where there is no vhost-user: what makes no sense is not passed over.
+        config.vhost_user.check()?;
+        let mut sockets = Self::default();
+        if let Some(at) = &config.nbd {
+            sockets.tls = server_tls(&at.uri)?;
+            sockets.nbd = match &at.uri.address {
+                SocketAddress::Unix(path) => vec![sockets.listen_on(path, config)?],
+                SocketAddress::Tcp { host, port } => bind_tcp(host, *port, sockets.tls.is_some() || at.insecure)?,
+            };
+        }
+        sockets.vhost_user = match &config.vhost_user_at {
+            None => None,
+            Some(VhostUserAt::Path(path)) => Some(sockets.listen_on(path, config)?),
+            Some(VhostUserAt::Descriptor(descriptor)) => Some(descriptor.try_clone()?),
+        };
+        Ok(sockets)
+    }
+
+    fn listen_on(&mut self, path: &Path, config: &ExportsConfig) -> Result<OwnedFd, ExportError> {
+        if let Some(inherited) = config.inherited.at(path)? {
+            return Ok(inherited);
+        }
+        let listening = Listening::on(path, config.access)?;
+        self.files.push(listening.file);
+        Ok(listening.descriptor)
+    }
+}
+
+impl Exports {
+    /// Starts all of them on `sockets`; who uses them is counted among `clients`, and what they ask for in `activity`.
+    ///
+    /// # Errors
+    /// A socket is broken, or the options are wrong; nothing is left behind then.
     pub fn start(
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
         config: &ExportsConfig,
+        sockets: Sockets,
         clients: &Rc<Clients>,
         activity: &Rc<Activity>,
     ) -> Result<Self, ExportError> {
-        // Also where there is no vhost-user: what makes no sense is not passed over.
-        config.vhost_user.check()?;
-        let mut exports = Self::default();
+        let mut exports = Self {
+            files: RefCell::new(sockets.files),
+            ..Self::default()
+        };
         if let Some(at) = &config.nbd {
-            exports.start_nbd(on, device, at, config, (clients, activity))?;
+            let options = NbdServerOptions {
+                export: at.uri.export.clone(),
+                description: at.description.to_string(),
+                clients: Some(Rc::clone(clients)),
+                activity: Some(Rc::clone(activity)),
+                tls: sockets.tls,
+                ..NbdServerOptions::default()
+            };
+            exports.start_nbd(on, device, at, options, sockets.nbd, config)?;
         }
-        if let Some(at) = &config.vhost_user_at {
-            exports.start_vhost_user(on, device, at, config, (clients, activity))?;
+        if let (Some(at), Some(socket)) = (&config.vhost_user_at, sockets.vhost_user) {
+            exports.start_vhost_user(on, device, (at, socket), config, (clients, activity))?;
         }
         Ok(exports)
     }
@@ -157,21 +211,11 @@ impl Exports {
         &self.places
     }
 
-    fn listen_on(&mut self, path: &Path, config: &ExportsConfig) -> Result<OwnedFd, ExportError> {
-        if let Some(inherited) = config.inherited.at(path)? {
-            return Ok(inherited);
-        }
-        let file = SocketFile::bind_for(path, config.access)?;
-        let descriptor = file.descriptor()?;
-        self.files.get_mut().push(file);
-        Ok(descriptor)
-    }
-
     fn start_vhost_user(
         &mut self,
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
-        at: &VhostUserAt,
+        (at, descriptor): (&VhostUserAt, OwnedFd),
         config: &ExportsConfig,
         (clients, activity): (&Rc<Clients>, &Rc<Activity>),
     ) -> Result<(), ExportError> {
@@ -191,10 +235,6 @@ impl Exports {
                 );
             }
         }
-        let descriptor = match at {
-            VhostUserAt::Path(path) => self.listen_on(path, config)?,
-            VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
-        };
         self.places.vhost_user = Some(match at {
             VhostUserAt::Path(path) => command_line(&[path.into()]),
             VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
@@ -230,21 +270,10 @@ impl Exports {
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
         at: &NbdAt,
+        options: NbdServerOptions,
+        listeners: Vec<OwnedFd>,
         config: &ExportsConfig,
-        (clients, activity): (&Rc<Clients>, &Rc<Activity>),
     ) -> Result<(), ExportError> {
-        let options = NbdServerOptions {
-            export: at.uri.export.clone(),
-            description: at.description.to_string(),
-            clients: Some(Rc::clone(clients)),
-            activity: Some(Rc::clone(activity)),
-            tls: server_tls(&at.uri)?,
-            ..NbdServerOptions::default()
-        };
-        let listeners: Vec<OwnedFd> = match &at.uri.address {
-            SocketAddress::Unix(path) => vec![self.listen_on(path, config)?],
-            SocketAddress::Tcp { host, port } => bind_tcp(host, *port, options.tls.is_some() || at.insecure)?,
-        };
         let uri = uri_for_clients(&at.uri).to_string();
         self.places.nbd = Some(command_line(&[(&uri).into()]));
         self.uri = Some(uri);
@@ -356,7 +385,7 @@ fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
         .certificates
         .as_ref()
         .ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
-    let require_clients = folder.join("ca-cert.pem").exists();
+    let require_clients = opener::metadata(&folder.join("ca-cert.pem")).is_ok();
     Ok(Some(ServerTls::load_folder(folder, require_clients)?))
 }
 

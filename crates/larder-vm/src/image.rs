@@ -1,20 +1,18 @@
 //! What a user calls a disk: a path or an NBD URI, and how it is opened as a stack of layers.
 
 use std::io::Read;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile, Role};
 use larder_block::backend::image_lock::{self, Claim};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
-use larder_block::event_loop::SocketAddress;
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::NbdUri;
+use larder_block::opener::{self, Access, NamedBy, opener};
 use larder_block::{BlockDevice, ByteLen, Geometry, Loop};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
@@ -44,7 +42,7 @@ pub use cache::CacheError;
 pub(crate) use cache::{absolute, random};
 pub use cache_note::state_folder;
 use cache_note::{Note, Other};
-pub(crate) use cache_note::{lately_folder, notes_folder, write_whole};
+pub(crate) use cache_note::{notes_of_disk, notes_of_image, used_mark, write_whole};
 pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{
     CacheReport, CacheToolError, Dropped, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
@@ -60,6 +58,7 @@ pub use chain::policy::{
     text as chain_text,
 };
 pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
+pub(crate) use disk_id::is_disk;
 /// What a cache does with writes.
 pub use larder_cache::Mode as CacheMode;
 pub use open_cache::OpenCache;
@@ -130,32 +129,12 @@ pub struct ImageOptions {
     pub single_bytes: bool,
     /// How to use an NBD server.
     pub nbd: NbdOptions,
-    /// The NBD servers that it turns out to use.
-    pub servers: Servers,
     /// What the disk may do per second.
     pub limits: Limits,
     /// Change nothing, and ask no NBD server; see [`try_to_open`].
     pub trial: bool,
     /// It was used on another host meanwhile: nothing that a cache has of it is believed.
     pub comes: bool,
-}
-
-/// NBD servers that are connected to again if a connection breaks: those of an image, its backing files and its cache.
-#[derive(Clone, Debug, Default)]
-pub struct Servers(Arc<Mutex<Vec<SocketAddress>>>);
-
-impl Servers {
-    fn note(&self, server: &SocketAddress) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(server.clone());
-    }
-
-    /// All so far.
-    pub fn all(&self) -> Vec<SocketAddress> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
 }
 
 impl Default for ImageOptions {
@@ -174,7 +153,6 @@ impl Default for ImageOptions {
             keep_space: false,
             single_bytes: false,
             nbd: NbdOptions::default(),
-            servers: Servers::default(),
             limits: Limits::NONE,
             trial: false,
             comes: false,
@@ -565,7 +543,6 @@ pub(crate) async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions)
         read_only: options.read_only,
         ..options.nbd.clone()
     };
-    options.servers.note(&uri.address);
     let opened = NbdDevice::open(on, uri, nbd).await;
     opened.map_err(Box::new).map_err(ImageError::Nbd)
 }
@@ -584,8 +561,7 @@ fn in_guest_blocks(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
 
 /// A container is filled up to whole blocks, so that its own length does not show later.
 fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
-    let len = path
-        .metadata()
+    let len = opener::metadata(path)
         .ok()
         .filter(|found| found.is_file())
         .map(|found| found.len());
@@ -601,15 +577,8 @@ fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
 /// The format that a file or a block device begins like, other than raw. An unreadable one is left to whoever opens it
 /// to complain.
 fn recognise(path: &Path) -> Option<&'static str> {
-    let kind = path.metadata().ok()?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return None;
-    }
     let mut head = [0; BEGINNING_BYTES];
-    let mut options = std::fs::File::options();
-    // It may have been exchanged by something that would be waited for.
-    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
-    let mut file = options.read(true).custom_flags(flags).open(path).ok()?;
+    let mut file = opener().open(path, Access::Read, NamedBy::User).ok()?;
     let count = file.read(&mut head).ok()?;
     begins_like(&head[..count])
 }

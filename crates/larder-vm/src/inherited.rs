@@ -9,6 +9,7 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use larder_block::opener::opener;
 use larder_export::descriptor_store::{PREFIX, Store};
 use larder_export::vhost_user::takeover::Keeping;
 use rustix::net::SocketAddrUnix;
@@ -81,8 +82,8 @@ impl Inherited {
         const NAME_BYTES_MAX: usize = 200;
         let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
         let image = match image {
-            ImageAddress::Path(path) => path
-                .canonicalize()
+            ImageAddress::Path(path) => opener()
+                .canonical(path)
                 .unwrap_or_else(|_| path.clone())
                 .display()
                 .to_string(),

@@ -12,6 +12,8 @@ pub mod limits;
 pub mod listen;
 pub mod memory;
 pub mod occupied;
+pub mod opener;
+mod private_folder;
 pub mod run;
 pub mod runtime_folder;
 pub mod user;

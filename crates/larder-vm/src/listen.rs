@@ -15,6 +15,8 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
+use crate::opener::helper;
+
 /// The longest path of a unix socket, in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -31,6 +33,8 @@ pub enum ListenError {
     Taken { path: PathBuf },
     #[error("{} exists and is no socket; it is left alone: choose another path", path.display())]
     NotASocket { path: PathBuf },
+    #[error(transparent)]
+    Opener(io::Error),
     #[error("cannot listen on {}: {source}{}", path.display(), folder_hint(source))]
     Os { path: PathBuf, source: io::Error },
 }
@@ -133,6 +137,57 @@ pub(crate) fn resolve(path: &Path) -> PathBuf {
     match (path.parent().map(Path::canonicalize), path.file_name()) {
         (Some(Ok(folder)), Some(name)) => folder.join(name),
         _ => path,
+    }
+}
+
+/// A unix socket that this process listens on.
+pub struct Listening {
+    /// The socket, for the loop.
+    pub descriptor: OwnedFd,
+    /// Its file goes with this.
+    pub file: ListeningFile,
+}
+
+/// The file of a socket that is listened on, which goes when this is dropped.
+pub enum ListeningFile {
+    /// Of this process's own.
+    Own(SocketFile),
+    /// The opener has made it.
+    Openers(OpenersFile),
+}
+
+/// The file of a socket that the opener has made.
+pub struct OpenersFile(PathBuf);
+
+impl Drop for OpenersFile {
+    fn drop(&mut self) {
+        // It goes with the opener in any case.
+        let _ = helper().map(|helper| helper.stop_listening(&self.0));
+    }
+}
+
+impl Listening {
+    /// Listens on `path`, by the opener if this process has one.
+    ///
+    /// # Errors
+    /// See [`ListenError`].
+    pub fn on(path: &Path, access: Access) -> Result<Self, ListenError> {
+        let failed = |source| ListenError::Os {
+            path: path.to_owned(),
+            source,
+        };
+        if let Some(helper) = helper() {
+            let descriptor = helper.listen(path).map_err(ListenError::Opener)?;
+            return Ok(Self {
+                descriptor,
+                file: ListeningFile::Openers(OpenersFile(path.to_owned())),
+            });
+        }
+        let file = SocketFile::bind_for(path, access)?;
+        Ok(Self {
+            descriptor: file.descriptor().map_err(failed)?,
+            file: ListeningFile::Own(file),
+        })
     }
 }
 

@@ -10,12 +10,11 @@
 //! cannot be made refuses. A file that was just made, or has nothing but holes, needs none.
 
 use std::fs::File;
-use std::io::{self, Read as _, Seek as _, Write as _};
+use std::io::{self, Seek as _, Write as _};
 use std::os::unix::fs::FileExt as _;
-use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
 
+use larder_block::opener::{Access, NamedBy, opener};
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, Loop, ReadBuf};
 use rustix::fs::MemfdFlags;
 
@@ -26,10 +25,6 @@ pub(crate) const BEGINNING: u64 = 1 << 20;
 
 /// What `blkid` is given of each end of an export: no label that it knows lies farther inside.
 const ENDS: u64 = 4 << 20;
-
-/// A device that does not answer `blkid` for so long is refused.
-const PROBE_PATIENCE: Duration = Duration::from_secs(30);
-const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Why nothing may be written to it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,10 +55,13 @@ pub(crate) async fn check(on: &Loop, device: &Rc<dyn BlockDevice>, address: &Ima
         return Err(Occupied::Data);
     }
     let file = match address {
-        ImageAddress::Path(path) => File::open(path).map_err(Occupied::unknown)?,
+        ImageAddress::Path(path) => {
+            let opened = opener().open(path, Access::Read, NamedBy::User);
+            opened.map_err(Occupied::unknown)?
+        }
         ImageAddress::Nbd(_) => ends_of(device).await?,
     };
-    let probed = on.run_blocking(move || probe(file)).await;
+    let probed = on.run_blocking(move || probe(&file)).await;
     probed.map_err(Occupied::unknown)?
 }
 
@@ -100,7 +98,7 @@ pub(crate) fn check_file(file: File) -> Result<(), Occupied> {
         }
     }
     match is_zero(&beginning) {
-        true => probe(file),
+        true => probe(&file),
         false => Err(Occupied::Data),
     }
 }
@@ -133,54 +131,18 @@ async fn ends_of(device: &Rc<dyn BlockDevice>) -> Result<File, Occupied> {
 }
 
 /// Asks `blkid` what is on a file.
-fn probe(file: File) -> Result<(), Occupied> {
-    let mut command = Command::new("blkid");
-    // Its standard input is the very file that was opened.
-    command.args(["--probe", "--output", "export", "/proc/self/fd/0"]);
-    let started = command
-        .stdin(file)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn();
-    let mut child = started.map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => Occupied::unknown("there is no program blkid; install util-linux"),
-        _ => Occupied::unknown(format_args!("blkid: {error}")),
-    })?;
-    let status = wait(&mut child)?;
-    let mut said = String::new();
-    let mut complaint = String::new();
-    // It says less than a pipe holds.
-    let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut said));
-    let _ = child.stderr.take().map(|mut out| out.read_to_string(&mut complaint));
-    match status {
-        Some(0) => labels(&said).map_or(Ok(()), |label| Err(Occupied::Label(label))),
-        Some(2) if complaint.is_empty() => Ok(()),
+fn probe(file: &File) -> Result<(), Occupied> {
+    let answer = opener().blkid(file).map_err(Occupied::unknown)?;
+    match answer.status {
+        Some(0) => labels(&answer.said).map_or(Ok(()), |label| Err(Occupied::Label(label))),
+        Some(2) if answer.complaint.is_empty() => Ok(()),
         Some(8) => Err(Occupied::Label(
             "what blkid takes for several things at once".to_owned(),
         )),
-        _ => Err(Occupied::unknown(format_args!(
+        status => Err(Occupied::unknown(format_args!(
             "blkid of util-linux is needed, and ends with {status:?}: {}",
-            complaint.trim_end()
+            answer.complaint.trim_end()
         ))),
-    }
-}
-
-fn wait(child: &mut Child) -> Result<Option<i32>, Occupied> {
-    let begun = Instant::now();
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return Ok(status.code()),
-            Ok(None) if begun.elapsed() < PROBE_PATIENCE => std::thread::sleep(PROBE_POLL_INTERVAL),
-            Ok(None) => {
-                // One that waits for its device ends once that answers, and is not waited for.
-                let _ = child.kill();
-                return Err(Occupied::unknown(format_args!(
-                    "it has not answered blkid for {} s",
-                    PROBE_PATIENCE.as_secs()
-                )));
-            }
-            Err(error) => return Err(Occupied::unknown(error)),
-        }
     }
 }
 

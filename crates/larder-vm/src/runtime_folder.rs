@@ -7,6 +7,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use crate::opener::helper;
 use larder_block::boot::is_tmpfs;
 use rustix::process::geteuid;
 
@@ -39,10 +40,22 @@ pub fn runtime_folder() -> PathBuf {
 /// Where sockets are of which nothing is said: the user's own folder; for root that of the services which systemd runs as a
 /// user of their own (`larder@.service`), if it is there: root asks them, and writes their files.
 pub fn socket_folder() -> PathBuf {
-    match geteuid().is_root() && is_of_services() {
+    let is_service = helper().is_some_and(|helper| helper.is_of_service);
+    match is_service || geteuid().is_root() && is_of_services() {
         true => PathBuf::from(OF_SYSTEM),
         false => runtime_folder(),
     }
+}
+
+/// The runtime folders of the host's services that are a user of their own each: the VM's name, the folder, and whose it is.
+pub(crate) fn of_vms() -> Vec<(String, PathBuf, u32)> {
+    let entries = fs::read_dir(OF_VMS).into_iter().flatten().flatten();
+    let folder = |entry: fs::DirEntry| {
+        let path = entry.path();
+        let user = fs::metadata(&path).ok()?.uid();
+        Some((entry.file_name().into_string().ok()?, path, user))
+    };
+    entries.filter_map(folder).collect()
 }
 
 /// Where the sockets are of the processes that manage the memory of VMs: a folder of its own, `/run/larder-memory` for root.
@@ -131,6 +144,9 @@ pub(crate) fn memory_folders() -> Vec<PathBuf> {
     }
     all
 }
+
+/// In it each service that is a user of its own has its runtime folder.
+const OF_VMS: &str = "/run/larder-vm";
 
 /// Root's, or that of the services.
 const OF_SYSTEM: &str = "/run/larder";

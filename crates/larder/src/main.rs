@@ -20,6 +20,7 @@ mod memories;
 mod memory;
 mod migrate;
 mod moves;
+mod open;
 mod output;
 mod pid_file;
 mod rates;
@@ -80,6 +81,7 @@ fn main() -> ExitCode {
         Command::Advise(arguments) => advise::run(&arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
         Command::Bench(BenchCommand::Codec(arguments)) => bench_codec::run(&arguments),
+        Command::Open(arguments) => open::run(&arguments),
     };
     match result {
         Ok(code) => code,

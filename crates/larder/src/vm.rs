@@ -16,11 +16,12 @@ use larder_vm::disk::DiskError;
 use larder_vm::image::{ChainPolicy, named_chain};
 use larder_vm::inherited::Inherited;
 use larder_vm::latch::Latch;
+use larder_vm::opener;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::away::AwayNote;
-use larder_vm::vm::config::{VmConfig, path_of, read_text};
+use larder_vm::vm::config::{VmConfig, path_of};
 use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
 
@@ -41,12 +42,15 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return pin(&path);
     }
     if arguments.reload {
-        return reload(&path, &VmConfig::read(&path)?);
+        return reload(&VmConfig::read(&path)?);
     }
     if arguments.take || arguments.expect {
         return move_by_hand(&path, &VmConfig::read(&path)?, arguments.take);
     }
     let inherited = inherited()?;
+    if let Err(error) = have_opener(&arguments, &path) {
+        return Ok(not_started(&error, false));
+    }
     let config = match VmConfig::read(&path) {
         Ok(config) => config,
         Err(error) => return Ok(not_started(&error.into(), !inherited.has_connections())),
@@ -121,6 +125,20 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Has this process get at files by an opener, if it is to be confined.
+fn have_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
+    match (&arguments.opener, arguments.confine) {
+        (_, false) => Ok(()),
+        (None, true) => opener::start(path).context("the process that opens files for this server cannot be started"),
+        (Some(socket), true) => opener::connect(socket).with_context(|| {
+            format!(
+                "{}: the opener that opens files for services cannot be connected to; is larder-open.socket started?",
+                socket.display()
+            )
+        }),
+    }
+}
+
 /// The file is wrong, and nobody waits for its disks: `EX_CONFIG` of sysexits(3), upon which `larder@.service` is not
 /// started again.
 const EXIT_CONFIG: u8 = 78;
@@ -145,19 +163,15 @@ pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode 
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Has the server that runs read the file again, and says what has become of it.
-fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
-    let server = control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
+fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
+    control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
         true => anyhow!(
             "{}; a server reads its file when it starts",
             not_served(&config.name, &config.control)
         ),
         false => error.into(),
     })?;
-    let is_confined = server.confined;
-    // It cannot read the file itself.
-    let text = is_confined.then(|| read_text(path)).transpose();
-    let text = text.with_context(|| path.display().to_string())?;
-    let (_, done) = control::reload(&config.control, text)?;
+    let (_, done) = control::reload(&config.control)?;
     let mut text = String::new();
     let parts = [
         ("changed", &done.changed),

@@ -32,6 +32,7 @@ pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, cla
 use pieces::Pieces;
 
 use super::image_lock;
+use crate::boot::processors;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
@@ -58,8 +59,7 @@ const NO_TURN: u64 = u64::MAX;
 
 /// How many workers can copy beside the disk's thread and a guest.
 fn workers_worth_having() -> u32 {
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    (processors / 2).clamp(1, 4) as u32
+    (processors() / 2).clamp(1, 4) as u32
 }
 
 /// Copying this many bytes takes longer than handing them to a worker.

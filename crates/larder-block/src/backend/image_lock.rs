@@ -13,14 +13,14 @@
 
 mod holders;
 
-use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-pub use holders::holders;
+pub use holders::holders_but;
 use holders::is_held_here;
+
+use crate::opener::{Access, NamedBy, opener};
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
@@ -158,12 +158,10 @@ pub fn unlock(file: BorrowedFd<'_>) {
 /// # Errors
 /// It cannot be opened, or its file system cannot lock.
 pub fn used_by_others(image: &Path) -> io::Result<Option<Vec<String>>> {
-    let mut open = OpenOptions::new();
-    open.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
-    let file = open.open(image)?;
+    let file = opener().open(image, Access::Read, NamedBy::User)?;
     let write = i64::from(WRITE.trailing_zeros());
     let used = is_held(file.as_fd(), PERMISSION_BASE + write)? || is_held(file.as_fd(), UNSHARED_BASE + write)?;
-    Ok(used.then(|| holders(file.as_fd())))
+    Ok(used.then(|| opener().lock_holders(file.as_fd())))
 }
 
 fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
@@ -214,7 +212,7 @@ fn in_use(file: BorrowedFd<'_>, conflict: String) -> LockError {
     }
     LockError::InUse {
         conflict,
-        holders: holders(file),
+        holders: opener().lock_holders(file),
     }
 }
 

@@ -17,11 +17,12 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+    SendFlags, SocketFlags, SocketType, sockopt,
 };
 
 use super::{Loop, Ring};
 use crate::buffer::{ReadBuf, WriteBuf};
+use crate::opener::opener;
 
 /// Where to connect or listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -158,20 +159,6 @@ fn stream_flags() -> SocketFlags {
     SocketFlags::CLOEXEC | SocketFlags::NONBLOCK
 }
 
-fn unix_address(path: &std::path::Path) -> io::Result<SocketAddrUnix> {
-    SocketAddrUnix::new(path).map_err(|error| match error {
-        Errno::NAMETOOLONG => io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!(
-                "socket path {} is {} bytes long; the kernel takes at most 107",
-                path.display(),
-                path.as_os_str().len()
-            ),
-        ),
-        error => error.into(),
-    })
-}
-
 impl Socket {
     /// Connects to `address`.
     ///
@@ -180,16 +167,15 @@ impl Socket {
     pub async fn connect(on: &Loop, address: &SocketAddress) -> io::Result<Self> {
         match address {
             SocketAddress::Unix(path) => {
-                let target = unix_address(path)?;
-                let descriptor =
-                    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, stream_flags(), None)?;
                 // A full backlog is EAGAIN: the listener is alive but slow to accept.
-                while let Err(error) = rustix::net::connect(&descriptor, &target) {
-                    if !would_block(error) {
-                        return Err(error.into());
+                let descriptor = loop {
+                    match opener().connect(path) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                            on.sleep(Duration::from_millis(5)).await;
+                        }
+                        connected => break connected?,
                     }
-                    on.sleep(Duration::from_millis(5)).await;
-                }
+                };
                 Self::from_descriptor(on, descriptor)
             }
             SocketAddress::Tcp { host, port } => {

@@ -6,6 +6,7 @@
 
 mod stream;
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -14,6 +15,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
+use crate::opener::{self, Access, NamedBy, opener};
 use crate::small_file::{self, CONFIG_BYTES_MAX};
 
 pub use stream::Stream;
@@ -55,7 +57,7 @@ pub struct ClientTls {
 }
 
 /// Where hosts keep the authorities that they trust.
-const HOST_AUTHORITIES: [&str; 3] = [
+pub const HOST_AUTHORITIES: [&str; 3] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/ca-bundle.pem",
@@ -81,7 +83,7 @@ impl ClientTls {
             .with_root_certificates(roots);
         let own = folder
             .map(|folder| (folder.join("client-cert.pem"), folder.join("client-key.pem")))
-            .filter(|(certificate, _)| certificate.exists());
+            .filter(|(certificate, _)| opener::metadata(certificate).is_ok());
         let config = match own {
             None => builder.with_no_client_auth(),
             Some((path, key)) => builder
@@ -169,7 +171,7 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
         path: path.to_owned(),
         source,
     };
-    let text = small_file::read(path, CONFIG_BYTES_MAX).map_err(|error| failed(pem::Error::Io(error)))?;
+    let text = read(path).map_err(|error| failed(pem::Error::Io(error)))?;
     let found: Vec<_> = CertificateDer::pem_slice_iter(&text)
         .collect::<Result<_, _>>()
         .map_err(failed)?;
@@ -184,7 +186,7 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
 /// # Errors
 /// The file is missing, damaged or holds none.
 pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let text = small_file::read(path, CONFIG_BYTES_MAX).map_err(pem::Error::Io);
+    let text = read(path).map_err(pem::Error::Io);
     let key = text.and_then(|text| PrivateKeyDer::from_pem_slice(&text));
     key.map_err(|source| TlsError::Pem {
         what: "the private key",
@@ -206,11 +208,15 @@ pub fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
     Ok(roots)
 }
 
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    small_file::all_of(opener().open(path, Access::Read, NamedBy::User)?, CONFIG_BYTES_MAX)
+}
+
 fn host_authorities() -> Result<RootCertStore, TlsError> {
     let path = HOST_AUTHORITIES
         .iter()
         .map(Path::new)
-        .find(|path| path.exists())
+        .find(|path| opener::metadata(path).is_ok())
         .ok_or_else(|| TlsError::NoAuthorities {
             tried: HOST_AUTHORITIES.join(", "),
         })?;

@@ -23,9 +23,9 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_eventfd2, libc::SYS_pipe2, libc::SYS_memfd_create, libc::SYS_timerfd_create, libc::SYS_timerfd_settime,
     libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2, libc::SYS_ppoll,
     libc::SYS_io_uring_enter,
-    // Names: notes, sockets, and what names of hosts are looked up in.
+    // Names: the process's own folders, and what names of hosts are looked up in.
     libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_readlinkat,
-    libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
+    libc::SYS_name_to_handle_at, libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
     libc::SYS_unlinkat, libc::SYS_renameat, libc::SYS_renameat2,
     // Guest memory is touched for the pager to see.
     libc::SYS_utimensat,
@@ -164,23 +164,25 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     if !sockets.is_empty() {
         rules.insert(SYS_socket, sockets);
     }
-    // By which the pager hands over descriptors: connected to itself, and to nothing else.
-    let pair = vec![
-        is(0, libc::AF_UNIX as u64)?,
-        is_masked(1, TYPE_MASK, libc::SOCK_STREAM as u64)?,
-    ];
-    rules.insert(SYS_socketpair, vec![SeccompRule::new(pair)?]);
+    // Connected to one another, and to nothing else: the pager hands over descriptors by one, and the opener answers on one.
+    let pairs: Result<Vec<_>, _> = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET]
+        .into_iter()
+        .map(|kind| {
+            SeccompRule::new(vec![
+                is(0, libc::AF_UNIX as u64)?,
+                is_masked(1, TYPE_MASK, kind as u64)?,
+            ])
+        })
+        .collect();
+    rules.insert(SYS_socketpair, pairs?);
     Ok(rules)
 }
 
-/// Families and types of the sockets that are still made. Without a stream no other VM's sockets can be connected to,
-/// though they belong to the same user.
+/// Families and types of the sockets that are still made.
 fn sockets(needs: &Needs) -> Vec<(i32, i32)> {
-    // Those to the service manager are there. A datagram socket could send to any path, such as the journal's.
+    // Those to the service manager and to the opener are there. A unix socket could be connected to any path, such as another
+    // VM's socket or the journal's.
     let mut all = Vec::new();
-    if needs.connects_to_unix_sockets {
-        all.push((libc::AF_UNIX, libc::SOCK_STREAM));
-    }
     let internet = [libc::AF_INET, libc::AF_INET6];
     if !needs.ports.is_empty() {
         all.extend(internet.map(|family| (family, libc::SOCK_STREAM)));
@@ -223,10 +225,10 @@ mod tests {
         assert_eq!(sockets(&needs).len(), 2);
         needs.connect_to(&server("2001:db8::1"));
         assert_eq!(sockets(&needs).len(), 2);
-        needs.connect_to(&server("store.example"));
+        needs.connect_to(&server("store.invalid"));
         assert_eq!(sockets(&needs).len(), 4);
         needs.connect_to(&SocketAddress::Unix("/run/nbd".into()));
-        assert_eq!(sockets(&needs).len(), 5);
+        assert_eq!(sockets(&needs).len(), 4, "the opener connects to it");
         filters(&needs).expect("they can be made");
     }
 }

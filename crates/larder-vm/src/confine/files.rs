@@ -1,5 +1,6 @@
 //! Landlock: which files, ports and processes are still reachable.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use super::{ConfineError, Needs};
 /// What is asked for; an older kernel gives what it has of it.
 const WANTED: ABI = ABI::V6;
 
-/// What a name is looked up in; the libraries for that are loaded by then, because the disks are open.
+/// What a name is looked up in; the libraries for that are loaded by then ([`Needs::connect_to`]).
 const NAMES: [&str; 6] = [
     "/etc/resolv.conf",
     "/etc/hosts",
@@ -38,6 +39,50 @@ pub(super) fn ruleset(needs: &Needs) -> Result<Option<OwnedFd>, ConfineError> {
     }
     let made = make(needs, notify_socket_is_abstract());
     made.map(Option::from)
+}
+
+/// Where programs and their libraries are.
+const PROGRAMS: [&str; 8] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/blkid.conf",
+    "/dev/null",
+];
+
+/// Has this thread, and what it starts, reach nothing but programs and `file`, which is only read, as far as the kernel's Landlock
+/// can do that.
+///
+/// # Errors
+/// The kernel refuses.
+pub(super) fn only_programs_and(file: &File) -> io::Result<()> {
+    if version() == 0 {
+        return Ok(());
+    }
+    let run = AccessFs::Execute | AccessFs::ReadFile | AccessFs::ReadDir;
+    let ruleset = Ruleset::default()
+        .handle_access(AccessFs::from_all(WANTED))
+        .and_then(|ruleset| ruleset.handle_access(AccessNet::from_all(WANTED)))
+        .and_then(|ruleset| ruleset.scope(Scope::from_all(WANTED)))
+        .and_then(Ruleset::create);
+    let mut ruleset = ruleset.map_err(io::Error::other)?;
+    for path in PROGRAMS {
+        let Ok(place) = PathFd::new(path) else { continue };
+        let allowed = match Path::new(path).is_dir() {
+            true => run,
+            false => AccessFs::ReadFile.into(),
+        };
+        ruleset = ruleset
+            .add_rule(PathBeneath::new(place, allowed))
+            .map_err(io::Error::other)?;
+    }
+    let ruleset = ruleset
+        .add_rule(PathBeneath::new(file, AccessFs::ReadFile))
+        .map_err(io::Error::other)?;
+    ruleset.restrict_self().map(drop).map_err(io::Error::other)
 }
 
 /// The version of the kernel's Landlock; 0 if it has none, or it is off.
@@ -97,13 +142,17 @@ fn make(needs: &Needs, keeps_abstract_sockets: bool) -> Result<RulesetCreated, C
 
 /// What may be done where.
 fn rules(needs: &Needs) -> Vec<(PathBuf, BitFlags<AccessFs>)> {
-    let written = AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::RemoveFile;
-    let mut rules = Vec::new();
-    rules.extend(needs.written.iter().map(|path| (path.clone(), written)));
-    let flushed = written | AccessFs::ReadDir;
-    rules.extend(needs.flushed.iter().map(|path| (path.clone(), flushed)));
-    let removed: BitFlags<AccessFs> = AccessFs::RemoveFile.into();
-    rules.extend(needs.removed_from.iter().map(|path| (path.clone(), removed)));
+    let own = AccessFs::ReadFile
+        | AccessFs::ReadDir
+        | AccessFs::WriteFile
+        | AccessFs::Truncate
+        | AccessFs::MakeReg
+        | AccessFs::MakeDir
+        | AccessFs::RemoveFile;
+    let mut rules: Vec<_> = needs.own.iter().map(|path| (path.clone(), own)).collect();
+    // What it may know of itself: its threads, and its open files' locks.
+    let itself = PathBuf::from(format!("/proc/{}", std::process::id()));
+    rules.push((itself, AccessFs::ReadFile | AccessFs::ReadDir));
     if needs.looks_up_names {
         rules.extend(NAMES.map(|path| (PathBuf::from(path), AccessFs::ReadFile.into())));
     }
@@ -132,15 +181,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_that_are_shared_are_never_readable() {
+    fn nothing_is_executed_and_no_device_or_socket_is_made() {
         let mut needs = Needs::default();
-        needs.write_in("/run/larder");
-        needs.write_durably_in("/var/lib/larder/caches");
-        needs.remove_from("/run/larder/vms");
+        needs.have("/run/larder/private/web");
         let rules = rules(&needs);
-        assert_eq!(rules.len(), 3);
+        assert_eq!(rules.len(), 2);
+        let never =
+            AccessFs::Execute | AccessFs::MakeBlock | AccessFs::MakeChar | AccessFs::MakeSock | AccessFs::MakeSym;
         for (path, access) in rules {
-            assert!(!access.intersects(AccessFs::ReadFile | AccessFs::Execute), "{path:?}");
+            assert!(!access.intersects(never), "{path:?}");
         }
     }
 

@@ -1,11 +1,10 @@
-//! What a process gives up once everything that it works with is open: so that a guest which takes it over by a fault in it
-//! has this VM's disks, which it had before, and nothing of the host or of other VMs.
+//! What a process gives up before it reads anything that a guest or an image's author has written: so that a fault in it lets
+//! them have this VM's disks, which the guest had before, and nothing of the host or of other VMs.
 //!
 //! Invariants, of every thread, when [`confine`] has returned:
 //! - It has no capabilities, and can never get any again (`no_new_privs`).
-//! - It can open nothing (Landlock), but for what [`Needs`] lists: the process's own notes and sockets, to be replaced and
-//!   removed, and, if a server is known by a name, what a name is looked up in. Folders that processes share are never
-//!   readable.
+//! - It can open nothing (Landlock) but what is in folders of its own ([`Needs`]), what its kernel says of the process itself,
+//!   and, if a server is known by a name, what a name is looked up in. All else is opened for it ([`crate::opener`]).
 //! - It can connect to the TCP ports of its disks only, signal nobody, and look into no other process.
 //! - It makes no system calls but those of a server at work (seccomp); others fail with EPERM, so that one that was
 //!   forgotten costs a function, not the VM's disks. No program can be started, and no memory be made executable.
@@ -25,53 +24,42 @@ mod files;
 mod threads;
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::path::PathBuf;
 
+use larder_block::boot;
 use larder_block::event_loop::SocketAddress;
 
 /// What a process needs after it was confined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Folders in which files are made, written, replaced and removed.
-    written: BTreeSet<PathBuf>,
-    /// The same, and the folder is flushed afterwards, which takes that it can be listed.
-    flushed: BTreeSet<PathBuf>,
-    /// Folders from which files are removed.
-    removed_from: BTreeSet<PathBuf>,
+    /// Folders of its own, in which files are made, read, written, replaced and removed.
+    own: BTreeSet<PathBuf>,
     /// TCP ports of NBD servers.
     ports: BTreeSet<u16>,
-    /// One of them has a name, which is looked up again when the connection is made again.
+    /// One of them has a name, which is looked up when the connection is made.
     looks_up_names: bool,
-    /// An NBD server is on a unix socket.
-    connects_to_unix_sockets: bool,
 }
 
 impl Needs {
-    /// Files are made, written, replaced and removed in `folder`.
-    pub fn write_in(&mut self, folder: impl Into<PathBuf>) {
-        self.written.insert(folder.into());
+    /// This process has `folder` to itself.
+    pub fn have(&mut self, folder: impl Into<PathBuf>) {
+        self.own.insert(folder.into());
     }
 
-    /// The same, durably.
-    pub fn write_durably_in(&mut self, folder: impl Into<PathBuf>) {
-        self.flushed.insert(folder.into());
-    }
-
-    /// Files are removed from `folder`.
-    pub fn remove_from(&mut self, folder: impl Into<PathBuf>) {
-        self.removed_from.insert(folder.into());
-    }
-
-    /// The connection to an NBD server is made again if it breaks.
+    /// It connects to an NBD server, by TCP; the opener connects to those on unix sockets. The server's name is looked up once
+    /// now, because no library can be loaded later.
     pub fn connect_to(&mut self, server: &SocketAddress) {
-        match server {
-            SocketAddress::Unix(_) => self.connects_to_unix_sockets = true,
-            SocketAddress::Tcp { host, port } => {
-                self.ports.insert(*port);
-                self.looks_up_names |= host.parse::<IpAddr>().is_err();
-            }
+        let SocketAddress::Tcp { host, port } = server else {
+            return;
+        };
+        self.ports.insert(*port);
+        if host.parse::<IpAddr>().is_err() {
+            self.looks_up_names = true;
+            // Whoever connects says what is wrong.
+            let _ = (host.as_str(), *port).to_socket_addrs();
         }
     }
 }
@@ -98,11 +86,21 @@ pub enum ConfineError {
     Calls(String),
 }
 
+/// Has this thread, and the programs that it starts, reach nothing but programs and `file`, which is only read: what looks at a
+/// file that anybody may have written must not become him.
+///
+/// # Errors
+/// The kernel refuses.
+pub(crate) fn only_programs_and(file: &File) -> io::Result<()> {
+    files::only_programs_and(file)
+}
+
 /// Has this process give up all but what it `needs`. Called by one thread, once, when no other one opens anything any more.
 ///
 /// # Errors
 /// See [`ConfineError`]; the process must end then.
 pub fn confine(needs: &Needs) -> Result<(), ConfineError> {
+    boot::learn();
     let ruleset = files::ruleset(needs)?;
     let filters = calls::filters(needs)?;
     threads::give_up(ruleset.as_ref())?;

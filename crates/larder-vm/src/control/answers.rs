@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Limited};
-use hyper::body::{Bytes, Incoming};
+use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ALLOW, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, StatusCode, Version};
 use serde::Serialize;
@@ -44,9 +44,6 @@ const BODY_BYTES_MAX: usize = 4 << 10;
 
 /// The same of what is hot: as much as a note between two movers has room for.
 const HOT_BYTES_MAX: usize = 64 << 10;
-
-/// The longest file of a VM, in bytes.
-pub(super) const FILE_BYTES_MAX: usize = 256 << 10;
 
 /// Up to here all whole numbers are floating-point numbers, too.
 const WHOLE_MAX: f64 = (1u64 << 53) as f64;
@@ -224,7 +221,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Err(_) => memory_is_late(),
         },
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
-        Resource::Replace(disk) => replace(request, &disk, subject).await,
+        Resource::Replace(disk) => replace(request, &disk).await,
         Resource::Hot(disk) if request.method() == Method::POST => warm(request, &disk).await,
         Resource::Hot(disk) => match timeout(RELOAD_TIME_MAX, disk.hot()).await {
             Ok(Some(ranges)) => found(&HotRanges {
@@ -334,13 +331,9 @@ fn memory_is_late() -> Answer {
     )
 }
 
-async fn replace(request: Request<Incoming>, disk: &DiskInquiry, subject: &Subject) -> Answer {
+async fn replace(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
     let body: Result<CacheReplacement, Unfit> = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await;
     match body.and_then(|by| by.replacement()) {
-        Ok(_) if subject.is_confined() => failure(
-            StatusCode::CONFLICT,
-            "this server is confined and can open no cache: write the new one into the VM's file, and start the server again, which the guest survives",
-        ),
         Ok(by) => work(disk, DiskChange::Cache(CacheWork::Replace(by))).await,
         Err(unfit) => refuse(unfit),
     }
@@ -413,23 +406,15 @@ async fn work(disk: &DiskInquiry, change: DiskChange) -> Answer {
     }
 }
 
-/// The text of the VM's file, if it was sent.
-async fn file_of(request: Request<Incoming>) -> Result<Option<String>, String> {
-    let body = Limited::new(request.into_body(), FILE_BYTES_MAX).collect().await;
-    let body =
-        body.map_err(|error| format!("the body is no file of a VM, of {FILE_BYTES_MAX} bytes at most: {error}"))?;
-    let text = String::from_utf8(body.to_bytes().into());
-    let text = text.map_err(|error| format!("the body is no file of a VM: {error}"))?;
-    Ok((!text.is_empty()).then_some(text))
-}
-
 async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
-    let text = match file_of(request).await {
-        Ok(text) => text,
-        Err(why) => return failure(StatusCode::BAD_REQUEST, why),
-    };
+    if request.body().size_hint().exact() != Some(0) {
+        return failure(
+            StatusCode::BAD_REQUEST,
+            "this server reads its file itself: send no body",
+        );
+    }
     let (reply, told) = oneshot::channel();
-    if !subject.reload(text, reply) {
+    if !subject.reload(reply) {
         return failure(
             StatusCode::CONFLICT,
             "there is no file to be read again: this server was given what it serves on its command line",

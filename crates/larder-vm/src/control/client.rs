@@ -115,13 +115,12 @@ pub fn change_disk(path: &Path, disk: &str, change: Change) -> Result<DiskState,
     Ok(ask_in_time(path, &Question::Change(disk.to_owned(), change))?.1)
 }
 
-/// Has the server read the VM's file again, or take its `text`, if it is confined; what it says of that, and that as far as
-/// this program knows it.
+/// Has the server read the VM's file again; what it says of that, and that as far as this program knows it.
 ///
 /// # Errors
 /// See [`FetchError`].
-pub fn reload(path: &Path, text: Option<String>) -> Result<(Value, Reloaded), FetchError> {
-    ask_in_time(path, &Question::Reload(text.unwrap_or_default()))
+pub fn reload(path: &Path) -> Result<(Value, Reloaded), FetchError> {
+    ask_in_time(path, &Question::Reload)
 }
 
 /// Asks the server at the control socket `path` for the memory that it manages: what it said, and that as far as this
@@ -223,7 +222,7 @@ enum Question {
     Server,
     Disks,
     Change(String, Change),
-    Reload(String),
+    Reload,
 }
 
 impl Question {
@@ -247,7 +246,7 @@ impl Question {
             ),
             Self::Detach => (Request::post(DETACH_PATH), Bytes::new()),
             Self::CancelDetach => (Request::post(CANCEL_DETACH_PATH), Bytes::new()),
-            Self::Reload(text) => (Request::post(RELOAD_PATH), text.clone().into()),
+            Self::Reload => (Request::post(RELOAD_PATH), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {
                 let body = CacheReplacement {

@@ -122,13 +122,11 @@ pub(super) fn document() -> Value {
             RELOAD_PATH: {"post": {
                 "operationId": "reload",
                 "summary": "Read the VM's file again, and change what can be changed while the VM runs.",
-                "description": "A server that is confined (`confined` of the server) cannot read the file, and takes its text as the body; any other one takes none.",
-                "requestBody": {"required": false, "content": {"text/plain": {"schema": {"type": "string"}}}},
                 "responses": responses([
                     ("200".to_owned(), described("It has been read; what has become of it.", &reloaded)),
                     ("202".to_owned(), described("It takes longer than 8 s, and goes on.", &reloaded)),
-                    fails("400", "This is no request as HTTP/1.1 has them, or the body is longer than 256 KiB or no UTF-8."),
-                    fails("409", "There is no such file, or it is wrong, or the body is missing or not wanted; nothing has changed."),
+                    fails("400", "This is no request as HTTP/1.1 has them, or it has a body."),
+                    fails("409", "There is no such file, or it is wrong; nothing has changed."),
                     fails("503", "The server is being stopped."),
                 ]),
             }},

@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 
 use super::answers::{Asked, answer};
 use super::subject::Subject;
-use crate::listen::{Access, ListenError, SocketFile};
+use crate::listen::{Access, ListenError, Listening};
 
 /// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
 /// asked, it waits until one has its answer.
@@ -56,7 +56,7 @@ pub enum ControlError {
 /// What a control server listens on.
 pub enum ControlSocket {
     /// Its file goes with it.
-    Own(SocketFile),
+    Own(Listening),
     /// It stays.
     Inherited(OwnedFd),
 }
@@ -76,8 +76,8 @@ impl ControlServer {
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start(path: &Path, subject: Arc<Subject>) -> Result<Self, ControlError> {
-        let file = SocketFile::bind_for(path, Access::OWNER)?;
-        Self::start_on(ControlSocket::Own(file), subject)
+        let socket = Listening::on(path, Access::OWNER)?;
+        Self::start_on(ControlSocket::Own(socket), subject)
     }
 
     /// Tells of `subject` on a socket that is there already.
@@ -86,7 +86,7 @@ impl ControlServer {
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start_on(socket: ControlSocket, subject: Arc<Subject>) -> Result<Self, ControlError> {
         let listener = match &socket {
-            ControlSocket::Own(file) => file.descriptor()?,
+            ControlSocket::Own(socket) => socket.descriptor.try_clone()?,
             ControlSocket::Inherited(listener) => listener.try_clone()?,
         };
         let listener = std::os::unix::net::UnixListener::from(listener);

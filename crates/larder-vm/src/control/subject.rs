@@ -15,7 +15,7 @@ use crate::vm::config::VmConfig;
 use crate::vm::{Moved, VmMove};
 
 /// Passes on that the VM's file is to be read again, or what is in it now; whether somebody is there to do it.
-pub type Reload = Box<dyn Fn(Option<String>, ReloadReply) -> bool + Send + Sync>;
+pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
 
 /// Passes on that the VM goes to another host, or comes; whether somebody is there to do it.
 pub type MoveOn = Box<dyn Fn(VmMove, MoveReply) -> bool + Send + Sync>;
@@ -99,8 +99,8 @@ impl Subject {
         }
     }
 
-    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again, and moves them. A process that is
-    /// confined ([`crate::confine`]) cannot open anything.
+    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again, and moves them; and whether this
+    /// process is confined ([`crate::confine`]).
     pub fn vm(
         config: &VmConfig,
         file: &Path,
@@ -161,17 +161,13 @@ impl Subject {
     }
 
     /// Has the VM's file read again, or `text` instead, if there is one.
-    pub(super) fn reload(&self, text: Option<String>, reply: ReloadReply) -> bool {
-        self.reload.as_ref().is_some_and(|reload| reload(text, reply))
+    pub(super) fn reload(&self, reply: ReloadReply) -> bool {
+        self.reload.as_ref().is_some_and(|reload| reload(reply))
     }
 
     /// Has the VM go, or come.
     pub(super) fn move_on(&self, step: VmMove, reply: MoveReply) -> bool {
         self.move_on.as_ref().is_some_and(|move_on| move_on(step, reply))
-    }
-
-    pub(super) fn is_confined(&self) -> bool {
-        self.is_confined
     }
 
     fn now(&self) -> MutexGuard<'_, Vec<DiskInquiry>> {

@@ -1,9 +1,8 @@
 //! A disk's cache on a fast device: how it is made and opened.
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::io::ErrorKind;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
@@ -13,6 +12,7 @@ use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::boot::boot_id;
 use larder_block::event_loop::SocketAddress;
+use larder_block::opener::{self, Access, NamedBy, opener};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
@@ -358,7 +358,7 @@ impl Place {
     fn of(path: &Path, size: Option<ByteLen>) -> Result<Self, CacheError> {
         let size = size.map(rounded);
         let path = || path.to_owned();
-        match path().metadata() {
+        match opener::metadata(&path()) {
             Err(error) if error.kind() == ErrorKind::NotFound => match size {
                 Some(size) => Ok(Self::Missing(size)),
                 None => Err(CacheError::Missing { path: path() }),
@@ -379,7 +379,10 @@ impl Place {
             Self::Filled => return Ok(self),
         };
         // It has what the disk has: for this user alone.
-        let file = File::options().write(true).create_new(is_new).mode(0o600).open(path);
+        let file = match is_new {
+            true => opener().make(path),
+            false => opener().open(path, Access::Write, NamedBy::User),
+        };
         let made = file.and_then(|file| {
             let sized = file.set_len(size.get());
             sized.inspect_err(|_| self.undo(&ImageAddress::Path(path.to_owned())))
@@ -394,8 +397,11 @@ impl Place {
     fn undo(self, file: &ImageAddress) {
         let ImageAddress::Path(path) = file else { return };
         let _ = match self {
-            Self::Missing(_) => std::fs::remove_file(path),
-            Self::Empty(_) => File::options().write(true).open(path).and_then(|file| file.set_len(0)),
+            Self::Missing(_) => opener().remove(path),
+            Self::Empty(_) => {
+                let file = opener().open(path, Access::Write, NamedBy::User);
+                file.and_then(|file| file.set_len(0))
+            }
             Self::Filled => Ok(()),
         };
     }
@@ -439,7 +445,7 @@ pub(super) fn is_empty(file: &ImageAddress) -> bool {
 
 pub(super) fn is_file(file: &ImageAddress) -> bool {
     match file {
-        ImageAddress::Path(path) => path.metadata().is_ok_and(|found| found.is_file()),
+        ImageAddress::Path(path) => opener::metadata(path).is_ok_and(|found| found.is_file()),
         ImageAddress::Nbd(_) => false,
     }
 }
@@ -538,6 +544,9 @@ async fn open_on(
     } = prepared;
     let mode = wish.mode.unwrap_or(superblock.mode);
     let note = Note::of(superblock);
+    if let Err(error) = note.adopt(&disk.identity) {
+        tracing::warn!("cache {}: what an earlier server has noted of it: {error}", wish.file);
+    }
     let used: Vec<&Note> = instead
         .map(|cache| cache.note.note())
         .into_iter()
@@ -786,7 +795,10 @@ pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) ->
 
 /// Whether the file system of a file has less room than the file still needs for so many bytes.
 fn lacks_room(path: &Path, size: ByteLen) -> bool {
-    let (Ok(found), Ok(system)) = (path.metadata(), rustix::fs::statvfs(path)) else {
+    let Ok(place) = opener().open(path, Access::Look, NamedBy::User) else {
+        return false;
+    };
+    let (Ok(found), Ok(system)) = (place.metadata(), rustix::fs::fstatvfs(&place)) else {
         return false;
     };
     let has = found.blocks() * 512;

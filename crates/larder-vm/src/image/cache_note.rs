@@ -35,6 +35,7 @@
 
 mod made;
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -42,6 +43,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use larder_block::ByteRange;
+use larder_block::opener::{Access, NamedBy, opener};
 use larder_block::small_file::{self, STATE_BYTES_MAX};
 use larder_cache::{Detached, Superblock};
 pub(super) use made::Made;
@@ -51,6 +53,8 @@ use rustix::process::geteuid;
 use super::disk_id::{self, DiskFile, FileStamp};
 use super::host_clock::HostClock;
 use super::{ImageAddress, absolute};
+use crate::opener::helper;
+use crate::private_folder;
 use crate::runtime_folder::{self, runtime_folder};
 
 /// The note of a cache, whether it is there or not.
@@ -61,10 +65,41 @@ pub(super) struct Note {
 }
 
 impl Note {
-    /// That of the cache with this superblock.
+    /// That of the cache with this superblock. A command, or a server without a folder of its own, finds the one that is there in
+    /// whatever folder.
     pub(super) fn of(superblock: &Superblock) -> Self {
+        let name = hex(&superblock.uuid);
+        let own = notes_folder().map(|folder| folder.join(&name));
+        let is_own = private_folder::state().is_some() || own.as_ref().is_some_and(|path| path.exists());
+        let elsewhere = || folders().map(|folder| folder.join(&name)).find(|path| path.exists());
         Self {
-            path: notes_folder().map(|folder| folder.join(hex(&superblock.uuid))),
+            path: if is_own { own } else { elsewhere().or(own) },
+        }
+    }
+
+    /// Takes over the note that is there in another folder, where a server without a folder of its own has made it, if there is none
+    /// yet. `disk` is the disk's identity.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(super) fn adopt(&self, disk: &[u8]) -> io::Result<()> {
+        let (Some(path), Some(_)) = (&self.path, private_folder::state()) else {
+            return Ok(());
+        };
+        if path.try_exists()? {
+            return Ok(());
+        }
+        let all = of_disk(disk_id::disk_of(disk)).into_iter();
+        let Some(other) = all.filter(|other| other.path.file_name() == self.name()).last() else {
+            return Ok(());
+        };
+        DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
+        other.noted.write(path)?;
+        opener().remove(&other.path)?;
+        // It is in the note by now.
+        match opener().remove(&used_mark(&other.path)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
         }
     }
 
@@ -135,6 +170,11 @@ impl Note {
 
     fn read(&self) -> Option<Noted> {
         Noted::read(self.path.as_ref()?)
+    }
+
+    /// The cache's number.
+    fn name(&self) -> Option<&OsStr> {
+        self.path.as_ref().and_then(|path| path.file_name())
     }
 
     /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was
@@ -437,19 +477,64 @@ pub(super) struct Other {
     noted: Noted,
 }
 
-/// All notes that can be read.
+/// The folders of notes that this process can reach by itself.
+fn folders() -> impl Iterator<Item = PathBuf> {
+    let mut above: Vec<PathBuf> = state_folder().into_iter().collect();
+    if geteuid().is_root() {
+        let services = fs::read_dir(OF_VMS).into_iter().flatten().flatten();
+        above.extend(services.map(|service| service.path()));
+    }
+    let private: Vec<PathBuf> = above.iter().flat_map(|folder| private_folder::all_in(folder)).collect();
+    above.into_iter().chain(private).map(|folder| folder.join(FOLDER))
+}
+
+/// All notes that this process can read by itself.
 fn all() -> impl Iterator<Item = Other> {
-    let notes = notes_folder()
-        .map(fs::read_dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flatten();
-    let paths = notes.map(|note| note.path()).filter(|path| path.extension().is_none());
+    let notes = folders().filter_map(|folder| fs::read_dir(folder).ok());
+    let paths = notes.flatten().flatten().map(|note| note.path());
+    let paths = paths.filter(|path| path.extension().is_none());
     paths.filter_map(|path| {
         let noted = Noted::read(&path)?;
         Some(Other { path, noted })
     })
+}
+
+/// Returns the paths of all notes of caches of a disk, as [`disk_id::disk_of`] has it.
+pub(crate) fn notes_of_disk(disk: &[u8]) -> Vec<PathBuf> {
+    let of_disk = all().filter(|other| disk_id::disk_of(&other.noted.disk) == disk);
+    of_disk.map(|other| other.path).collect()
+}
+
+/// Returns the paths of all notes of caches of the disk in an image.
+pub(crate) fn notes_of_image(image: &ImageAddress) -> Vec<PathBuf> {
+    let is_its = |other: &Other| disk_id::is_disk(image, disk_id::disk_of(&other.noted.disk));
+    all().filter(is_its).map(|other| other.path).collect()
+}
+
+/// All notes of caches of a disk.
+fn of_disk(disk: &[u8]) -> Vec<Other> {
+    let read = |path: PathBuf| {
+        let noted = Noted::read(&path)?;
+        Some(Other { path, noted })
+    };
+    let Some(helper) = helper() else {
+        return notes_of_disk(disk).into_iter().filter_map(read).collect();
+    };
+    // Whoever does not tell has told why to whoever started it.
+    let paths = helper.notes_of_caches(disk).unwrap_or_default();
+    let read_other = |path: PathBuf| {
+        let file = opener().open(&path, Access::Read, NamedBy::Header).ok()?;
+        let mut noted = Noted::parse(&small_file::text_of(file, STATE_BYTES_MAX).ok()?)?;
+        let mark = opener().open(&used_mark(&path), Access::Look, NamedBy::Header);
+        // What cannot be looked at counts.
+        noted.is_used |= mark.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound);
+        Some(Other { path, noted })
+    };
+    let own = notes_folder();
+    let is_own = |path: &Path| own.as_deref() == path.parent();
+    let all = paths.into_iter();
+    all.filter_map(|path| if is_own(&path) { read(path) } else { read_other(path) })
+        .collect()
 }
 
 impl Note {
@@ -463,13 +548,11 @@ impl Note {
     /// All notes of caches of this disk, but for those that are `used`, and those of which it is known already that the disk
     /// is used without them.
     pub(super) fn others(identity: &[u8], used: &[&Self]) -> Vec<Other> {
+        // In whatever folder: a cache's number is its own.
+        let is_used = |other: &Other| used.iter().any(|note| note.name() == other.path.file_name());
         // Whatever the format it is taken for.
-        let disk = |identity: &[u8]| identity.splitn(2, |byte| *byte == b' ').nth(1).map(<[u8]>::to_vec);
-        let is_other = |other: &Other| {
-            let is_used = used.iter().any(|note| note.path.as_ref() == Some(&other.path));
-            !is_used && !other.noted.is_used && disk(&other.noted.disk) == disk(identity)
-        };
-        all().filter(is_other).collect()
+        let all = of_disk(disk_id::disk_of(identity)).into_iter();
+        all.filter(|other| !is_used(other) && !other.noted.is_used).collect()
     }
 }
 
@@ -491,7 +574,7 @@ impl Other {
 
     /// It is the note of the cache with this superblock.
     pub(super) fn is_of(&self, superblock: &Superblock) -> bool {
-        Note::of(superblock).path.as_ref() == Some(&self.path)
+        Note::of(superblock).name() == self.path.file_name()
     }
 
     fn take_back(&self) -> io::Result<()> {
@@ -502,7 +585,12 @@ impl Other {
     /// The disk is used without the cache: what it has of that too is not to be believed any more, and what only it has not
     /// without being asked for. Files say so by their times, if the last change was not too short a while ago.
     pub(super) fn is_used_without(&self) {
-        if let Err(error) = write_whole(&used_mark(&self.path), "") {
+        let is_own = notes_folder().as_deref() == self.path.parent();
+        let marked = match helper().filter(|_| !is_own) {
+            Some(helper) => helper.mark_used(&self.path),
+            None => write_whole(&used_mark(&self.path), ""),
+        };
+        if let Err(error) = marked {
             tracing::warn!(
                 "{}: it cannot be noted that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
                 self.path.display()
@@ -512,7 +600,7 @@ impl Other {
 }
 
 /// What says that a disk has been opened without the cache of the note at `path`, to be written.
-fn used_mark(path: &Path) -> PathBuf {
+pub(crate) fn used_mark(path: &Path) -> PathBuf {
     path.with_extension("used")
 }
 
@@ -564,13 +652,20 @@ fn folder_of(path: &Path) -> &Path {
 
 /// Where what they said lately is.
 pub(crate) fn lately_folder() -> PathBuf {
-    runtime_folder().join("caches")
+    let folder = private_folder::runtime().map_or_else(runtime_folder, Path::to_owned);
+    folder.join(FOLDER)
 }
 
 /// Where notes of caches are.
 pub(crate) fn notes_folder() -> Option<PathBuf> {
-    state_folder().map(|folder| folder.join("caches"))
+    let folder = private_folder::state().map(Path::to_owned).or_else(state_folder);
+    folder.map(|folder| folder.join(FOLDER))
 }
+
+const FOLDER: &str = "caches";
+
+/// In it each of the host's services that is a user of its own has its state folder.
+const OF_VMS: &str = "/var/lib/larder-vm";
 
 /// What outlives the host's restarts: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root, `$XDG_STATE_HOME/larder`
 /// or `~/.local/state/larder`.

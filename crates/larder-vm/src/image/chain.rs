@@ -10,6 +10,7 @@ use std::rc::Rc;
 use larder_block::backend::file::{HeldFile, OpenError, Role};
 use larder_block::backend::image_lock::Claim;
 use larder_block::filter::stay_raw::StayRaw;
+use larder_block::opener::{self, opener};
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
 
@@ -268,7 +269,7 @@ impl Opener<'_> {
         let opened = opened.map_err(ImageError::Qcow2)?;
         if let Some(file) = file_of_left {
             // The image has it. A journal that stays is not believed.
-            let _ = std::fs::remove_file(file);
+            let _ = opener().remove(&file);
         }
         Ok(opened)
     }
@@ -378,7 +379,7 @@ fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) 
 fn no_format(image: &ImageAddress) -> ImageError {
     // Of a file that is not there nothing can be said.
     let found = match image {
-        ImageAddress::Path(path) if !path.exists() => None,
+        ImageAddress::Path(path) if opener::metadata(path).is_err() => None,
         image => probe(image).ok(),
     };
     ImageError::NoFormat {
@@ -458,10 +459,12 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
 /// Whether both lead to the same file.
 pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
-        (ImageAddress::Path(one), ImageAddress::Path(other)) => match (one.canonicalize(), other.canonicalize()) {
-            (Ok(one), Ok(other)) => one == other,
-            _ => one == other,
-        },
+        (ImageAddress::Path(one), ImageAddress::Path(other)) => {
+            match (opener().canonical(one), opener().canonical(other)) {
+                (Ok(one), Ok(other)) => one == other,
+                _ => one == other,
+            }
+        }
         (one, other) => one == other,
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use larder_block::nbd::NbdUri;
+use larder_block::opener::{self, Access, NamedBy, opener};
 use rustix::fs::{Mode, OFlags};
 
 use super::{Format, ImageAddress, file_handle, host_clock};
@@ -39,6 +40,18 @@ pub(super) fn identity(image: &ImageAddress, format: Format) -> Vec<u8> {
     bounded([format.name().as_bytes(), b" ", &whose].concat())
 }
 
+/// Returns what an identity says of the disk, whatever format its image is taken for.
+pub(crate) fn disk_of(identity: &[u8]) -> &[u8] {
+    let format = identity.iter().position(|byte| *byte == b' ');
+    format.map_or(identity, |end| &identity[end + 1..])
+}
+
+/// Whether an image is the disk of which [`disk_of`] says this.
+pub(crate) fn is_disk(image: &ImageAddress, disk: &[u8]) -> bool {
+    let formats = [Format::Raw, Format::Qcow2];
+    formats.iter().any(|format| disk_of(&identity(image, *format)) == disk)
+}
+
 /// The format that an identity says.
 pub(super) fn format_of(identity: &[u8]) -> Option<Format> {
     let name = identity.split(|byte| *byte == b' ').next()?;
@@ -61,7 +74,7 @@ fn of_path(path: &Path) -> Vec<u8> {
             Some(handle) => [&b"file "[..], &handle].concat(),
             None => {
                 let inode = found.as_ref().map_or(0, MetadataExt::ino);
-                let place = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+                let place = opener().canonical(path).unwrap_or_else(|_| path.to_owned());
                 [&b"path "[..], &inode.to_le_bytes(), bytes(&place)].concat()
             }
         },
@@ -74,7 +87,7 @@ fn bytes(path: &Path) -> &[u8] {
 
 /// A descriptor that stands for the file at `path` and gives no access to what is in it.
 pub(super) fn place_of(path: &Path) -> io::Result<File> {
-    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?.into())
+    opener().open(path, Access::Look, NamedBy::User)
 }
 
 fn handle(file: &File) -> Option<Vec<u8>> {
@@ -86,10 +99,8 @@ fn handle(file: &File) -> Option<Vec<u8>> {
 
 /// The name in `folder` that leads to the same device, the same one each time if there are several.
 fn stable_name(folder: &Path, device: &Path) -> Option<PathBuf> {
-    let device = device.canonicalize().ok()?;
-    let names = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
-    let same = names.filter(|name| name.canonicalize().is_ok_and(|found| found == device));
-    same.min_by_key(|name| {
+    let same = opener().names_of_device(folder, device).ok()?;
+    same.into_iter().min_by_key(|name| {
         let text = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let rank = BEST_NAMES.iter().position(|best| text.starts_with(best));
         (rank.unwrap_or(BEST_NAMES.len()), text)
@@ -135,10 +146,11 @@ impl DiskFile {
     /// A file that is open by this descriptor, and locked.
     pub(super) fn new(opened: BorrowedFd<'_>, path: &Path, is_written: bool) -> Self {
         // Another one: the open file description has the locks.
-        let place = place_of(Path::new(&format!("/proc/self/fd/{}", opened.as_raw_fd())));
+        let own = format!("/proc/self/fd/{}", opened.as_raw_fd());
+        let place = rustix::fs::open(own, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let mut file = Self {
             path: path.to_owned(),
-            place: place.ok().map(Arc::new),
+            place: place.ok().map(|place| Arc::new(File::from(place))),
             is_written,
             stamp: Vec::new(),
         };
@@ -154,7 +166,7 @@ impl DiskFile {
     fn stamp_now(&self) -> Vec<u8> {
         match &self.place {
             Some(place) => stamp(place.metadata()),
-            None => stamp(self.path.metadata()),
+            None => stamp(opener::metadata(&self.path)),
         }
     }
 

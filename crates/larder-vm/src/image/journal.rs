@@ -18,12 +18,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use larder_block::opener::{self, Access, NamedBy, opener};
 use larder_qcow2::header::{AUTOCLEAR_SESSION, Header};
 use larder_qcow2::journal::{ImageId, Journal, Left, is_of_this_boot};
 use rustix::fs::{Mode, OFlags};
 
 use super::{ImageAddress, ImageError, disk_id, file_handle};
-use crate::runtime_folder;
+use crate::opener::helper;
+use crate::vm::config;
+use crate::{private_folder, runtime_folder};
 
 /// What a killed server has left of an image.
 #[derive(Debug)]
@@ -49,7 +52,7 @@ pub struct Pending {
     /// How many changes of the mapping it has.
     pub changes: u64,
     left: Left,
-    /// It is in a folder of this process's user.
+    /// It is in a folder of this process's own.
     is_own: bool,
 }
 
@@ -116,12 +119,12 @@ fn all_of(image: &ImageAddress) -> io::Result<(Vec<Pending>, Looked)> {
     let name = name(image)?;
     let id = id(image);
     let (mut all, mut looked) = (Vec::new(), Looked::default());
-    for folder in folders() {
-        match find(&folder, &name, image, &id) {
+    for folder in folders(image) {
+        match find(&folder, &name, &id) {
             Ok(Some(left)) => all.push(Pending {
                 file: folder.path.join(&name),
                 changes: left.changes,
-                is_own: folder.user == own_user(),
+                is_own: folder.is_own,
                 left,
             }),
             Ok(None) => looked.0.push(format!("{} has none", folder.path.display())),
@@ -147,7 +150,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     if matches!(left, LeftBehind::Changes(_)) {
         // Another user's that root has put into the image before it was killed.
         for other in &others {
-            std::fs::remove_file(&other.file).map_err(failed)?;
+            remove(other).map_err(failed)?;
         }
     }
     match left {
@@ -159,7 +162,9 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         }
         LeftBehind::Overtaken(pending) => {
             // One that is in use, of an image on an NBD server, may be ahead of the header that was read.
-            drop(Journal::lock(&pending.file).map_err(failed)?);
+            if pending.is_own {
+                drop(Journal::lock(&pending.file).map_err(failed)?);
+            }
             return Err(pending.overtaken(image));
         }
         LeftBehind::Changes(pending) if pending.is_own => place = Some(pending.file),
@@ -237,16 +242,23 @@ pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -
 pub fn discard(image: &ImageAddress) -> io::Result<Vec<Pending>> {
     let (all, _) = all_of(image)?;
     for pending in &all {
-        std::fs::remove_file(&pending.file)?;
+        remove(pending)?;
     }
     Ok(all)
+}
+
+fn remove(pending: &Pending) -> io::Result<()> {
+    match pending.is_own {
+        true => std::fs::remove_file(&pending.file),
+        false => opener().remove(&pending.file),
+    }
 }
 
 /// The same for every name of an image, and for no other image of this host.
 fn name(image: &ImageAddress) -> io::Result<String> {
     match image {
         ImageAddress::Path(path) => {
-            let found = path.metadata()?;
+            let found = opener::metadata(path)?;
             Ok(match found.file_type().is_block_device() {
                 true => format!("qcow2-block-{:x}.journal", found.rdev()),
                 false => format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino()),
@@ -264,13 +276,13 @@ fn name(image: &ImageAddress) -> io::Result<String> {
 fn id(image: &ImageAddress) -> ImageId {
     match image {
         ImageAddress::Path(path) => ImageId {
-            identity: match path.metadata() {
+            identity: match opener::metadata(path) {
                 Ok(found) if found.is_file() => identity(path, &found).unwrap_or_default(),
                 Ok(found) if found.file_type().is_block_device() => block_identity(found.rdev()).unwrap_or_default(),
                 _ => Vec::new(),
             },
-            place: path
-                .canonicalize()
+            place: opener()
+                .canonical(path)
                 .unwrap_or_else(|_| path.clone())
                 .as_os_str()
                 .as_bytes()
@@ -283,14 +295,9 @@ fn id(image: &ImageAddress) -> ImageId {
     }
 }
 
-/// The number that the kernel gives a disk when it appears, and to no other until the host is started anew: device
-/// numbers are used again. A partition has its disk's.
 fn block_identity(device: u64) -> io::Result<Vec<u8>> {
-    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    let place = Path::new("/sys/dev/block").join(number).canonicalize()?;
-    let of = |place: &Path| std::fs::read_to_string(place.join("diskseq"));
-    let sequence = of(&place).or_else(|_| of(place.parent().unwrap_or(&place)))?;
-    Ok([b"diskseq ", &device.to_ne_bytes()[..], sequence.trim().as_bytes()].concat())
+    let sequence = opener().disk_sequence(device)?;
+    Ok([b"diskseq ", &device.to_ne_bytes()[..], sequence.as_bytes()].concat())
 }
 
 fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {
@@ -299,19 +306,32 @@ fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {
 }
 
 /// A folder that journals may be in.
-struct Folder {
-    path: PathBuf,
+#[derive(Clone, Debug)]
+pub(crate) struct Folder {
+    pub(crate) path: PathBuf,
     /// Whose it must be.
-    user: u32,
+    pub(crate) user: u32,
+    /// What is there of the image is believed: its user could have changed the image anyway.
+    pub(crate) is_believed: bool,
+    /// New journals of this process are made there.
+    pub(crate) is_own: bool,
 }
 
 fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// This user's folders for new journals, the best first. systemd empties /dev/shm of what is a service's user's, if it is
+/// This process's folders for new journals, the best first. systemd empties /dev/shm of what is a service's user's, if it is
 /// told to by `RemoveIPC=`.
-pub(crate) fn own_folders() -> Vec<PathBuf> {
+fn own_folders() -> Vec<PathBuf> {
+    if let Some(private) = private_folder::runtime() {
+        return vec![private.join(FOLDER)];
+    }
+    folders_of_user()
+}
+
+/// The folders of this user's servers of single images.
+fn folders_of_user() -> Vec<PathBuf> {
     let shared = in_shared_memory(own_user());
     let runtime = Some(runtime_folder::runtime_folder()).filter(|folder| *folder != shared);
     let best = runtime.map(|folder| folder.join(FOLDER));
@@ -324,53 +344,106 @@ fn in_shared_memory(user: u32) -> PathBuf {
     PathBuf::from(format!("/dev/shm/larder-{user}"))
 }
 
-/// All folders that a journal may be in, this user's first; those of others only for root, who may read them, and of root
-/// and the host's services, for the message.
-fn folders() -> Vec<Folder> {
+/// All folders that a journal of an image may be in, this process's first.
+fn folders(image: &ImageAddress) -> Vec<Folder> {
+    let own = own_folders().into_iter().map(|path| Folder {
+        path,
+        user: own_user(),
+        is_believed: true,
+        is_own: true,
+    });
+    let own: Vec<Folder> = own.collect();
+    let others = match helper() {
+        // One that does not tell has told why to whoever started it.
+        Some(helper) => helper.journal_folders(image).unwrap_or_default(),
+        None => folders_of_others(image),
+    };
+    let is_new = |folder: &Folder| own.iter().all(|own| own.path != folder.path);
+    let others: Vec<Folder> = others.into_iter().filter(is_new).collect();
+    own.into_iter().chain(others).collect()
+}
+
+/// The folders that another process may have put a journal of an image in: those of this user, of root and of the host's
+/// services, and, for root, who may read them, those of other users.
+pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     let own = own_user();
+    let owner = owner(image);
     let mut folders: Vec<Folder> = Vec::new();
-    let mut add = |path, user| {
+    let mut add_believed = |path: PathBuf, user: u32, is_believed: bool| {
         if !folders.iter().any(|folder| folder.path == path) {
-            folders.push(Folder { path, user });
+            folders.push(Folder {
+                path,
+                user,
+                is_believed,
+                is_own: false,
+            });
         }
     };
-    for folder in own_folders() {
+    for (name, path, user) in runtime_folder::of_vms() {
+        // Its server writes there what it likes, and is believed of the images that it is meant to have.
+        let is_its = || config::names_image(&name, image);
+        for private in private_folder::all_in(&path) {
+            add_believed(private.join(FOLDER), user, owner == Some(user) || own == 0 && is_its());
+        }
+    }
+    let mut add = |path: PathBuf, user: u32| {
+        let is_believed = [own, 0].contains(&user) || is_of_services(user) || owner == Some(user);
+        add_believed(path, user, is_believed);
+    };
+    for folder in folders_of_user() {
         add(folder, own);
     }
+    for private in private_folder::all_in(&runtime_folder::runtime_folder()) {
+        add(private.join(FOLDER), own);
+    }
     // Where a server has put it that was started in a login session.
-    let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder")).join(FOLDER);
-    add(of_session(own), own);
+    let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder"));
+    let mut of_sessions = vec![own];
     for (path, user) in runtime_folder::of_the_host() {
+        for private in private_folder::all_in(&path) {
+            add(private.join(FOLDER), user);
+        }
         add(path.join(FOLDER), user);
     }
     add(in_shared_memory(0), 0);
-    if own != 0 {
-        return folders;
-    }
     let users_in = |parent: &str, prefix: &str| -> Vec<u32> {
         let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
         let user_of = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix(prefix)?.parse().ok();
         entries.filter_map(user_of).collect()
     };
-    for user in users_in("/run/user", "") {
-        add(of_session(user), user);
+    if own == 0 {
+        of_sessions.extend(users_in("/run/user", ""));
+        for user in users_in("/dev/shm", "larder-") {
+            add(in_shared_memory(user), user);
+        }
     }
-    for user in users_in("/dev/shm", "larder-") {
-        add(in_shared_memory(user), user);
+    for user in of_sessions {
+        for private in private_folder::all_in(&of_session(user)) {
+            add(private.join(FOLDER), user);
+        }
+        add(of_session(user).join(FOLDER), user);
     }
     folders
 }
 
+/// Whether another process may have put a journal of an image there.
+pub(crate) fn may_be_at(image: &ImageAddress, path: &Path) -> bool {
+    let (Some(folder), Some(file)) = (path.parent(), path.file_name()) else {
+        return false;
+    };
+    name(image).is_ok_and(|name| file == name.as_str()) && folders_of_others(image).iter().any(|it| it.path == folder)
+}
+
 /// The journal of this image in a folder, if it may be believed.
-fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId) -> io::Result<Option<Left>> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let opened = rustix::fs::open(&folder.path, flags | OFlags::DIRECTORY, Mode::empty())?;
-    let opened = File::from(opened);
-    if opened.metadata()?.uid() != folder.user {
-        return Err(io::Error::other("it belongs to somebody else"));
-    }
-    let file = rustix::fs::openat(&opened, name, flags | OFlags::NONBLOCK, Mode::empty())?;
-    let file = File::from(file);
+fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
+    let path = folder.path.join(name);
+    let file = match folder.is_own {
+        true => {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+            File::from(rustix::fs::open(&path, flags, Mode::empty())?)
+        }
+        false => opener().open(&path, Access::Read, NamedBy::Header)?,
+    };
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != folder.user {
         return Err(io::Error::other(format!("{name} is not a file of its owner")));
@@ -381,8 +454,7 @@ fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId) -> io::
     if left.session == 0 || left.image.identity != id.identity {
         return Ok(None);
     }
-    let is_believed = [own_user(), 0].contains(&folder.user) || is_of_services(folder.user);
-    if !is_believed && owner(image) != Some(folder.user) {
+    if !folder.is_believed {
         return Err(io::Error::other(format!(
             "{name} is of user {}, who does not own the image",
             folder.user
@@ -398,7 +470,7 @@ fn is_of_services(user: u32) -> bool {
 
 fn owner(image: &ImageAddress) -> Option<u32> {
     match image {
-        ImageAddress::Path(path) => path.metadata().ok().map(|found| found.uid()),
+        ImageAddress::Path(path) => opener::metadata(path).ok().map(|found| found.uid()),
         ImageAddress::Nbd(_) => None,
     }
 }

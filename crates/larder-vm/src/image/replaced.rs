@@ -15,6 +15,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
+use larder_block::opener;
 use larder_block::small_file::{self, STATE_BYTES_MAX};
 
 use super::cache_note::{Note, from_hex, hex, notes_folder, write_whole};
@@ -145,7 +146,7 @@ pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
             continue;
         }
         // What it is on may not be mounted yet; if it had something, that is told.
-        let is_away = matches!(&new, ImageAddress::Path(path) if !path.exists());
+        let is_away = matches!(&new, ImageAddress::Path(path) if opener::metadata(path).is_err());
         if !is_away && replaced.old.contains(&wished) {
             tracing::info!(
                 "cache {new}: it has taken the place of {}: give it to the server from now on (cache={new})",

@@ -16,9 +16,10 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::geteuid;
 
 use crate::image::{state_folder, write_whole};
+use crate::opener::helper;
 
 /// The folder of all these notes.
-pub(super) fn folder() -> Option<PathBuf> {
+fn folder() -> Option<PathBuf> {
     state_folder().map(|folder| folder.join("moves"))
 }
 
@@ -50,6 +51,9 @@ impl AwayNote {
     /// # Errors
     /// Nobody can tell.
     pub fn is_there(&self) -> io::Result<bool> {
+        if let Some(helper) = helper() {
+            return helper.is_away();
+        }
         self.path
             .as_ref()
             .map_or(Ok(false), |path| path.try_exists().map_err(|error| named(path, &error)))
@@ -57,6 +61,9 @@ impl AwayNote {
 
     /// Makes the folder that it is in, before this process can make none any more.
     pub(super) fn prepare(&self) -> io::Result<()> {
+        if helper().is_some() {
+            return Ok(());
+        }
         let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where to note that it has gone");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         let folder = path.parent().unwrap_or(path);
@@ -68,6 +75,9 @@ impl AwayNote {
     /// # Errors
     /// The host's; it may be there all the same.
     pub fn make(&self, why: &str) -> io::Result<()> {
+        if let Some(helper) = helper() {
+            return helper.set_away(Some(why));
+        }
         self.prepare()?;
         let Some(path) = &self.path else { return Ok(()) };
         write_whole(path, &format!("{why}\n")).map_err(|error| named(path, &error))
@@ -78,19 +88,17 @@ impl AwayNote {
     /// # Errors
     /// The host's; it may be there still.
     pub fn remove(&self) -> io::Result<()> {
+        if let Some(helper) = helper() {
+            return helper.set_away(None);
+        }
         let Some(path) = &self.path else { return Ok(()) };
         match fs::remove_file(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             removed => removed.map_err(|error| named(path, &error))?,
         }
         let folder = path.parent().unwrap_or(path);
-        File::open(folder)
-            .and_then(|folder| folder.sync_all())
-            // A process that is confined may not look at folders.
-            .or_else(|error| match error.kind() {
-                io::ErrorKind::PermissionDenied => Ok(()),
-                _ => Err(named(folder, &error)),
-            })
+        let flushed = File::open(folder).and_then(|folder| folder.sync_all());
+        flushed.map_err(|error| named(folder, &error))
     }
 }
 

@@ -27,6 +27,7 @@ use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use crate::image::{ChainPolicy, Format, ImageAddress, ImageOptions, PinnedBy, PinnedChain};
 use crate::inherited::Inherited;
 use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
+use crate::opener::helper;
 use crate::runtime_folder::socket_folder;
 use crate::vm::find::memory_control_of;
 use crate::wish::DiskWish;
@@ -158,6 +159,12 @@ pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
     Ok(folder().join(format!("{name}.toml")))
 }
 
+/// Whether the host's file of the VM `name` names this image.
+pub(crate) fn names_image(name: &str, image: &ImageAddress) -> bool {
+    let file = Path::new(OF_HOST).join(format!("{name}.toml"));
+    VmConfig::read(&file).is_ok_and(|config| config.images().contains(&image))
+}
+
 /// The control socket of the VM `name`, if its file does not say another one.
 pub(super) fn usual_control(name: &str) -> PathBuf {
     socket_folder().join(format!("{name}.sock"))
@@ -209,7 +216,10 @@ fn checked_name(name: String) -> Result<String, ConfigError> {
 /// # Errors
 /// It cannot be read, or is no text, or longer than any such file.
 pub fn read_text(path: &Path) -> io::Result<String> {
-    small_file::read_text(path, CONFIG_BYTES_MAX)
+    match helper() {
+        Some(helper) => small_file::text_of(helper.vm_file()?, CONFIG_BYTES_MAX),
+        None => small_file::read_text(path, CONFIG_BYTES_MAX),
+    }
 }
 
 /// The paths of the VMs' files of this user, sorted by name.
@@ -224,6 +234,18 @@ pub(super) fn files() -> Vec<PathBuf> {
 }
 
 impl VmConfig {
+    /// Returns the images that may have a journal: those of the disks, and their backing files.
+    pub(crate) fn images(&self) -> Vec<&ImageAddress> {
+        let mut images = Vec::new();
+        for disk in &self.disks {
+            images.push(&disk.wish.image);
+            if let ChainPolicy::Pinned { chain, .. } = &disk.wish.chain {
+                images.extend(chain.backing.iter().map(|image| &image.image));
+            }
+        }
+        images
+    }
+
     /// Reads a file.
     ///
     /// # Errors
@@ -662,7 +684,7 @@ fn group_of(text: &str) -> Result<u32, String> {
     })
 }
 
-/// Names that were looked up: a confined process, which is sent its file again, cannot look them up again.
+/// Names that were looked up: a confined process, which reads its file again, cannot look them up again.
 static KNOWN: Mutex<BTreeMap<(&str, String), u32>> = Mutex::new(BTreeMap::new());
 
 fn id_of(

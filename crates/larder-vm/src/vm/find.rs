@@ -221,14 +221,14 @@ pub fn noted_in(runtime_folder: &Path) -> Vec<Found> {
 }
 
 /// The note of a VM that is served.
-pub(super) struct Noted {
+pub(crate) struct Noted {
     path: PathBuf,
     control: PathBuf,
 }
 
 impl Noted {
     /// Notes where the control socket of the VM `name` is. If that cannot be done the VM is not found by its name.
-    pub(super) fn new(name: &str, control: &Path) -> Option<Self> {
+    pub(crate) fn new(name: &str, control: &Path) -> Option<Self> {
         let noted = Self {
             path: folder().join(name),
             control: std::path::absolute(control).unwrap_or_else(|_| control.to_owned()),

@@ -25,18 +25,17 @@ use config::VmConfig;
 use find::Noted;
 use larder_block::event_loop::SocketAddress;
 use larder_export::vhost_user::Stop;
-use moving::NotDone;
 pub use moving::{Moved, VmMove};
 
 use crate::confine::{ConfineError, confine};
 use crate::control::{ControlError, ControlServer, ControlSocket, MoveReply, ReloadReply, Subject};
-use crate::disk::{Disk, DiskError, DiskInquiry, Moves};
+use crate::disk::{Disk, DiskError, DiskInquiry, Moves, PreparedDisk};
 use crate::exports::Places;
-use crate::image::Servers;
 use crate::inherited::Inherited;
 use crate::latch::Latch;
-use crate::listen::{SocketFile, same_place};
-use crate::runtime_folder::{self, runtime_folder};
+use crate::listen::{Listening, same_place};
+use crate::runtime_folder::runtime_folder;
+use crate::{opener, private_folder};
 
 /// Why a VM cannot be served, or is not any more.
 #[derive(Debug, thiserror::Error)]
@@ -62,10 +61,8 @@ pub enum VmError {
     PrivateFolder { path: PathBuf, folder: &'static Path },
     #[error("whether its disks are this host's cannot be told: {0}")]
     Note(io::Error),
-    #[error(
-        "the VM's disks are this host's again, and this server, which is confined, cannot open them: start it again"
-    )]
-    StartAgain,
+    #[error("this VM's server needs a folder of its own: {0}")]
+    OwnFolder(io::Error),
     #[error(
         "a socket was handed over that listens on {}, and this VM has none there; its sockets are {}",
         path.display(), known.join(", ")
@@ -86,21 +83,17 @@ pub struct Vm {
     file: PathBuf,
     config: VmConfig,
     inherited: Inherited,
-    /// Nothing can be opened any more, unless it is confined later.
+    /// What it opens is opened for it.
     is_confined: bool,
-    /// It is once the images are open.
-    confines_later: bool,
     /// The VM is on another host: no image is open.
     is_away: bool,
     /// What says so to the next process.
     note: AwayNote,
-    /// NBD servers that each disk uses.
-    servers: Vec<Servers>,
     disks: Vec<DiskAtWork>,
     subject: Arc<Subject>,
     /// Ends after the disks.
     _control: ControlServer,
-    _noted: Option<Noted>,
+    _name: Name,
     orders: Receiver<Order>,
     orderer: VmOrders,
 }
@@ -118,8 +111,8 @@ struct DiskAtWork {
 /// Something for the VM's thread to do.
 enum Order {
     Stop,
-    /// With the file's text, where it was sent.
-    Reload(Option<String>, Option<ReloadReply>),
+    /// Read the file again.
+    Reload(Option<ReloadReply>),
     /// The VM goes, or comes.
     Move(VmMove, MoveReply),
     /// A disk has ended.
@@ -139,7 +132,7 @@ impl VmOrders {
 
     /// Read the file again, and change what can be changed now.
     pub fn reload(&self) {
-        let _ = self.0.send(Order::Reload(None, None));
+        let _ = self.0.send(Order::Reload(None));
     }
 }
 
@@ -156,7 +149,8 @@ pub enum Progress {
 
 impl Vm {
     /// Serves all that `file` says, which is read already. When this returns, clients can connect. If it is to be confined,
-    /// this process has then given up what it needs no more ([`crate::confine`]), for good.
+    /// this process, which has an opener already ([`crate::opener`]), gives up what it needs no more ([`crate::confine`]), for good,
+    /// before it reads anything of an image.
     ///
     /// Where it is noted that the VM is on another host, or if it is `incoming`, which is noted then, no image is open, and
     /// no guest served, until it comes ([`VmMove::Take`]).
@@ -177,30 +171,40 @@ impl Vm {
             return Err(VmError::no_disk(file));
         }
         check_places(&config, &inherited)?;
-        // Where sockets are of which nothing is said. If it cannot be made, those cannot be either, and say so.
-        let _ = runtime_folder::make(&runtime_folder(), 0o755);
+        private_folder::have(&away::mark_of(file)).map_err(VmError::OwnFolder)?;
         // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
         let control = control_socket(&config, &inherited)?;
         let note = AwayNote::of(file);
+        if incoming {
+            note.make("its VM is to come from another host")
+                .map_err(VmError::Note)?;
+        }
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
-        let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
-        let mut servers = Vec::new();
-        // A guest is served by a process that is confined already.
-        let gate = Latch::default();
+        let mut prepared: Vec<(&str, PreparedDisk)> = Vec::with_capacity(config.disks.len());
         for wish in &config.disks {
             let mut disk = wish.config(&inherited);
-            disk.exports.lent = Some(lent_of(file, &wish.name));
-            disk.exports.gate = Some(gate.clone());
+            disk.exports.lent = Some(lent_of(&wish.name));
             disk.cancel = cancel.clone();
             if is_away {
                 disk.moves = Moves::Away;
             }
-            servers.push(disk.options.servers.clone());
-            match Disk::start(disk) {
-                Ok(disk) => started.push((&wish.name, disk)),
+            let disk = Disk::prepare(disk).map_err(|source| VmError::Disk {
+                disk: wish.name.clone(),
+                source,
+            })?;
+            prepared.push((&wish.name, disk));
+        }
+        if is_confined {
+            // From here on nothing that guests and images' authors have written can make use of rights that this process had.
+            confine(&needs::of(&config))?;
+        }
+        let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
+        for (name, disk) in prepared {
+            match disk.open() {
+                Ok(disk) => started.push((name, disk)),
                 Err(source) => {
                     stop_all(started);
-                    let disk = wish.name.clone();
+                    let disk = name.to_owned();
                     return Err(VmError::Disk { disk, source });
                 }
             }
@@ -208,11 +212,7 @@ impl Vm {
         let (sender, orders) = mpsc::channel();
         let orderer = VmOrders(sender);
         let to_reload = orderer.clone();
-        let reload = Box::new(move |text, reply| to_reload.0.send(Order::Reload(text, Some(reply))).is_ok());
-        if incoming && let Err(error) = note.make("its VM is to come from another host") {
-            stop_all(started);
-            return Err(VmError::Note(error));
-        }
+        let reload = Box::new(move |reply| to_reload.0.send(Order::Reload(Some(reply))).is_ok());
         // So that it can be made when the VM goes; that it cannot be is told then.
         let _ = note.prepare();
         let to_move = orderer.clone();
@@ -227,28 +227,19 @@ impl Vm {
             }
         };
         inherited.forget_rest();
-        let noted = Noted::new(&config.name, &config.control);
-        // All is open, and threads that are started from now on inherit it.
-        if is_confined
-            && !is_away
-            && let Err(error) = confine(&needs::of(&config, &inherited, &servers))
-        {
-            stop_all(started);
-            return Err(error.into());
-        }
-        gate.set(());
-        let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
+        let name = Name::note(&config);
+        let disks = started
+            .into_iter()
+            .map(|(disk_name, disk)| at_work(disk_name, disk, &orderer));
         Ok(Self {
-            _noted: noted,
+            _name: name,
             file: file.to_owned(),
             disks: disks.collect(),
             config,
             inherited,
             is_confined,
-            confines_later: is_confined && is_away,
             is_away,
             note,
-            servers,
             subject,
             _control: control,
             orders,
@@ -285,27 +276,20 @@ impl Vm {
         while !self.disks.is_empty() {
             let next = before.pop_front().map_or_else(|| self.orders.recv(), Ok);
             let stops = match next {
-                Ok(Order::Reload(text, reply)) if !is_stopping => {
+                Ok(Order::Reload(reply)) if !is_stopping => {
                     tell(Progress::Reloading);
-                    self.reload_and_tell(text, reply, &mut before);
+                    self.reload_and_tell(reply, &mut before);
                     tell(Progress::Ready(self.disks.len()));
                     false
                 }
                 Ok(Order::Move(step, reply)) if !is_stopping => {
-                    let (moved, ends) = match self.move_on(step) {
-                        Ok(()) => (Ok(Moved { done: true }), false),
-                        Err(NotDone { why, ends }) => {
-                            tracing::warn!("the VM's disks do not move: {why}");
-                            // The next one does what is asked then.
-                            (if ends { Ok(Moved { done: false }) } else { Err(why) }, ends)
-                        }
-                    };
+                    let moved = self.move_on(step).map(|()| Moved { done: true });
+                    if let Err(why) = &moved {
+                        tracing::warn!("the VM's disks do not move: {why}");
+                    }
                     // Who has asked may have gone.
                     let _ = reply.send(moved);
-                    if ends {
-                        result = Err(VmError::StartAgain);
-                    }
-                    ends
+                    false
                 }
                 // Who waits for the answer is told that there is none.
                 Ok(Order::Reload(..) | Order::Move(..)) => false,
@@ -363,10 +347,38 @@ fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
 }
 
 /// Where it is kept which queues of a disk were not taken back, until the host restarts.
-fn lent_of(file: &Path, disk: &str) -> PathBuf {
-    let mut name = away::mark_of(file);
-    name.push(format!(".{disk}"));
-    runtime_folder().join("queues").join(name)
+fn lent_of(disk: &str) -> PathBuf {
+    let own = private_folder::runtime().map_or_else(runtime_folder, Path::to_owned);
+    own.join("queues").join(disk)
+}
+
+/// The note of the VM's name, which goes with this.
+enum Name {
+    Own { _noted: Option<Noted> },
+    Openers,
+}
+
+impl Name {
+    /// Notes where the control socket is, for those who look for it by the VM's name.
+    fn note(config: &VmConfig) -> Self {
+        let Some(helper) = opener::helper() else {
+            let noted = Noted::new(&config.name, &config.control);
+            return Self::Own { _noted: noted };
+        };
+        if let Err(error) = helper.note_name() {
+            tracing::warn!("this VM is not found by its name: {error}");
+        }
+        Self::Openers
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        if let (Self::Openers, Some(helper)) = (self, opener::helper()) {
+            // It goes with the opener in any case.
+            let _ = helper.forget_name();
+        }
+    }
 }
 
 fn stop_all(disks: Vec<(&str, Disk)>) {
@@ -381,7 +393,7 @@ fn stop_all(disks: Vec<(&str, Disk)>) {
 fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSocket, ControlError> {
     match inherited.at(&config.control)? {
         Some(socket) => Ok(ControlSocket::Inherited(socket)),
-        None => Ok(ControlSocket::Own(SocketFile::bind_for(
+        None => Ok(ControlSocket::Own(Listening::on(
             &config.control,
             config.control_access,
         )?)),

@@ -32,9 +32,6 @@
 //!   loss of power, and is never taken for another host's. A visit ends with `yield`, if the guest does not run here after
 //!   all: nothing was written.
 //! - Each step may be asked for again, whatever became of the answer.
-//!
-//! A process that is confined cannot open images. One that is AWAY from its start is confined when it has opened them. One
-//! that has left them ends instead of taking them again, as one that has failed: whoever restarts it then asks again.
 
 use std::time::Duration;
 
@@ -43,8 +40,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use utoipa::ToSchema;
 
-use super::{Vm, needs};
-use crate::confine::confine;
+use super::Vm;
 use crate::disk::{DiskChange, DiskMove};
 
 /// How long a step may take: what is written by it is little, unless storage is stuck.
@@ -79,21 +75,8 @@ pub struct Moved {
     pub done: bool,
 }
 
-/// Why a step was not done.
-pub(super) struct NotDone {
-    pub(super) why: String,
-    /// The process is to end, and be started again.
-    pub(super) ends: bool,
-}
-
-impl From<String> for NotDone {
-    fn from(why: String) -> Self {
-        Self { why, ends: false }
-    }
-}
-
 impl Vm {
-    pub(super) fn move_on(&mut self, step: VmMove) -> Result<(), NotDone> {
+    pub(super) fn move_on(&mut self, step: VmMove) -> Result<(), String> {
         match step {
             VmMove::Settle => self.all(DiskMove::Settle)?,
             VmMove::Stay => self.all(DiskMove::Stay)?,
@@ -141,30 +124,16 @@ impl Vm {
         Ok(())
     }
 
-    fn take(&mut self) -> Result<(), NotDone> {
+    fn take(&mut self) -> Result<(), String> {
         if !self.is_away {
             return Ok(());
-        }
-        if self.is_confined && !self.confines_later {
-            return Err(NotDone {
-                why: "this server is confined and cannot open them again: it is being started anew; ask once more"
-                    .to_owned(),
-                ends: true,
-            });
         }
         if let Err(error) = self.all(DiskMove::Open) {
             // Nothing was written.
             if let Err(closing) = self.all(DiskMove::Close) {
                 tracing::warn!("a disk that was opened in vain could not be closed: {closing}");
             }
-            return Err(error.into());
-        }
-        if std::mem::take(&mut self.confines_later) {
-            let confined = confine(&needs::of(&self.config, &self.inherited, &self.servers));
-            confined.map_err(|error| NotDone {
-                why: error.to_string(),
-                ends: true,
-            })?;
+            return Err(error);
         }
         self.all(DiskMove::Serve)?;
         self.is_away = false;

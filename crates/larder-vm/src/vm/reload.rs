@@ -33,13 +33,8 @@ const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
 
 impl Vm {
     /// Reads the file again, does what it says, and tells of it. Orders that come meanwhile are `before` all others.
-    pub(super) fn reload_and_tell(
-        &mut self,
-        text: Option<String>,
-        reply: Option<ReloadReply>,
-        before: &mut VecDeque<Order>,
-    ) {
-        let done = self.reload(text, before);
+    pub(super) fn reload_and_tell(&mut self, reply: Option<ReloadReply>, before: &mut VecDeque<Order>) {
+        let done = self.reload(before);
         match &done {
             Ok(done) => {
                 tracing::info!(
@@ -59,27 +54,11 @@ impl Vm {
         }
     }
 
-    /// What the file says now. Who is confined cannot read it, and is told; who is not is not told by others what to open.
-    fn wanted(&self, text: Option<String>) -> Result<VmConfig, String> {
-        let read = match (self.is_confined, text) {
-            (false, None) => VmConfig::read(&self.file),
-            (true, Some(text)) => VmConfig::parse(&self.file, &text),
-            (true, None) => {
-                let name = &self.config.name;
-                return Err(format!(
-                    "this server is confined and cannot read its file: use `larder vm {name} --reload`, which sends it"
-                ));
-            }
-            (false, Some(_)) => return Err("this server reads its file itself: send no body".to_owned()),
-        };
-        read.map_err(|error| error.to_string())
-    }
-
-    fn reload(&mut self, text: Option<String>, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
+    fn reload(&mut self, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
         if self.is_away {
             return Err("the VM is on another host, and its images are not open: its file is read when they are opened here by a server that is started again".to_owned());
         }
-        let wanted = self.wanted(text)?;
+        let wanted = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
         if wanted.disks.is_empty() {
             return Err(VmError::no_disk(&self.file).to_string());
         }
@@ -88,7 +67,6 @@ impl Vm {
         let mut change = Change {
             runtime: runtime.map_err(|error| format!("what the disks are like cannot be asked: {error}"))?,
             done: Reloaded::default(),
-            is_confined: self.is_confined,
         };
         if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
             change.left("", "the control socket");
@@ -160,12 +138,12 @@ impl Vm {
                 continue;
             }
             if self.is_confined {
-                let why = "it is new, and this server is confined: it is served when the VM's server is started again";
+                let why = "it is new, and this server is confined: it is served when the VM's server is started again, which the guest survives";
                 change.left(&wish.name, why);
                 continue;
             }
             let mut disk = wish.config(&self.inherited);
-            disk.exports.lent = Some(lent_of(&self.file, &wish.name));
+            disk.exports.lent = Some(lent_of(&wish.name));
             match Disk::start(disk) {
                 Ok(disk) => {
                     change.changed(&wish.name, "it is served now");
@@ -201,7 +179,6 @@ fn is_used(state: &DiskState) -> bool {
 struct Change {
     runtime: Runtime,
     done: Reloaded,
-    is_confined: bool,
 }
 
 fn of_disk(disk: &str, what: &str) -> String {
@@ -259,10 +236,7 @@ impl Change {
         };
         let mut after = before.clone();
         let other = other_cache(&before, &wanted.wish);
-        if other.is_some() && self.is_confined {
-            let why = "cache: as before until the VM's server is started again, because it is confined";
-            self.left(name, why);
-        } else if let Some(by) = other {
+        if let Some(by) = other {
             after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after);
         }
         let settings = settings(&wanted.wish, &after);

@@ -73,6 +73,15 @@ pub(crate) enum Command {
     /// Measure what needs no virtual machine
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Open files for the confined server at the other end of the socket that is standard input
+    #[command(hide = true)]
+    Open(OpenArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct OpenArguments {
+    /// The file of the server's virtual machine; without it, that of the service larder@NAME.service which the server is
+    pub(crate) file: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]
@@ -124,10 +133,13 @@ pub(crate) struct VmArguments {
     /// as it was until the server is started again, and what could not be done
     #[arg(long, conflicts_with_all = ["check", "pin"])]
     pub(crate) reload: bool,
-    /// Once all that the file names is open, give up every right to open, start or look at anything else of this host: a
-    /// guest that takes the server over has its own disks and no more. What needs another file takes a restart then
+    /// Give up every right to open, start or look at anything of this host before an image or a guest's request is read: whoever
+    /// takes the server over has its own disks and no more. A process beside it opens for it what the file names
     #[arg(long, conflicts_with_all = ["check", "pin", "reload"])]
     pub(crate) confine: bool,
+    /// Have the files opened by the opener that listens on this socket (larder-open.socket), as a service that is a user of its own
+    #[arg(long, value_name = "SOCKET", requires = "confine")]
+    pub(crate) opener: Option<PathBuf>,
     /// Open no image before the virtual machine comes from another host (larder migrate), which has them open until then.
     /// Its QEMU, started with -incoming, can connect before
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "expect", "take"])]

@@ -12,8 +12,8 @@ use larder_bench::campaign::process::mortal;
 
 use crate::support::{need_root, on_tmpfs, pattern};
 use crate::{
-    FrontEnd, LIMIT, Options, Process, TWO, Vm, curl, data_io, ends, run, start_as_a_service_with, text, tool, two,
-    works,
+    FrontEnd, LIMIT, Options, Process, TWO, Vm, curl, data_io, ends, own_folder, run, start_as_a_service_with, text,
+    tool, two, works,
 };
 
 const CONFINED: &[&str] = &["--confine"];
@@ -112,7 +112,9 @@ mod taken_over {
         command.env("STATE_DIRECTORY", state);
         let process = Process::start(command).expect("larder starts");
         process.wait_for(" ready ", LIMIT).expect("it serves");
-        let notes = fs::read_dir(state.join("caches")).expect("a folder").flatten();
+        let notes = fs::read_dir(own_folder(state).join("caches"))
+            .expect("a folder")
+            .flatten();
         let note = notes.map(|note| note.path()).find(|path| path.extension().is_none());
         let maps = fs::read_to_string(format!("/proc/{}/maps", process.id())).expect("it runs");
         let journal = maps.split_whitespace().find(|word| word.ends_with(".journal"));
@@ -420,7 +422,7 @@ fn what_only_the_cache_has_is_there_after_a_kill() {
 }
 
 #[test]
-fn a_confined_server_is_sent_its_file() {
+fn a_confined_server_reads_its_file_again_and_opens_what_that_names() {
     let vm = two();
     let (process, next) = start_as_a_service_with(&vm, CONFINED);
     assert!(next().starts_with("READY=1"));
@@ -430,6 +432,15 @@ fn a_confined_server_is_sent_its_file() {
     );
     assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
 
+    // What the file does not name is not opened, whoever asks for it.
+    let new = vm.images.path().join("another.cache");
+    let with = format!("{{\"with\":\"{}\"}}", text(&new));
+    let (status, said) = curl(&vm, &["-X", "POST", "-d", &with, "http://x/v1/disks/vda/cache/replace"]);
+    assert!(
+        status == 409 && said.contains("the VM's file does not name it") && !new.exists(),
+        "{status} {said}"
+    );
+
     let more = "[[disk]]\nname = \"more\"\nimage = \"IMAGES/data.raw\"\nformat = \"raw\"\nsocket = \"more\"\n";
     let changed = TWO.replace("iops-total = 1000000", "iops-total = 5000");
     let changed = changed.replace("system.cache", "another.cache");
@@ -438,46 +449,27 @@ fn a_confined_server_is_sent_its_file() {
     assert_eq!(code, Some(1), "{said}");
     for part in [
         "changed disk data: limits: iops-total=5000",
-        "left    disk vda: cache: as before until the VM's server is started again, because it is confined",
+        &format!("changed disk vda: cache: {}", text(&new)),
         "left    disk more: it is new, and this server is confined: it is served when the VM's server is started again",
     ] {
         assert!(said.contains(part), "{part}: {said}");
     }
-    assert!(!said.contains("failed"), "{said}");
+    assert!(!said.contains("failed") && new.exists(), "{said}");
     vm.write("[[disk]]\n");
     let (code, said) = reload(&vm);
     assert!(code == Some(2) && said.contains("this disk has no image"), "{said}");
 
-    // Nobody sends the text.
-    vm.write(TWO);
+    // A signal does the same.
+    vm.write(&TWO.replace("system.cache", "another.cache"));
     process.signal(libc::SIGHUP);
-    let hint = "this server is confined and cannot read its file: use `larder vm web --reload`, which sends it";
-    process.wait_for(hint, LIMIT).expect("it says so");
-    let (status, said) = curl(&vm, &["-X", "POST", "http://x/v1/reload"]);
-    assert!(status == 409 && said.contains(hint), "{status} {said}");
-    let long = "#".repeat((256 << 10) + 1);
-    fs::write(vm.path("long"), long).expect("writes");
-    let body = format!("@{}", text(&vm.path("long")));
-    let (status, said) = curl(&vm, &["-X", "POST", "--data-binary", &body, "http://x/v1/reload"]);
-    assert!(
-        status == 400 && said.contains("262144 bytes at most"),
-        "{status} {said}"
-    );
-
-    let with = "{\"with\":\"/ssd2/vm.cache\"}";
-    let (status, said) = curl(&vm, &["-X", "POST", "-d", with, "http://x/v1/disks/vda/cache/replace"]);
-    assert!(
-        status == 409 && said.contains("this server is confined"),
-        "{status} {said}"
-    );
+    process
+        .wait_for("the VM's file was read again: 1 changed", LIMIT)
+        .expect("it says so");
+    // Nobody else says what it opens.
+    let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
+    assert!(status == 400 && said.contains("send no body"), "{status} {said}");
     let (_, server) = curl(&vm, &["http://x/v1"]);
     assert!(server.contains("\"confined\":true"), "{server}");
-    ends(process);
-
-    // One that is not reads its file itself, and lets nobody else say what it opens.
-    let process = vm.start();
-    let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
-    assert!(status == 409 && said.contains("send no body"), "{status} {said}");
     ends(process);
 }
 

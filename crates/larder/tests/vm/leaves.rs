@@ -185,6 +185,7 @@ fn nothing_that_an_earlier_guest_has_left_keeps_the_next_one_here() {
         drop(guest);
     }
     ends(server);
-    let left = std::fs::read_dir(vm.path("queues")).expect("a folder").count();
+    let own = crate::own_folder(vm.folder.path());
+    let left = std::fs::read_dir(own.join("queues")).expect("a folder").count();
     assert_eq!(left, 0, "nothing is left behind that says nothing");
 }

@@ -6,6 +6,7 @@ mod comes;
 mod confine;
 mod leaves;
 mod reload;
+mod services;
 #[path = "../support/mod.rs"]
 mod support;
 mod takeover;
@@ -103,6 +104,14 @@ impl Vm {
         names.sort();
         names
     }
+}
+
+/// The folder that the one VM with a server has to itself in a runtime or state folder.
+fn own_folder(above: &Path) -> PathBuf {
+    let mut all = std::fs::read_dir(above.join("private")).expect("a folder").flatten();
+    let own = all.next().expect("it is there").path();
+    assert!(all.next().is_none(), "of one VM");
+    own
 }
 
 /// Two disks, one of each kind of image and export, with whatever is said of the VM besides.

@@ -1,12 +1,13 @@
 //! A file that stays open, with its locks, and whether its path still leads to it.
 
-use std::fs::{self, File, Metadata};
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{FileDevice, Role};
+use crate::opener;
 
 /// A device's open file: while this lives, the file is open and has the device's locks, whatever becomes of the device.
 #[derive(Debug)]
@@ -133,7 +134,7 @@ fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
 /// Whether `path` leads to another file than the one that was opened by it, or nowhere.
 fn displaced(file: &File, path: &Path) -> io::Result<Option<Displaced>> {
     let ours = file.metadata()?;
-    match fs::metadata(path) {
+    match opener::metadata(path) {
         Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => return Ok(None),
         Ok(_) => {}
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {}

@@ -9,9 +9,6 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use rustix::fs::{Mode, OFlags, ResolveFlags};
-use rustix::io::Errno;
-
 use super::super::image_lock::{self, Claim, LockError, Sharing};
 use super::{FileDevice, InCall, Kind, KnownData, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
 use crate::boot::is_tmpfs;
@@ -19,6 +16,7 @@ use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
 use crate::lock_wait::{LockKind, LockWait};
+use crate::opener::{self, Access, NamedBy, opener};
 
 /// The interval between two tries to take a lock that another process has.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
@@ -214,8 +212,7 @@ impl FileDevice {
     }
 }
 
-/// Opens `path`, and says what it is. Nothing but a regular file or a block device is opened: to open another device can have
-/// effects, and a FIFO waits for its other end.
+/// Opens `path`, and says what it is.
 fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), OpenError> {
     let read_only = options.read_only;
     let failed = |source| OpenError::Open {
@@ -223,36 +220,27 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), Ope
         source,
         read_only,
     };
-    let place = find(path, options.role == Role::Part).map_err(|error| match error {
-        Errno::LOOP if options.role == Role::Part => OpenError::Links { path: path.to_owned() },
-        error => failed(error.into()),
+    let by = match options.role {
+        Role::Part => NamedBy::Header,
+        Role::Image | Role::CacheOf(_) => NamedBy::User,
+    };
+    let access = if read_only { Access::Read } else { Access::Write };
+    let file = opener().open(path, access, by).map_err(|source| {
+        if by == NamedBy::Header && source.raw_os_error() == Some(libc::ELOOP) {
+            return OpenError::Links { path: path.to_owned() };
+        }
+        // What is there tells more, if it is what cannot be opened.
+        let place = opener().open(path, Access::Look, by).ok();
+        let wrong = place.and_then(|place| kind_of(&place, path).err());
+        wrong
+            .filter(|wrong| matches!(wrong, OpenError::WrongKind { .. }))
+            .unwrap_or_else(|| failed(source))
     })?;
-    let kind = kind_of(&place, path)?;
-    // Without waiting for a process that has a lease on it: it is told, and the next try finds the file.
-    let flags = libc::O_NOCTTY | libc::O_NONBLOCK;
-    let file = std::fs::OpenOptions::new()
-        .read(true)
-        .write(!read_only)
-        .custom_flags(flags)
-        .open(format!("/proc/self/fd/{}", place.as_raw_fd()))
-        .map_err(failed)?;
-    let flags = rustix::fs::fcntl_getfl(&file).map_err(|error| failed(error.into()))?;
-    rustix::fs::fcntl_setfl(&file, flags & !OFlags::NONBLOCK).map_err(|error| failed(error.into()))?;
+    let kind = kind_of(&file, path)?;
     if kind == Kind::Block && !read_only && is_read_only_device(&file) {
         return Err(failed(io::Error::from_raw_os_error(libc::EROFS)));
     }
     Ok((file, kind))
-}
-
-/// Finds what is at `path`, without opening it. The name of a `part` is in an image's header: it does not lead through the links
-/// of /proc, which are to files that this process has open.
-fn find(path: &Path, part: bool) -> Result<File, Errno> {
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let found = match part {
-        true => rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS),
-        false => rustix::fs::open(path, flags, Mode::empty()),
-    };
-    found.map(File::from)
 }
 
 /// Opens the regular file at `path`, and makes it if there is none, for its size to be changed before it is a disk: nobody
@@ -284,7 +272,7 @@ pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
 /// Whether what is at `path` now is `file`, as far as can be seen. One that is opened by its number (`/proc/self/fd/5`) is,
 /// also if it was removed.
 fn leads_to(path: &Path, file: &File) -> bool {
-    match (path.metadata(), file.metadata()) {
+    match (opener::metadata(path), file.metadata()) {
         (Ok(there), Ok(file)) => (there.dev(), there.ino()) == (file.dev(), file.ino()),
         (Err(error), _) => error.kind() != io::ErrorKind::NotFound,
         (_, Err(_)) => true,
@@ -362,11 +350,9 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
 
 /// Claims an open block device, and waits for a server that is just dying.
 async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, OpenError> {
-    // The same device, whatever the path leads to by now.
-    let same = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let mut wait = LockWait::new(LockKind::Claim);
     loop {
-        match claim_device(&same) {
+        match claim_device(path) {
             Err(OpenError::Claimed { .. }) => {
                 let error = OpenError::Claimed { path: path.to_owned() };
                 if !wait.goes_on(file.as_fd(), &error) {
@@ -374,9 +360,21 @@ async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, Op
                 }
                 on.sleep(LOCK_INTERVAL).await;
             }
+            Ok(claimed) if !is_same_device(&claimed, file) => {
+                return Err(OpenError::Open {
+                    path: path.to_owned(),
+                    source: io::Error::other("another device has taken its place meanwhile; try again"),
+                    read_only: false,
+                });
+            }
             claimed => return claimed,
         }
     }
+}
+
+fn is_same_device(one: &File, other: &File) -> bool {
+    let number = |file: &File| file.metadata().map(|found| found.rdev());
+    matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Claims a block device: as long as the result is open, nothing else can. A claim has a descriptor of its own, so that a
@@ -385,11 +383,7 @@ async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, Op
 /// # Errors
 /// Another program or the kernel has claimed it, or it cannot be opened.
 pub fn claim_device(path: &Path) -> Result<File, OpenError> {
-    let mut options = File::options();
-    let claimed = options
-        .read(true)
-        .custom_flags(libc::O_EXCL | libc::O_NONBLOCK)
-        .open(path);
+    let claimed = opener().open(path, Access::Claim, NamedBy::User);
     claimed.map_err(|source| match source.kind() {
         io::ErrorKind::ResourceBusy => OpenError::Claimed { path: path.to_owned() },
         _ => OpenError::Open {

@@ -7,15 +7,15 @@ use std::os::unix::fs::MetadataExt;
 /// How many are named.
 const NAMED_MAX: usize = 4;
 
-/// The other processes that have locks on the open file, as `qemu-nbd, pid 4711`. Those of other users are seen by root
-/// only, and a process that is being torn down by nobody, so the list may be empty although there is one.
-pub fn holders(file: BorrowedFd<'_>) -> Vec<String> {
+/// The processes but for `known` that have locks on the open file, as `qemu-nbd, pid 4711`. Those of other users are seen by
+/// root only, and a process that is being torn down by nobody, so the list may be empty although there is one.
+pub fn holders_but(known: &[u32], file: BorrowedFd<'_>) -> Vec<String> {
     let (Some(image), Ok(processes)) = (identity(file), fs::read_dir("/proc")) else {
         return Vec::new();
     };
     let others = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     others
-        .filter(|pid| *pid != std::process::id())
+        .filter(|pid| !known.contains(pid))
         .filter(|pid| has_locked(*pid, image, None))
         .map(|pid| {
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+use larder_block::opener;
 use larder_block::printable;
 use nix::unistd::{Uid, User};
 
@@ -186,9 +187,9 @@ impl Author {
     pub fn not_followed(image: &ImageAddress) -> Option<Self> {
         let author = match image {
             // Of what cannot be looked at nothing is known.
-            ImageAddress::Path(path) => path
-                .metadata()
-                .map_or(Self::AnyUser, |found| Self::of_file(&found, false)),
+            ImageAddress::Path(path) => {
+                opener::metadata(path).map_or(Self::AnyUser, |found| Self::of_file(&found, false))
+            }
             ImageAddress::Nbd(_) => Self::Server,
         };
         (rustix::process::geteuid().is_root() && !author.is_root()).then_some(author)

@@ -1,0 +1,67 @@
+//! What `blkid` of util-linux finds on a file or device.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A device that does not answer `blkid` for so long is given up.
+const PATIENCE: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// What `blkid` has answered.
+#[derive(Clone, Debug)]
+pub struct Blkid {
+    /// Its exit status; `None` if a signal has ended it.
+    pub status: Option<i32>,
+    /// What it has found: lines `KEY=VALUE`.
+    pub said: String,
+    /// Its complaint.
+    pub complaint: String,
+}
+
+pub(super) fn ask(file: &File) -> io::Result<Blkid> {
+    let mut command = Command::new("blkid");
+    // Its standard input is the very file that was opened.
+    command.args(["--probe", "--output", "export", "/proc/self/fd/0"]);
+    let started = command
+        .stdin(file.try_clone()?)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = started.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => io::Error::other("there is no program blkid; install util-linux"),
+        _ => io::Error::other(format!("blkid: {error}")),
+    })?;
+    let status = wait(&mut child)?;
+    let mut answer = Blkid {
+        status,
+        said: String::new(),
+        complaint: String::new(),
+    };
+    // It says less than a pipe holds.
+    let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut answer.said));
+    let _ = child
+        .stderr
+        .take()
+        .map(|mut out| out.read_to_string(&mut answer.complaint));
+    Ok(answer)
+}
+
+fn wait(child: &mut Child) -> io::Result<Option<i32>> {
+    let begun = Instant::now();
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(status.code()),
+            None if begun.elapsed() < PATIENCE => std::thread::sleep(POLL_INTERVAL),
+            None => {
+                // One that waits for its device ends once that answers, and is not waited for.
+                let _ = child.kill();
+                return Err(io::Error::other(format!(
+                    "it has not answered blkid for {} s",
+                    PATIENCE.as_secs()
+                )));
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What an opener opens for its server: what the VM's file names, each for what it is used for.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use larder_block::event_loop::SocketAddress;
+use larder_block::nbd::NbdUri;
+use larder_block::opener::Access;
+use larder_block::tls::HOST_AUTHORITIES;
+
+use crate::image::{ChainPolicy, ImageAddress};
+use crate::listen::Access as SocketAccess;
+use crate::vm::config::VmConfig;
+
+/// What may be done with one file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Use {
+    /// It is written.
+    write: bool,
+    /// It is made where it is not there, claimed where it is a device, and removed if what it was made for fails.
+    make: bool,
+}
+
+/// All that a VM's file names.
+#[derive(Debug, Default)]
+pub(super) struct Allowed {
+    files: BTreeMap<PathBuf, Use>,
+    /// The disks, by what tells them from others.
+    pub(super) images: Vec<ImageAddress>,
+    /// Sockets of NBD servers.
+    connected: Vec<PathBuf>,
+    /// Folders of certificates.
+    certificates: Vec<PathBuf>,
+    /// Sockets that the server listens on, and for whom.
+    sockets: Vec<(PathBuf, SocketAccess)>,
+    pub(super) control: PathBuf,
+    pub(super) name: String,
+}
+
+fn denied(path: &Path, why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display()))
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+impl Allowed {
+    pub(super) fn of(config: &VmConfig) -> Self {
+        let mut allowed = Self {
+            control: config.control.clone(),
+            name: config.name.clone(),
+            images: config.images().into_iter().cloned().collect(),
+            ..Self::default()
+        };
+        allowed.sockets.push((absolute(&config.control), config.control_access));
+        for disk in &config.disks {
+            let wish = &disk.wish;
+            let write = !wish.read_only;
+            allowed.add(&wish.image, Use { write, make: false });
+            if let ChainPolicy::Pinned { chain, .. } = &wish.chain {
+                if let Some(file) = &chain.data_file {
+                    allowed.add(file, Use { write, make: false });
+                }
+                for image in &chain.backing {
+                    allowed.add(&image.image, Use::default());
+                    if let Some(file) = &image.data_file {
+                        allowed.add(file, Use::default());
+                    }
+                }
+            }
+            if let Some(cache) = &wish.disk_cache.file {
+                allowed.add(
+                    cache,
+                    Use {
+                        write: true,
+                        make: true,
+                    },
+                );
+            }
+            allowed
+                .sockets
+                .extend(disk.socket.iter().map(|path| (absolute(path), disk.access)));
+            if let Some(at) = &disk.nbd {
+                if let SocketAddress::Unix(path) = &at.uri.address {
+                    allowed.sockets.push((absolute(path), disk.access));
+                }
+                allowed.add_certificates(&at.uri);
+            }
+        }
+        allowed
+    }
+
+    fn add(&mut self, address: &ImageAddress, how: Use) {
+        match address {
+            ImageAddress::Path(path) => {
+                let all = self.files.entry(absolute(path)).or_default();
+                all.write |= how.write;
+                all.make |= how.make;
+            }
+            ImageAddress::Nbd(uri) => {
+                if let SocketAddress::Unix(path) = &uri.address {
+                    self.connected.push(absolute(path));
+                }
+                self.add_certificates(uri);
+            }
+        }
+    }
+
+    fn add_certificates(&mut self, uri: &NbdUri) {
+        let Some(tls) = &uri.tls else { return };
+        match &tls.certificates {
+            Some(folder) => self.certificates.push(absolute(folder)),
+            // Those that the host trusts.
+            None => {
+                let lists = HOST_AUTHORITIES.map(|path| (PathBuf::from(path), Use::default()));
+                self.files.extend(lists);
+            }
+        }
+    }
+
+    fn use_of(&self, path: &Path) -> io::Result<Use> {
+        let path = absolute(path);
+        if self.is_certificate(&path) {
+            return Ok(Use::default());
+        }
+        let found = self.files.get(&path).copied();
+        found.ok_or_else(|| {
+            denied(
+                &path,
+                "the VM's file does not name it: write there what the disk needs, and start or reload the VM's server",
+            )
+        })
+    }
+
+    fn is_certificate(&self, path: &Path) -> bool {
+        let is_pem = path.extension().is_some_and(|extension| extension == "pem");
+        is_pem
+            && path
+                .parent()
+                .is_some_and(|folder| self.certificates.iter().any(|it| it == folder))
+    }
+
+    /// # Errors
+    /// The VM's file does not name it, or for something else.
+    pub(super) fn open(&self, path: &Path, access: Access) -> io::Result<()> {
+        let how = self.use_of(path)?;
+        match access {
+            Access::Look | Access::Read => Ok(()),
+            Access::Write if how.write => Ok(()),
+            Access::Claim if how.make => Ok(()),
+            Access::Write => Err(denied(path, "by the VM's file it is only read")),
+            Access::Claim => Err(denied(path, "by the VM's file it is no cache")),
+        }
+    }
+
+    /// # Errors
+    /// It is no cache of the VM's file.
+    pub(super) fn make(&self, path: &Path) -> io::Result<()> {
+        match self.use_of(path)?.make {
+            true => Ok(()),
+            false => Err(denied(path, "by the VM's file it is no cache")),
+        }
+    }
+
+    /// # Errors
+    /// It is no socket of an NBD server of the VM's file.
+    pub(super) fn connect(&self, path: &Path) -> io::Result<()> {
+        match self.connected.contains(&absolute(path)) {
+            true => Ok(()),
+            false => Err(denied(path, "the VM's file names no NBD server there")),
+        }
+    }
+
+    /// Returns for whom the server listens there.
+    ///
+    /// # Errors
+    /// It is no socket of the VM's file.
+    pub(super) fn listen(&self, path: &Path) -> io::Result<SocketAccess> {
+        let found = self.sockets.iter().find(|(socket, _)| *socket == absolute(path));
+        let (_, access) = found.ok_or_else(|| denied(path, "the VM's file names no socket there"))?;
+        Ok(*access)
+    }
+
+    /// Whether it is an image of the VM's.
+    pub(super) fn has_image(&self, image: &ImageAddress) -> bool {
+        self.images.contains(image)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"
+[[disk]]
+image = "/i/top.qcow2"
+format = "qcow2"
+backing = [{ image = "/i/base.qcow2", format = "qcow2" }]
+cache = "/ssd/cache"
+cache-size = "1G"
+"#;
+
+    #[test]
+    fn each_file_is_opened_for_what_it_is_used_for() {
+        let config = VmConfig::parse(Path::new("/etc/larder/vms/web.toml"), TEXT).expect("is right");
+        let allowed = Allowed::of(&config);
+        let opens = |path: &str, access| allowed.open(Path::new(path), access).is_ok();
+        assert!(opens("/i/top.qcow2", Access::Write) && !opens("/i/top.qcow2", Access::Claim));
+        assert!(opens("/i/base.qcow2", Access::Read) && !opens("/i/base.qcow2", Access::Write));
+        assert!(opens("/ssd/cache", Access::Claim) && allowed.make(Path::new("/ssd/cache")).is_ok());
+        assert!(allowed.make(Path::new("/i/base.qcow2")).is_err());
+        for other in [
+            "/etc/shadow",
+            "/i",
+            "/i/../etc/shadow",
+            "/i/top.qcow2/..",
+            "/ssd/cache.pem",
+        ] {
+            assert!(!opens(other, Access::Look), "{other}");
+        }
+        assert!(allowed.listen(&config.control).is_ok());
+        assert!(allowed.listen(Path::new("/run/larder/other.sock")).is_err());
+        assert!(allowed.connect(&config.control).is_err());
+    }
+}

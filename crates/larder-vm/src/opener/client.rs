@@ -1,0 +1,267 @@
+//! The server's end.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, OnceLock};
+
+use larder_block::lock_wait::{LockKind, LockOwner};
+use larder_block::opener::{Access, Blkid, NamedBy, Opener, open_through};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::wire::{Answer, Image, PathBytes, Request, pair, receive, send};
+use crate::image::ImageAddress;
+use crate::image::journal::Folder;
+
+/// The connection to an opener.
+#[derive(Debug)]
+pub struct Helper {
+    channel: OwnedFd,
+    /// It is root's, and opens files for all services of the host.
+    pub(crate) is_of_service: bool,
+}
+
+static HELPER: OnceLock<Arc<Helper>> = OnceLock::new();
+
+/// Returns this process's opener, if it has one.
+pub(crate) fn helper() -> Option<&'static Helper> {
+    HELPER.get().map(|helper| &**helper)
+}
+
+/// Starts an opener for the VM that `file` describes, with this process's rights. From now on this process gets at files by it
+/// alone, for good.
+///
+/// # Errors
+/// It cannot be started.
+pub fn start(file: &Path) -> io::Result<()> {
+    let (ours, theirs) = pair()?;
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("larder").arg("open").arg(std::path::absolute(file)?);
+    command.stdin(Stdio::from(theirs)).stdout(Stdio::null());
+    // It ends when the other end of its socket is closed, and is not waited for.
+    command.spawn()?;
+    have(Helper {
+        channel: ours,
+        is_of_service: false,
+    });
+    Ok(())
+}
+
+/// The same by the opener of the host's services, which listens on `socket`, and opens what the file of this process's service
+/// names.
+///
+/// # Errors
+/// It cannot be connected to.
+pub fn connect(socket: &Path) -> io::Result<()> {
+    let channel = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    rustix::net::connect(&channel, &SocketAddrUnix::new(socket)?)?;
+    have(Helper {
+        channel,
+        is_of_service: true,
+    });
+    Ok(())
+}
+
+fn have(helper: Helper) {
+    let helper = Arc::new(helper);
+    let is_first = HELPER.set(Arc::clone(&helper)).is_ok();
+    assert!(is_first, "a process has one opener");
+    open_through(Box::new(ByHelper(helper)));
+}
+
+impl Helper {
+    fn ask(&self, request: &Request, file: Option<BorrowedFd<'_>>) -> io::Result<(Answer, Vec<OwnedFd>)> {
+        let (ours, theirs) = pair()?;
+        let descriptors: Vec<BorrowedFd<'_>> = [theirs.as_fd()].into_iter().chain(file).collect();
+        let gone =
+            || io::Error::other("the process that opens files for this server has ended: start the server again");
+        send(self.channel.as_fd(), request, &descriptors).map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => gone(),
+            _ => error,
+        })?;
+        drop(theirs);
+        let (answer, descriptors) = receive::<Answer>(&ours)?.ok_or_else(gone)?;
+        Ok((answer.result()?, descriptors))
+    }
+
+    fn ask_for_file(&self, request: &Request) -> io::Result<OwnedFd> {
+        let (_, descriptors) = self.ask(request, None)?;
+        descriptors.into_iter().next().ok_or_else(unexpected)
+    }
+
+    fn ask_for_paths(&self, request: &Request) -> io::Result<Vec<PathBuf>> {
+        match self.ask(request, None)? {
+            (Answer::Paths(paths), _) => Ok(paths.iter().map(PathBytes::path).collect()),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Opens the file of the VM.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn vm_file(&self) -> io::Result<File> {
+        Ok(self.ask_for_file(&Request::VmFile)?.into())
+    }
+
+    /// Listens on a unix socket of the VM's, for whom its file says. The socket's file is removed when this process has ended.
+    ///
+    /// # Errors
+    /// The text says why.
+    pub(crate) fn listen(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.ask_for_file(&Request::Listen(PathBytes::of(path)))
+    }
+
+    /// Removes the file of such a socket.
+    ///
+    /// # Errors
+    /// The opener has ended.
+    pub(crate) fn stop_listening(&self, path: &Path) -> io::Result<()> {
+        self.ask(&Request::StopListening(PathBytes::of(path)), None).map(drop)
+    }
+
+    /// Removes the note of the VM's name.
+    ///
+    /// # Errors
+    /// The opener has ended.
+    pub(crate) fn forget_name(&self) -> io::Result<()> {
+        self.ask(&Request::ForgetName, None).map(drop)
+    }
+
+    /// Notes where the VM's control socket is, for those who look for it by the VM's name, until this process has ended.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn note_name(&self) -> io::Result<()> {
+        self.ask(&Request::NoteName, None).map(drop)
+    }
+
+    /// Whether it is noted that the VM is on another host.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn is_away(&self) -> io::Result<bool> {
+        match self.ask(&Request::IsAway, None)? {
+            (Answer::Is(is_away), _) => Ok(is_away),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Notes that the VM is on another host, and why, or that it is on this one.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn set_away(&self, why: Option<&str>) -> io::Result<()> {
+        self.ask(&Request::SetAway(why.map(str::to_owned)), None).map(drop)
+    }
+
+    /// Returns the folders in which others may keep a journal of an image of the VM's.
+    ///
+    /// # Errors
+    /// The image is not the VM's.
+    pub(crate) fn journal_folders(&self, image: &ImageAddress) -> io::Result<Vec<Folder>> {
+        match self.ask(&Request::Journals(Image::of(image)), None)? {
+            (Answer::Folders(folders), _) => Ok(folders.into_iter().map(Folder::from).collect()),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Returns the paths of the notes of caches that others have used with a disk of the VM's of this identity.
+    ///
+    /// # Errors
+    /// The disk is not the VM's.
+    pub(crate) fn notes_of_caches(&self, disk: &[u8]) -> io::Result<Vec<PathBuf>> {
+        self.ask_for_paths(&Request::Notes(disk.to_vec()))
+    }
+
+    /// Notes beside one of those notes that the disk is used without the cache.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn mark_used(&self, note: &Path) -> io::Result<()> {
+        self.ask(&Request::MarkUsed(PathBytes::of(note)), None).map(drop)
+    }
+}
+
+fn unexpected() -> io::Error {
+    io::Error::other("the process that opens files for this server has answered something else")
+}
+
+/// Gets at files by the helper.
+struct ByHelper(Arc<Helper>);
+
+impl Opener for ByHelper {
+    fn open(&self, path: &Path, access: Access, by: NamedBy) -> io::Result<File> {
+        let request = Request::Open {
+            path: PathBytes::of(path),
+            access,
+            by_header: by == NamedBy::Header,
+        };
+        Ok(self.0.ask_for_file(&request)?.into())
+    }
+
+    fn make(&self, path: &Path) -> io::Result<File> {
+        Ok(self.0.ask_for_file(&Request::Make(PathBytes::of(path)))?.into())
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.0.ask(&Request::Remove(PathBytes::of(path)), None).map(drop)
+    }
+
+    fn connect(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.0.ask_for_file(&Request::Connect(PathBytes::of(path)))
+    }
+
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+        let paths = self.0.ask_for_paths(&Request::Canonical(PathBytes::of(path)))?;
+        paths.into_iter().next().ok_or_else(unexpected)
+    }
+
+    fn names_of_device(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
+        let (folder, path) = (PathBytes::of(folder), PathBytes::of(path));
+        self.0.ask_for_paths(&Request::NamesOfDevice { folder, path })
+    }
+
+    fn disk_sequence(&self, device: u64) -> io::Result<String> {
+        match self.0.ask(&Request::DiskSequence(device), None)? {
+            (Answer::Text(text), _) => Ok(text),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn blkid(&self, file: &File) -> io::Result<Blkid> {
+        match self.0.ask(&Request::Blkid, Some(file.as_fd()))? {
+            (
+                Answer::Blkid {
+                    status,
+                    said,
+                    complaint,
+                },
+                _,
+            ) => Ok(Blkid {
+                status,
+                said,
+                complaint,
+            }),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
+        match self.0.ask(&Request::LockOwner(kind.into()), Some(file)) {
+            Ok((Answer::Owner(owner), _)) => owner.into(),
+            // As one that cannot be inspected.
+            _ => LockOwner::Running,
+        }
+    }
+
+    fn lock_holders(&self, file: BorrowedFd<'_>) -> Vec<String> {
+        match self.0.ask(&Request::LockHolders, Some(file)) {
+            Ok((Answer::Text(text), _)) => text.lines().map(str::to_owned).collect(),
+            _ => Vec::new(),
+        }
+    }
+}

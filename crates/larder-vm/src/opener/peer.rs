@@ -1,0 +1,89 @@
+//! Which service a server is.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{PidfdFlags, pidfd_open};
+
+use crate::vm::config;
+
+/// How the unit of a VM's server is called.
+const UNIT: (&str, &str) = ("larder@", ".service");
+
+/// Returns the file of the VM whose service the process at the other end of `channel` belongs to, as the kernel tells: a service
+/// cannot leave its control group.
+///
+/// # Errors
+/// It belongs to no such service, or has ended.
+pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
+    let peer = rustix::net::sockopt::socket_peercred(channel)?;
+    // Its number is its own as long as it runs: another one may have it afterwards.
+    let process = pidfd_open(peer.pid, PidfdFlags::empty())?;
+    let groups = fs::read_to_string(format!("/proc/{}/cgroup", peer.pid))?;
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&now))? > 0 {
+        return Err(io::Error::other("the process that has connected has ended"));
+    }
+    let name = groups.lines().find_map(service_of).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!(
+                "process {} belongs to no service larder@NAME.service: files are opened for those alone",
+                peer.pid
+            ),
+        )
+    })?;
+    config::path_of(Path::new(name)).map_err(io::Error::other)
+}
+
+/// Returns the VM whose service's control group a line of `/proc/PID/cgroup` names: of the second version, or systemd's own of the
+/// first. Above it are slices of the system alone: other groups may be made by users, or by programs in containers.
+fn service_of(line: &str) -> Option<&str> {
+    let mut parts = line.splitn(3, ':');
+    let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+    if !["", "name=systemd"].contains(&controllers) {
+        return None;
+    }
+    let mut groups = path.strip_prefix('/')?.split('/').collect::<Vec<_>>();
+    let unit = groups.pop()?;
+    let are_systems = groups
+        .iter()
+        .all(|group| group.ends_with(".slice") && *group != "user.slice");
+    let name = unit.strip_prefix(UNIT.0)?.strip_suffix(UNIT.1)?;
+    (are_systems && !groups.is_empty()).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_systems_services_have_a_file() {
+        let of = service_of;
+        assert_eq!(
+            of("0::/system.slice/system-larder.slice/larder@my-web.service"),
+            Some("my-web")
+        );
+        assert_eq!(
+            of("1:name=systemd:/system.slice/system-larder.slice/larder@a.service"),
+            Some("a")
+        );
+        assert_eq!(of("0::/vms.slice/larder@a.service"), Some("a"));
+        for other in [
+            "0::/user.slice/user-1000.slice/user@1000.service/app.slice/larder@a.service",
+            "0::/user.slice/larder@a.service",
+            "0::/machine.slice/machine-c.scope/payload/system.slice/larder@a.service",
+            "0::/system.slice/larder@a.service/x",
+            "0::/larder@a.service",
+            "0::/system.slice/other@a.service",
+            "4:memory:/system.slice/larder@a.service",
+            "0::/../larder@a.service",
+            "",
+        ] {
+            assert_eq!(of(other), None, "{other}");
+        }
+    }
+}

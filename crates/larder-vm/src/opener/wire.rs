@@ -1,0 +1,327 @@
+//! What a server asks its opener, and what it is answered.
+//!
+//! A request is one message of a `SOCK_SEQPACKET` socket: JSON, and with it the descriptor of a socket for the answer, and of a
+//! file where the request is about one. The answer is one message on that socket: JSON, and descriptors. So many requests can be
+//! under way, each of which may take as long as a file server does.
+
+use std::ffi::OsStr;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use larder_block::lock_wait::{LockKind, LockOwner};
+use larder_block::opener::{Access, Blkid, NamedBy};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::image::ImageAddress;
+use crate::image::journal::Folder;
+
+/// The longest message in bytes: one with a few paths.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+
+/// Descriptors that come with a message at most.
+const DESCRIPTORS_MAX: usize = 2;
+
+/// A path, which need not be text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct PathBytes(Vec<u8>);
+
+impl PathBytes {
+    pub(super) fn of(path: &Path) -> Self {
+        Self(path.as_os_str().as_bytes().to_vec())
+    }
+
+    pub(super) fn path(&self) -> PathBuf {
+        OsStr::from_bytes(&self.0).into()
+    }
+}
+
+/// What is asked. Each is described where the server asks it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Request {
+    VmFile,
+    Open {
+        path: PathBytes,
+        #[serde(with = "AccessName")]
+        access: Access,
+        by_header: bool,
+    },
+    Make(PathBytes),
+    Remove(PathBytes),
+    Connect(PathBytes),
+    Canonical(PathBytes),
+    NamesOfDevice {
+        folder: PathBytes,
+        path: PathBytes,
+    },
+    DiskSequence(u64),
+    Blkid,
+    LockOwner(Lock),
+    LockHolders,
+    Listen(PathBytes),
+    StopListening(PathBytes),
+    NoteName,
+    ForgetName,
+    IsAway,
+    SetAway(Option<String>),
+    Journals(Image),
+    Notes(Vec<u8>),
+    MarkUsed(PathBytes),
+}
+
+/// An image's address.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Image {
+    Path(PathBytes),
+    Nbd(String),
+}
+
+impl Image {
+    pub(super) fn of(image: &ImageAddress) -> Self {
+        match image {
+            ImageAddress::Path(path) => Self::Path(PathBytes::of(path)),
+            ImageAddress::Nbd(uri) => Self::Nbd(uri.to_string()),
+        }
+    }
+
+    pub(super) fn address(&self) -> io::Result<ImageAddress> {
+        match self {
+            Self::Path(path) => Ok(ImageAddress::Path(path.path())),
+            Self::Nbd(uri) => uri.parse().map(ImageAddress::Nbd).map_err(io::Error::other),
+        }
+    }
+}
+
+/// [`Access`] in a message.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Access")]
+enum AccessName {
+    Look,
+    Read,
+    Write,
+    Claim,
+}
+
+/// [`LockKind`] in a message.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) enum Lock {
+    Ofd(Option<i64>),
+    Flock,
+    Claim,
+}
+
+impl From<LockKind> for Lock {
+    fn from(kind: LockKind) -> Self {
+        match kind {
+            LockKind::Ofd(byte) => Self::Ofd(byte),
+            LockKind::Flock => Self::Flock,
+            LockKind::Claim => Self::Claim,
+        }
+    }
+}
+
+impl From<Lock> for LockKind {
+    fn from(kind: Lock) -> Self {
+        match kind {
+            Lock::Ofd(byte) => Self::Ofd(byte),
+            Lock::Flock => Self::Flock,
+            Lock::Claim => Self::Claim,
+        }
+    }
+}
+
+/// What is answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// It is done; what was asked for comes with it, if it is a file or socket.
+    Done,
+    /// Yes or no.
+    Is(bool),
+    /// Paths; one where one was asked for.
+    Paths(Vec<PathBytes>),
+    /// A text.
+    Text(String),
+    /// [`Blkid`].
+    Blkid {
+        status: Option<i32>,
+        said: String,
+        complaint: String,
+    },
+    /// [`LockOwner`].
+    Owner(Owner),
+    /// Folders of journals.
+    Folders(Vec<JournalFolder>),
+    /// It cannot be done: the host's error, or why not.
+    Failed {
+        errno: Option<i32>,
+        is_denied: bool,
+        text: String,
+    },
+}
+
+/// [`LockOwner`] in a message.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Owner {
+    Running,
+    Ending(String),
+    Nobody,
+}
+
+impl From<LockOwner> for Owner {
+    fn from(owner: LockOwner) -> Self {
+        match owner {
+            LockOwner::Running => Self::Running,
+            LockOwner::Ending(process) => Self::Ending(process),
+            LockOwner::Nobody => Self::Nobody,
+        }
+    }
+}
+
+impl From<Owner> for LockOwner {
+    fn from(owner: Owner) -> Self {
+        match owner {
+            Owner::Running => Self::Running,
+            Owner::Ending(process) => Self::Ending(process),
+            Owner::Nobody => Self::Nobody,
+        }
+    }
+}
+
+/// A folder in which others keep journals.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct JournalFolder {
+    path: PathBytes,
+    user: u32,
+    is_believed: bool,
+}
+
+impl From<&Folder> for JournalFolder {
+    fn from(folder: &Folder) -> Self {
+        Self {
+            path: PathBytes::of(&folder.path),
+            user: folder.user,
+            is_believed: folder.is_believed,
+        }
+    }
+}
+
+impl From<JournalFolder> for Folder {
+    fn from(folder: JournalFolder) -> Self {
+        Self {
+            path: folder.path.path(),
+            user: folder.user,
+            is_believed: folder.is_believed,
+            is_own: false,
+        }
+    }
+}
+
+impl From<Blkid> for Answer {
+    fn from(answer: Blkid) -> Self {
+        Self::Blkid {
+            status: answer.status,
+            said: answer.said,
+            complaint: answer.complaint,
+        }
+    }
+}
+
+impl From<io::Error> for Answer {
+    fn from(error: io::Error) -> Self {
+        Self::Failed {
+            errno: error.raw_os_error(),
+            is_denied: error.kind() == io::ErrorKind::PermissionDenied,
+            text: error.to_string(),
+        }
+    }
+}
+
+impl Answer {
+    /// What was answered, or why it cannot be done.
+    pub(super) fn result(self) -> io::Result<Self> {
+        match self {
+            Self::Failed { errno: Some(errno), .. } => Err(io::Error::from_raw_os_error(errno)),
+            Self::Failed { is_denied, text, .. } => {
+                let kind = match is_denied {
+                    true => io::ErrorKind::PermissionDenied,
+                    false => io::ErrorKind::Other,
+                };
+                Err(io::Error::new(kind, text))
+            }
+            answer => Ok(answer),
+        }
+    }
+}
+
+/// Whom a path was chosen by, in a message.
+pub(super) fn named_by(by_header: bool) -> NamedBy {
+    match by_header {
+        true => NamedBy::Header,
+        false => NamedBy::User,
+    }
+}
+
+/// Returns two sockets that are connected to one another, for messages.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    Ok(pair)
+}
+
+/// Sends one message with `descriptors`.
+pub(super) fn send(socket: BorrowedFd<'_>, message: &impl Serialize, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let bytes = serde_json::to_vec(message)?;
+    if bytes.len() > MESSAGE_BYTES_MAX {
+        return Err(io::Error::other(format!(
+            "a message of {} bytes, more than {MESSAGE_BYTES_MAX}",
+            bytes.len()
+        )));
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(io::Error::other("too many descriptors for a message"));
+    }
+    loop {
+        match rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            sent => return sent.map(drop).map_err(io::Error::from),
+        }
+    }
+}
+
+/// Takes one message; `None` if the other end was closed.
+pub(super) fn receive<T: DeserializeOwned>(socket: &impl AsFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let came = loop {
+        let mut pieces = [IoSliceMut::new(&mut bytes)];
+        match rustix::net::recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            came => break came?,
+        }
+    };
+    let mut descriptors = Vec::new();
+    for item in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = item {
+            descriptors.extend(rights);
+        }
+    }
+    if came.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC) {
+        return Err(io::Error::other(
+            "a message came only in part: this process has too many files open (ulimit -n)",
+        ));
+    }
+    if came.bytes == 0 {
+        return Ok(None);
+    }
+    Ok(Some((serde_json::from_slice(&bytes[..came.bytes])?, descriptors)))
+}

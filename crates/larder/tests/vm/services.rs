@@ -1,0 +1,578 @@
+//! Services of VMs, each a user of its own, whose files the opener of the host's services opens: what whoever takes one over
+//! reaches of the others.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::process::{Process, mortal};
+use tempfile::TempDir;
+
+use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, works};
+use crate::{ends, text};
+
+/// What is done in the namespace first. `$1` is the test's folder. The control groups are systemd's of the first version, which the
+/// opener looks at where there are those.
+const SET_UP: &str = r#"
+set -e
+mkdir "$1/etc"
+cp -a /etc/. "$1/etc"
+mount --bind "$1/etc" /etc
+for folder in /run /var/lib /tmp /root; do mount -t tmpfs -o mode=755 tmpfs $folder; done
+mkdir -p /etc/larder/vms /run/larder /run/larder-vm /var/lib/larder-vm /run/groups
+rm -f /etc/larder/vms/*
+mount -t cgroup -o none,name=systemd systemd /run/groups
+echo SET-UP
+while :; do sleep 1; done
+"#;
+
+/// What `larder-open.socket` and `larder-open@.service` do.
+const OPENER: &str = r#"
+exec systemd-socket-activate --seqpacket --accept --inetd --listen /run/larder-open.sock larder open
+"#;
+
+/// What `larder@.service` does. `$1` is the VM, `$2` its user.
+const SERVICE: &str = r#"
+set -e
+group="/run/groups/system.slice/system-larder.slice/larder@$1.service"
+mkdir -p "$group"
+echo $$ >"$group/cgroup.procs"
+install -d -m 700 -o "$2" -g "$2" "/run/larder-vm/$1" "/var/lib/larder-vm/$1"
+chmod 666 /run/larder-open.sock
+export RUNTIME_DIRECTORY="/run/larder-vm/$1" STATE_DIRECTORY="/var/lib/larder-vm/$1"
+exec setpriv --reuid "$2" --regid "$2" --clear-groups --inh-caps=-all --bounding-set=-all --no-new-privs \
+  larder vm "/etc/larder/vms/$1.toml" --confine --opener /run/larder-open.sock
+"#;
+
+/// Asks the opener for files, as a process of the group of VM `$1`.
+const ASK: &str = r#"
+set -e
+echo $$ >"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs"
+shift
+exec python3 - "$@" <<'END'
+import array, json, socket, sys
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+channel.connect('/run/larder-open.sock')
+for wish in sys.argv[1:]:
+    access, path = wish.split(' ', 1)
+    path = list(path.encode())
+    if access in ('Make', 'Remove', 'Connect', 'Canonical', 'Listen', 'MarkUsed'):
+        request = {access: path}
+    else:
+        request = {'Open': {'path': path, 'access': access, 'by_header': False}}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rights = array.array('i', [theirs.fileno()])
+    channel.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    theirs.close()
+    answer = ours.recv(65536)
+    print(wish, json.loads(answer) if answer else 'closed')
+END
+"#;
+
+struct Host {
+    _namespace: Process,
+    _opener: Process,
+    /// The first process in it.
+    init: u32,
+    folder: TempDir,
+    images: TempDir,
+    names: Vec<String>,
+}
+
+/// The service of a VM.
+struct Service {
+    name: String,
+    process: Process,
+}
+
+impl Host {
+    fn new() -> Self {
+        need_root("for services");
+        let (folder, images) = (on_tmpfs(), on_disk());
+        for folder in [folder.path(), images.path()] {
+            fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).expect("is ours");
+        }
+        let mut command = mortal("unshare");
+        command
+            .args(["--mount", "--propagation", "private", "sh", "-c", SET_UP, "sh"])
+            .arg(folder.path());
+        let namespace = Process::start(command).expect("a namespace");
+        namespace.wait_for("SET-UP", LIMIT).expect("is set up");
+        let init = namespace.id();
+        let opener = Process::start(inside(init, OPENER, &[])).expect("it starts");
+        opener
+            .wait_for("Listening on", LIMIT)
+            .expect("systemd-socket-activate listens; testbed/setup.sh installs what the tests need");
+        Self {
+            _namespace: namespace,
+            _opener: opener,
+            init,
+            folder,
+            images,
+            names: Vec::new(),
+        }
+    }
+
+    /// A path of the host's, for this process.
+    fn path(&self, path: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root{path}", self.init))
+    }
+
+    /// The service of a VM with a raw disk that has a cache, and a qcow2 one; its files are root's.
+    fn service(&mut self, name: &str, user: u32) -> Service {
+        let name = format!("{name}-{}", std::process::id());
+        let at = |what: &str| self.images.path().join(format!("{name}.{what}"));
+        let (raw, qcow2, cache) = (at("raw"), at("qcow2"), at("cache"));
+        let file = fs::File::create(&raw).expect("an image");
+        file.set_len(8 << 20).expect("an image");
+        crate::tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&qcow2), "8M"]);
+        for image in [&raw, &qcow2] {
+            fs::set_permissions(image, fs::Permissions::from_mode(0o600)).expect("is ours");
+        }
+        let vm = format!(
+            "[[disk]]\nname = \"vda\"\nimage = \"{}\"\nformat = \"raw\"\ncache = \"{}\"\ncache-size = \"16M\"\n\
+             [[disk]]\nname = \"vdb\"\nimage = \"{}\"\nformat = \"qcow2\"\n",
+            raw.display(),
+            cache.display(),
+            qcow2.display()
+        );
+        let path = self.path(&format!("/etc/larder/vms/{name}.toml"));
+        fs::write(&path, vm).expect("writes");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("is ours");
+        self.names.push(name.clone());
+        let process = self.start(&name, user);
+        Service { name, process }
+    }
+
+    fn start(&self, name: &str, user: u32) -> Process {
+        let process = Process::start(inside(self.init, SERVICE, &[name, &user.to_string()])).expect("larder starts");
+        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process
+    }
+
+    fn disk(&self, name: &str, disk: &str) -> FrontEnd {
+        let socket = self.path(&format!("/run/larder/{name}-{disk}.sock"));
+        FrontEnd::connect(&socket, Options::default()).expect("connects")
+    }
+
+    /// All files in a folder of the host's and in those below it.
+    fn files(&self, folder: &str) -> Vec<String> {
+        let mut all = Vec::new();
+        for entry in fs::read_dir(self.path(folder)).into_iter().flatten().flatten() {
+            let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => all.extend(self.files(&path)),
+                _ => all.push(path),
+            }
+        }
+        all
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for name in &self.names {
+            let group = self.path(&format!(
+                "/run/groups/system.slice/system-larder.slice/larder@{name}.service"
+            ));
+            // A process that is just ending may still be in it.
+            let _ = fs::remove_dir(group);
+        }
+    }
+}
+
+fn inside(init: u32, script: &str, words: &[&str]) -> Command {
+    let folder = larder().parent().expect("a folder").to_owned();
+    let mut command = mortal("nsenter");
+    command.args(["--target", &init.to_string(), "--mount", "--wd=/", "env"]);
+    command.arg(format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", folder.display()));
+    command.args(["sh", "-c", script, "sh"]).args(words);
+    command
+}
+
+const USERS: [u32; 2] = [61_001, 61_002];
+
+#[test]
+fn a_service_without_rights_serves_what_its_file_names_and_goes_on_after_a_kill() {
+    let mut host = Host::new();
+    let mut service = host.service("one", USERS[0]);
+    let status = fs::read_to_string(format!("/proc/{}/status", service.process.id())).expect("it runs");
+    assert!(status.contains(&format!("Uid:\t{}", USERS[0])), "{status}");
+    for round in 1..4 {
+        let mut guest = host.disk(&service.name, "vdb");
+        works(&mut guest, round);
+        drop(guest);
+        let mut guest = host.disk(&service.name, "vda");
+        works(&mut guest, round);
+        service.process.kill();
+        drop(guest);
+        service.process = host.start(&service.name, USERS[0]);
+    }
+    assert!(
+        !service.process.output().contains("WARN"),
+        "{}",
+        service.process.output()
+    );
+    // Its journals and notes are its own, its sockets root's.
+    let own: Vec<String> = ["/run/larder-vm", "/var/lib/larder-vm"]
+        .iter()
+        .flat_map(|it| host.files(it))
+        .collect();
+    assert!(own.iter().any(|it| it.ends_with(".journal")), "{own:?}");
+    assert!(own.iter().any(|it| it.contains("/caches/")), "{own:?}");
+    for path in &own {
+        assert_eq!(
+            host.path(path).symlink_metadata().expect("is there").uid(),
+            USERS[0],
+            "{path}"
+        );
+    }
+    let socket = host.path(&format!("/run/larder/{}-vda.sock", service.name));
+    assert_eq!(socket.symlink_metadata().expect("is there").uid(), 0);
+    ends(service.process);
+    assert_eq!(
+        host.files("/run/larder"),
+        [""; 0],
+        "sockets and notes are gone with the server"
+    );
+}
+
+/// The opener gives a service what its own file names, for what that uses it, and nothing else.
+#[test]
+fn the_opener_opens_nothing_else() {
+    let mut host = Host::new();
+    let [one, two] = [("one", USERS[0]), ("two", USERS[1])].map(|(name, user)| host.service(name, user));
+    let image = |service: &Service, what: &str| {
+        let path = host.images.path().join(format!("{}.{what}", service.name));
+        text(&path).to_owned()
+    };
+    let own = [
+        format!("Write {}", image(&one, "raw")),
+        format!("Canonical {}", image(&one, "cache")),
+    ];
+    let mut others = Vec::new();
+    for path in [
+        image(&two, "raw"),
+        image(&two, "qcow2"),
+        image(&two, "cache"),
+        format!("/etc/larder/vms/{}.toml", two.name),
+        format!("/run/larder/{}.sock", two.name),
+        "/etc/shadow".to_owned(),
+        "/proc/1/mem".to_owned(),
+        "/dev/mem".to_owned(),
+        format!("{}/../{}.raw", host.images.path().display(), two.name),
+    ] {
+        for access in [
+            "Look",
+            "Read",
+            "Write",
+            "Claim",
+            "Make",
+            "Remove",
+            "Connect",
+            "Canonical",
+            "Listen",
+            "MarkUsed",
+        ] {
+            others.push(format!("{access} {path}"));
+        }
+    }
+    others.push(format!("Claim {}", image(&one, "raw")));
+    others.push(format!("Remove {}", image(&one, "raw")));
+    others.push(format!("Make {}", image(&one, "qcow2")));
+    let ask = |wishes: &[String]| {
+        let words: Vec<&str> = [one.name.as_str()]
+            .into_iter()
+            .chain(wishes.iter().map(String::as_str))
+            .collect();
+        run(inside(host.init, ASK, &words))
+    };
+    let (code, said) = ask(&own);
+    assert!(
+        code == Some(0) && !said.contains("Failed"),
+        "nothing would be shown by a failure: {said}"
+    );
+    let (code, said) = ask(&others);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.lines().count(), others.len(), "{said}");
+    for line in said.lines() {
+        assert!(line.contains("'is_denied': True"), "{line}");
+    }
+    // Who is no service is given nothing at all.
+    let (code, said) = run(inside(
+        host.init,
+        &ASK.replace(
+            "echo $$ >\"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs\"\n",
+            "",
+        ),
+        &["x", &own[0]],
+    ));
+    assert!(code != Some(0) || said.contains("closed"), "{said}");
+    ends(one.process);
+    ends(two.process);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod taken_over {
+    use super::*;
+    use crate::attacker::{Argument, Victim, number, path};
+
+    type Attack = (String, libc::c_long, Vec<Argument>);
+
+    /// What an attacker would do to the files and processes of others. Files that are removed or changed are there for that.
+    fn attacks(host: &Host, other: &Service, victims: &Path) -> Vec<Attack> {
+        let id = other.process.id();
+        let at = || number(libc::AT_FDCWD);
+        let mut all: Vec<Attack> = Vec::new();
+        let find = |folder: &str, what: &str| {
+            let files = host.files(folder);
+            files
+                .into_iter()
+                .find(|it| it.contains(what))
+                .unwrap_or_else(|| panic!("no {what}"))
+        };
+        let image = |what: &str| text(&host.images.path().join(format!("{}.{what}", other.name))).to_owned();
+        let journal = find(&format!("/run/larder-vm/{}", other.name), ".journal");
+        let note = find(&format!("/var/lib/larder-vm/{}", other.name), "/caches/");
+        let own = [journal, note, image("raw"), image("qcow2"), image("cache")];
+        let roots = [
+            "/etc/shadow".to_owned(),
+            format!("/etc/larder/vms/{}.toml", other.name),
+            "/etc/larder/vms/new.toml".to_owned(),
+        ];
+        for file in own.iter().chain(&roots[..2]) {
+            for (how, flags) in [("read", libc::O_RDONLY), ("write", libc::O_WRONLY)] {
+                all.push((
+                    format!("{how} {file}"),
+                    libc::SYS_openat,
+                    vec![at(), path(file), number(flags)],
+                ));
+            }
+        }
+        let made = libc::O_WRONLY | libc::O_CREAT;
+        let folders = [
+            format!("/run/larder-vm/{}", other.name),
+            format!("/var/lib/larder-vm/{}", other.name),
+            "/run/larder".to_owned(),
+            "/run/larder-vm".to_owned(),
+            "/var/lib/larder-vm".to_owned(),
+            "/etc/larder/vms".to_owned(),
+            "/tmp".to_owned(),
+            "/root".to_owned(),
+        ];
+        for folder in &folders {
+            let new = format!("{folder}/larder-test-{}", other.name);
+            all.push((format!("list {folder}"), libc::SYS_openat, {
+                vec![at(), path(folder), number(libc::O_RDONLY | libc::O_DIRECTORY)]
+            }));
+            all.push((
+                format!("make {new}"),
+                libc::SYS_openat,
+                vec![at(), path(&new), number(made), number(0o600)],
+            ));
+            let there = format!("{folder}/larder-there-{}", other.name);
+            fs::write(host.path(&there), "here").expect("root may");
+            all.push((
+                format!("remove {there}"),
+                libc::SYS_unlinkat,
+                vec![at(), path(&there), number(0)],
+            ));
+            all.push((
+                format!("make folder {new}.d"),
+                libc::SYS_mkdirat,
+                vec![at(), path(&format!("{new}.d")), number(0o700)],
+            ));
+        }
+        // Those of another user, in his folder: each is used once.
+        let victim = |what: &str| text(&victims.join(what)).to_owned();
+        all.push(("truncate".to_owned(), libc::SYS_openat, {
+            vec![at(), path(&victim("truncated")), number(libc::O_WRONLY | libc::O_TRUNC)]
+        }));
+        all.push((
+            "remove".to_owned(),
+            libc::SYS_unlinkat,
+            vec![at(), path(&victim("removed")), number(0)],
+        ));
+        all.push(("rename".to_owned(), libc::SYS_renameat, {
+            vec![at(), path(&victim("renamed")), at(), path(&victim("renamed-to"))]
+        }));
+        all.push(("touch".to_owned(), libc::SYS_utimensat, {
+            vec![at(), path(&victim("touched")), number(0), number(0)]
+        }));
+        for (what, call, arguments) in [
+            (
+                "truncate by path",
+                libc::SYS_truncate,
+                vec![path(&victim("truncated")), number(0)],
+            ),
+            ("give away", libc::SYS_fchownat, {
+                vec![at(), path(&victim("touched")), number(0), number(0), number(0)]
+            }),
+            (
+                "change rights",
+                libc::SYS_fchmodat,
+                vec![at(), path(&victim("touched")), number(0o777)],
+            ),
+            ("link", libc::SYS_linkat, {
+                vec![
+                    at(),
+                    path(&victim("linked")),
+                    at(),
+                    path(&victim("linked-to")),
+                    number(0),
+                ]
+            }),
+            (
+                "symbolic link",
+                libc::SYS_symlinkat,
+                vec![path("/etc"), at(), path(&victim("symlinked"))],
+            ),
+            ("FIFO", libc::SYS_mknodat, {
+                vec![
+                    at(),
+                    path(&victim("fifo")),
+                    number((libc::S_IFIFO | 0o600) as i64),
+                    number(0),
+                ]
+            }),
+            ("watch", libc::SYS_inotify_init1, vec![number(0)]),
+            ("signal", libc::SYS_kill, vec![number(id), number(0)]),
+            (
+                "signal a thread",
+                libc::SYS_tgkill,
+                vec![number(id), number(id), number(0)],
+            ),
+            ("hold a process", libc::SYS_pidfd_open, vec![number(id), number(0)]),
+            ("memory", libc::SYS_openat, {
+                vec![at(), path(&format!("/proc/{id}/mem")), number(libc::O_RDWR)]
+            }),
+            ("open files", libc::SYS_openat, {
+                vec![
+                    at(),
+                    path(&format!("/proc/{id}/fd")),
+                    number(libc::O_RDONLY | libc::O_DIRECTORY),
+                ]
+            }),
+            (
+                "connect",
+                libc::SYS_socket,
+                vec![number(libc::AF_UNIX), number(libc::SOCK_STREAM), number(0)],
+            ),
+            (
+                "messages",
+                libc::SYS_socket,
+                vec![number(libc::AF_UNIX), number(libc::SOCK_SEQPACKET), number(0)],
+            ),
+            (
+                "datagrams",
+                libc::SYS_socket,
+                vec![number(libc::AF_UNIX), number(libc::SOCK_DGRAM), number(0)],
+            ),
+            (
+                "network",
+                libc::SYS_socket,
+                vec![number(libc::AF_INET), number(libc::SOCK_STREAM), number(0)],
+            ),
+            (
+                "netlink",
+                libc::SYS_socket,
+                vec![number(libc::AF_NETLINK), number(libc::SOCK_RAW), number(0)],
+            ),
+            ("namespace", libc::SYS_unshare, vec![number(0)]),
+            ("user", libc::SYS_setresuid, vec![number(-1), number(-1), number(-1)]),
+            (
+                "ring",
+                libc::SYS_io_uring_setup,
+                vec![number(1), Argument::Bytes(vec![0; 120])],
+            ),
+            ("kernel's log", libc::SYS_syslog, vec![number(10), number(0), number(0)]),
+        ] {
+            all.push((what.to_owned(), call, arguments));
+        }
+        all
+    }
+
+    /// Ends the load, also when the test fails.
+    struct Over<'a>(&'a AtomicBool);
+
+    impl Drop for Over<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Files of another user.
+    fn victims(host: &Host, user: u32) -> PathBuf {
+        let folder = host.folder.path().join("victims");
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir(&folder).expect("a folder");
+        for name in ["truncated", "removed", "renamed", "touched", "linked"] {
+            fs::write(folder.join(name), "here").expect("a file");
+            chown(folder.join(name), Some(user), Some(user)).expect("root may");
+        }
+        chown(&folder, Some(user), Some(user)).expect("root may");
+        folder
+    }
+
+    #[test]
+    fn whoever_takes_a_service_over_reaches_nothing_of_others() {
+        let mut host = Host::new();
+        let one = host.service("one", USERS[0]);
+        let two = host.service("two", USERS[1]);
+        let folder = victims(&host, 61_003);
+        let all = attacks(&host, &two, &folder);
+        assert!(all.len() >= 60, "{}", all.len());
+
+        let is_over = AtomicBool::new(false);
+        let (allowed, failed) = std::thread::scope(|scope| {
+            // The other one serves meanwhile, and what it serves is right.
+            let loads = ["vda", "vdb"].map(|disk| {
+                let mut guest = host.disk(&two.name, disk);
+                let is_over = &is_over;
+                scope.spawn(move || {
+                    let mut rounds = 0;
+                    while !is_over.load(Ordering::Relaxed) || rounds < 10 {
+                        rounds += 1;
+                        works(&mut guest, rounds);
+                    }
+                })
+            });
+            let over = Over(&is_over);
+            let answers = |process: u32| -> Vec<(&str, Option<i64>)> {
+                let victim = Victim::new(process);
+                let answer = |(_, call, arguments): &Attack| victim.call(process as i32, *call, arguments);
+                all.iter().map(|attack| (attack.0.as_str(), answer(attack))).collect()
+            };
+            let refused = [-libc::EPERM, -libc::EACCES].map(|error| Some(i64::from(error)));
+            let mut allowed = answers(one.process.id());
+            allowed.retain(|(_, answer)| !refused.contains(answer));
+            for name in ["truncated", "removed", "renamed", "touched", "linked"] {
+                assert_eq!(fs::read(folder.join(name)).expect("is there"), b"here", "{name}");
+            }
+            // A process with root's rights can do the same, or what fails would show nothing.
+            let free = Process::start(inside(host.init, "exec sleep 1000", &[])).expect("starts");
+            let waits_in = PathBuf::from(format!("/proc/{}/wchan", free.id()));
+            while !fs::read_to_string(&waits_in).expect("it runs").contains("nanosleep") {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let mut failed = answers(free.id());
+            failed.retain(|(_, answer)| answer.is_none_or(|answer| answer < 0));
+            drop(over);
+            for load in loads {
+                load.join().expect("all that it has read is right");
+            }
+            (allowed, failed)
+        });
+        assert!(allowed.is_empty(), "{allowed:?}");
+        assert!(failed.is_empty(), "{failed:?}");
+        let mut guest = host.disk(&one.name, "vda");
+        works(&mut guest, 1);
+        drop(guest);
+        ends(one.process);
+        ends(two.process);
+    }
+}
