@@ -97,7 +97,7 @@ impl MemoryConfig {
             swap: None,
             slow: None,
             prefetch: true,
-            encrypt: false,
+            encrypt: true,
             poll_max: POLL_MAX_DEFAULT,
         }
     }

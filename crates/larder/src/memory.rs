@@ -66,7 +66,7 @@ fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
         slow: disk(&arguments.slow_store, arguments.slow_size),
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         prefetch: arguments.prefetch == Switch::On,
-        encrypt: arguments.encrypt == Switch::On,
+        encrypt: arguments.encrypt.map(|switch| switch == Switch::On),
         range: arguments.range.over(BudgetRange::default()),
         ..MemoryWish::new(arguments.budget.context("--budget: how much?")?)
     };
@@ -78,7 +78,7 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         return service::of_vm(name, &arguments);
     }
     let wish = wish_of(&arguments)?;
-    if wish.encrypt && wish.swap.is_none() && wish.slow.is_none() {
+    if wish.encrypt == Some(true) && wish.swap.is_none() && wish.slow.is_none() {
         bail!("--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store");
     }
     if arguments.wait {

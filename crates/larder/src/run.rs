@@ -108,7 +108,7 @@ fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
         compressed: arguments.memory_compressed,
         swap: disk(&arguments.memory_swap_cache, arguments.memory_swap_size),
         slow: disk(&arguments.memory_slow_store, arguments.memory_slow_size),
-        encrypt: arguments.memory_encrypt == Switch::On,
+        encrypt: arguments.memory_encrypt.map(|switch| switch == Switch::On),
         ..MemoryWish::new(arguments.memory_budget?)
     })
 }

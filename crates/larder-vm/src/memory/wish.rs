@@ -52,8 +52,8 @@ pub struct MemoryWish {
     pub quarantine: Option<Duration>,
     /// Pages are brought ahead.
     pub prefetch: bool,
-    /// What goes to the disks is encrypted.
-    pub encrypt: bool,
+    /// Whether what goes to the disks is encrypted. `None`: it is, if there are disks.
+    pub encrypt: Option<bool>,
 }
 
 /// What makes no sense, whatever process it is said of.
@@ -85,7 +85,7 @@ impl MemoryWish {
             slow: None,
             quarantine: None,
             prefetch: true,
-            encrypt: false,
+            encrypt: None,
         }
     }
 
@@ -111,7 +111,7 @@ impl MemoryWish {
         {
             return Err(WishError::Same(slow.address.clone()));
         }
-        if self.encrypt && !self.has_disk() {
+        if self.encrypt == Some(true) && !self.has_disk() {
             return Err(WishError::Encrypt);
         }
         Ok(())
@@ -120,6 +120,11 @@ impl MemoryWish {
     /// Whether pages go further than to compressed RAM.
     fn has_disk(&self) -> bool {
         self.swap.is_some() || self.slow.is_some()
+    }
+
+    /// Returns true if what goes to the disks is to be encrypted.
+    fn is_encrypted(&self) -> bool {
+        self.encrypt.unwrap_or(true)
     }
 
     /// Whether the budget is enough for so many bytes of memory.
@@ -139,7 +144,7 @@ impl MemoryWish {
             slow: self.slow.clone(),
             quarantine: self.quarantine,
             prefetch: self.prefetch,
-            encrypt: self.encrypt,
+            encrypt: self.is_encrypted(),
             ..MemoryConfig::new(pid, self.budget)
         }
     }
@@ -165,7 +170,7 @@ impl MemoryWish {
             slow,
             quarantine,
             prefetch,
-            encrypt,
+            encrypt: _,
         } = self;
         let place = |disk: &Option<SwapConfig>| disk.as_ref().map(|disk| disk.address.clone());
         let size = |disk: &Option<SwapConfig>| disk.as_ref().and_then(|disk| disk.size);
@@ -176,7 +181,7 @@ impl MemoryWish {
             ("slow-size", size(slow) != size(&other.slow)),
             ("quarantine-ms", *quarantine != other.quarantine),
             ("prefetch", *prefetch != other.prefetch),
-            ("encrypt", *encrypt != other.encrypt),
+            ("encrypt", self.is_encrypted() != other.is_encrypted()),
         ];
         let differing = all.into_iter().filter(|(_, differs)| *differs);
         differing.map(|(key, _)| key).collect()
@@ -211,7 +216,10 @@ impl MemoryWish {
         let quarantine = self.quarantine.map(|time| time.as_millis().to_string());
         words.extend(quarantine.map(|time| joined("--quarantine-ms=", time)));
         words.extend((!self.prefetch).then(|| "--prefetch=off".into()));
-        words.extend(self.encrypt.then(|| "--encrypt=on".into()));
+        words.extend(self.encrypt.map(|encrypt| match encrypt {
+            true => "--encrypt=on".into(),
+            false => "--encrypt=off".into(),
+        }));
         words
     }
 }
@@ -289,7 +297,7 @@ impl Said {
             slow: disk(self.slow, "slow-size", "slow-store")?,
             quarantine: self.quarantine,
             prefetch: self.prefetch.unwrap_or(true),
-            encrypt: self.encrypt.unwrap_or(false),
+            encrypt: self.encrypt,
             ..MemoryWish::new(budget)
         };
         match wish.check() {

@@ -79,9 +79,9 @@ pub(crate) struct MemoryAttachArguments {
     #[arg(long, value_name = "on|off", default_value = "on")]
     pub(crate) prefetch: Switch,
     /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
-    /// the process
-    #[arg(long, value_name = "on|off", default_value = "off")]
-    pub(crate) encrypt: Switch,
+    /// the process; on by default
+    #[arg(long, value_name = "on|off")]
+    pub(crate) encrypt: Option<Switch>,
     /// Where to listen for larder memory status, limit and detach
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,

@@ -246,9 +246,9 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "SIZE", requires = "memory_slow_store")]
     pub(crate) memory_slow_size: Option<ByteLen>,
     /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
-    /// QEMU
-    #[arg(long, value_name = "on|off", default_value = "off", requires = "memory_budget")]
-    pub(crate) memory_encrypt: Switch,
+    /// QEMU; on by default
+    #[arg(long, value_name = "on|off", requires = "memory_budget")]
+    pub(crate) memory_encrypt: Option<Switch>,
     /// As root, open the files that the headers of other users' images name
     #[arg(long)]
     pub(crate) trust_image: bool,

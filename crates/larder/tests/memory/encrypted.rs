@@ -1,4 +1,4 @@
-//! `--encrypt on`: what is on the disks is of no use to whoever has them.
+//! What is on the disks is encrypted by default, and of no use to anybody who has only them. `--encrypt off`: it is not.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -31,12 +31,16 @@ fn wait_for_disk(pager: &Pager, disk: usize, bytes: u64) {
 
 #[test]
 fn nothing_of_the_memory_can_be_read_from_the_disk_and_without_encryption_it_can() {
-    for (encrypt, is_readable) in [("off", true), ("on", false)] {
+    for (encrypt, is_readable) in [
+        (&["--encrypt", "off"][..], true),
+        (&["--encrypt", "on"], false),
+        (&[], false),
+    ] {
         let (folder, disk) = (on_tmpfs(), on_disk());
         let mut holder = Holder::start();
         let path = disk.path().join("swap");
         let swap = path.display().to_string();
-        let words = ["--swap-cache", &swap, "--swap-size", "128MiB", "--encrypt", encrypt];
+        let words = [&["--swap-cache", &swap, "--swap-size", "128MiB"], encrypt].concat();
         let mut pager = holder.attach(folder.path(), &words).start().expect("it attaches");
         wait_for_disk(&pager, 0, 20 * MIB);
         let state = pager.state().expect("answers");
@@ -76,7 +80,7 @@ fn a_successor_goes_on_with_the_key_whatever_it_is_told_and_moves_pages_to_the_s
         let words = [&disks[..], encrypt].concat();
         holder.attach(folder.path(), &words).start().expect("it attaches")
     };
-    let mut pager = attach(&holder, &["--encrypt", "on"]);
+    let mut pager = attach(&holder, &[]);
     wait_for_disk(&pager, 1, 4 * MIB);
     for encrypt in [&[][..], &["--encrypt", "off"], &["--encrypt", "on"]] {
         pager.process.kill();
@@ -84,7 +88,7 @@ fn a_successor_goes_on_with_the_key_whatever_it_is_told_and_moves_pages_to_the_s
         let told = "what goes to the disks is encrypted, as the pager before had it";
         assert_eq!(
             pager.process.output().contains(told),
-            encrypt != ["--encrypt", "on"],
+            encrypt == ["--encrypt", "off"],
             "{}",
             pager.process.output()
         );
@@ -105,10 +109,11 @@ fn who_was_not_encrypted_stays_so_until_it_is_attached_to_again() {
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
     let disks = ["--swap-cache", &swap, "--swap-size", "128MiB"];
-    let mut pager = holder.attach(folder.path(), &disks).start().expect("it attaches");
+    let plain = [&disks[..], &["--encrypt", "off"]].concat();
+    let mut pager = holder.attach(folder.path(), &plain).start().expect("it attaches");
     wait_for_disk(&pager, 0, 8 * MIB);
     pager.process.kill();
-    let attach = holder.attach(folder.path(), &[&disks[..], &["--encrypt", "on"]].concat());
+    let attach = holder.attach(folder.path(), &disks);
     let mut pager = attach.start().expect("it takes the place");
     let told = "what goes to the disks is not encrypted, as the pager before had it";
     pager.process.wait_for(told, LIMIT).expect("it is logged");
@@ -126,7 +131,7 @@ fn pages_whose_key_is_damaged_are_lost_and_never_wrong() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
-    let words = ["--swap-cache", &swap, "--swap-size", "128MiB", "--encrypt", "on"];
+    let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
     let attach = holder.attach(folder.path(), &words);
     let mut pager = attach.start().expect("it attaches");
     wait_for_disk(&pager, 0, 20 * MIB);
@@ -158,7 +163,7 @@ fn nobody_notices_that_the_pager_of_an_encrypted_swap_cache_was_killed() {
     let report = memory_kills::of_verifier(
         larder(),
         verifier_command("mixed"),
-        &[&words[..], &["--encrypt", "on"]].concat(),
+        &words,
         folder.path(),
         Kills {
             count: 15,

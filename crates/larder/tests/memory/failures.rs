@@ -23,7 +23,8 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
     let mut holder = Holder::start();
     let path = disk.path().join("swap");
     let swap = path.display().to_string();
-    let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
+    // Not encrypted, so that pages are found there to be damaged.
+    let words = ["--swap-cache", &swap, "--swap-size", "128MiB", "--encrypt", "off"];
     let mut pager = holder.attach(folder.path(), &words).start().expect("it attaches");
     let is_there = pager.wait_until(|state| state.used <= state.budget && state.disks[0].written_bytes >= 20 * MIB);
     is_there.expect("it goes to the disk");
