@@ -199,6 +199,14 @@ impl Found {
         }
     }
 
+    /// Whether the killed pager's pages on disks are enciphered; `None` if there was no such pager.
+    pub fn is_encrypted(&self) -> Option<bool> {
+        match &self.left {
+            Left::Managed { state, .. } => Some(state.is_encrypted()),
+            Left::Nothing | Left::Unused(..) => None,
+        }
+    }
+
     /// Whether another pager has managed it.
     pub fn was_managed(&self) -> bool {
         matches!(self.left, Left::Managed { .. })

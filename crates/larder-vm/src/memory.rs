@@ -384,14 +384,15 @@ fn serve(
             started,
         };
         let was_managed = found.was_managed();
+        let is_to_be_encrypted = found.is_encrypted().unwrap_or(config.encrypt);
         let (mut swaps, mut leaving) = (Vec::new(), Vec::new());
         let mut failed = None;
         for (tier, disk) in [(Tier::Ssd, &config.swap), (Tier::Slow, &config.slow)] {
-            match swap::open(&on, tier, owner, disk.as_ref(), found.swap(tier)).await {
+            match swap::open(&on, tier, owner, disk.as_ref(), found.swap(tier), is_to_be_encrypted).await {
                 Ok(None) => {}
                 Ok(Some(opened)) => {
                     swaps.push(opened.swap);
-                    leaving.push((opened.rest, opened.is_new && !was_managed));
+                    leaving.push((opened.release, opened.is_new && !was_managed));
                 }
                 Err(error) => {
                     failed = Some(error);
@@ -418,7 +419,7 @@ fn serve(
             Err(error) => {
                 for (disk, is_unused) in leaving {
                     if is_unused {
-                        disk.leave().await;
+                        disk.release().await;
                     }
                 }
                 return Err(error);
@@ -454,7 +455,7 @@ fn serve(
         };
         let end = first_of(answering, service.ended()).await;
         for (disk, _) in leaving {
-            disk.leave().await;
+            disk.release().await;
         }
         Ok(end)
     })

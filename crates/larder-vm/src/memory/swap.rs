@@ -1,15 +1,10 @@
 //! The disks that evicted pages go to: whose they are, and that nothing else is overwritten.
 //!
-//! ```text
-//! byte 0    magic "LRDRSWAP"
-//!      8    version, u32                   12   CRC32C of the 4 KiB with zeros here, u32
-//!      16   identity, 16 bytes             32   segments, u32
-//!      40   the process whose pages are here: its PID, u32; 48  when it was started, u64 (field 22 of /proc/PID/stat)
-//!      56   1 if the file was made by Larder, which removes it in the end; else 0, u32
-//!      1 MiB  the log (larder_memory::log), as many segments of 1 MiB
-//! ```
-//! All numbers are little-endian. What is in the log only the state in the managed process tells: when that ends, it is
-//! worth nothing.
+//! What is in the log only the state in the managed process tells: when that ends, it is worth nothing. How a disk begins is
+//! in [`header`]; how it is left, in [`release`].
+
+mod header;
+mod release;
 
 use std::fs::File;
 use std::io;
@@ -21,29 +16,23 @@ use std::time::Duration;
 use larder_block::backend::file::{FileDevice, FileOptions, HeldFile, OpenError, claim, claim_device};
 use larder_block::boot::is_tmpfs;
 use larder_block::small_file;
-use larder_block::{
-    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ReadBuf, WriteBuf, WriteFlags,
-};
+use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, WriteBuf, WriteFlags};
 use larder_memory::attach::Swap;
 use larder_memory::entry::Tier;
 use larder_memory::log::{SEGMENT, SEGMENTS_MAX};
 use larder_memory::state::SwapIdentity;
-use larder_memory::store::DeviceStore;
-use larder_memory::target::is_alive;
+use larder_memory::store::{BeforeWrite, DeviceStore};
 use rustix::fs::FallocateFlags;
-use rustix::process::Pid;
 
 use crate::image::{ImageAddress, ImageError, ImageOptions, open_export};
 use crate::occupied::{self, Occupied, how_to_clear};
+use header::{Fields, HEADER, Header, MAGIC, VERSION, read_header};
+use release::{Kind, Mark, Unneeded, erase};
 
-const MAGIC: &[u8; 8] = b"LRDRSWAP";
-const VERSION: u32 = 1;
-const HEADER: usize = 4096;
-const CHECKSUM_AT: usize = 12;
-const OWNER_AT: usize = 40;
-const MADE_AT: usize = 56;
-/// 1 if the pager has it by way of an NBD server, whose file this may be.
-const EXPORTED_AT: usize = 60;
+pub(crate) use header::pages_of;
+pub(super) use header::{Owner, read_any};
+pub(super) use release::SwapRelease;
+
 /// How often a file is made that another pager removes as it ends.
 const TRIES_MAX: u32 = 3;
 /// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
@@ -121,65 +110,10 @@ pub enum SwapError {
 pub(super) struct Opened {
     /// For the pager.
     pub(super) swap: Swap,
-    /// To leave it behind.
-    pub(super) rest: Leaving,
+    /// To be released in the end.
+    pub(super) release: SwapRelease,
     /// It has no pages yet.
     pub(super) is_new: bool,
-}
-
-/// How a disk is left when its pages are not needed any more.
-pub(super) struct Leaving {
-    device: Rc<dyn BlockDevice>,
-    kind: Kind,
-}
-
-/// The kinds of disks, by what is done with them in the end.
-enum Kind {
-    /// A file that Larder made: it is removed.
-    Made(HeldFile),
-    /// A file that was there before: it loses all that is in it, and keeps its size.
-    Given(HeldFile),
-    /// A block device or an export: its header is cleared.
-    Device,
-}
-
-impl Kind {
-    fn of(file: Option<HeldFile>, is_made: bool) -> Self {
-        match (file, is_made) {
-            (Some(file), true) => Self::Made(file),
-            (Some(file), false) => Self::Given(file),
-            (None, _) => Self::Device,
-        }
-    }
-}
-
-impl Leaving {
-    /// Gives up all that is on it.
-    pub(super) async fn leave(self) {
-        let name = self.device.name().to_string();
-        let left = match self.kind {
-            Kind::Made(file) => remove(&file).map_err(|error| error.to_string()),
-            Kind::Given(file) => file.clear().map_err(|error| error.to_string()),
-            Kind::Device => {
-                let zeros = AlignedBuf::zeroed(HEADER);
-                let written = self
-                    .device
-                    .write(ByteOffset::ZERO, WriteBuf::new(&zeros), WriteFlags::FUA);
-                written.await.map_err(|error| error.to_string())
-            }
-        };
-        if let Err(error) = left {
-            tracing::warn!("swap cache {name}: it is left with the pages on it, which nothing needs: {error}");
-        }
-    }
-}
-
-/// Removes the file, unless another one has taken its path by now.
-fn remove(file: &HeldFile) -> io::Result<()> {
-    match file.displaced()? {
-        None => std::fs::remove_file(file.path()),
-        Some(_) => Err(io::Error::other("it was moved or replaced while it was in use")),
-    }
 }
 
 fn os(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
@@ -205,7 +139,7 @@ pub(super) fn check_both(swap: Option<&SwapConfig>, slow: Option<&SwapConfig>) -
     }
 }
 
-/// Opens the disk of this tier: the one that has pages already, if there is one.
+/// Opens the disk of this tier: the one that has pages already, if there is one. Its pages are encrypted if `is_encrypted`.
 ///
 /// # Errors
 /// See [`SwapError`]. Nothing but a disk of Larder's was changed.
@@ -215,6 +149,7 @@ pub(super) async fn open(
     owner: Owner,
     config: Option<&SwapConfig>,
     left: Option<SwapIdentity>,
+    is_encrypted: bool,
 ) -> Result<Option<Opened>, SwapError> {
     let (address, size) = match (config, &left) {
         (None, None) => return Ok(None),
@@ -236,31 +171,42 @@ pub(super) async fn open(
         }
     };
     let is_new = left.is_none();
-    let (device, file, before) = open_device(on, &address, size, is_new).await?;
+    let (device, file, before) = open_device(on, &address, size, owner, is_new).await?;
     let name = name_of(&address)?;
-    let found = read_header(&name, &device).await?;
+    let (found, mark) = read_header(&name, &device).await?;
     // Who is killed before the header is written leaves an empty file, which its successor takes for a user's.
-    let is_made = before == Before::Missing || matches!(found, Header::Ours { is_made: true, .. });
-    let is_exported = matches!(address, ImageAddress::Nbd(_));
-    let identity = match left {
+    let is_made = before.is_made() || matches!(found, Header::Ours(Fields { is_made: true, .. }));
+    let (identity, written) = match left {
         Some(left) => match found {
-            Header::Ours { uuid, .. } if uuid == left.uuid && segments_of(&device) >= left.segments => left,
+            Header::Ours(fields) if fields.uuid == left.uuid && segments_of(&device) >= left.segments => {
+                let written = mark.unwrap_or(left.segments);
+                (left, written)
+            }
             _ => return Err(SwapError::Gone(name)),
         },
-        None => match found {
-            Header::Foreign => return Err(foreign(&name)(Occupied::Data)),
-            Header::Ours { of, .. } if of.pid != owner.pid && of.is_alive() => {
-                return Err(SwapError::Used { name, pid: of.pid });
-            }
-            Header::Ours { .. } => begin(&name, &device, size, owner, is_made, is_exported).await?,
-            Header::Nothing => {
-                if before == Before::Unknown {
+        None => {
+            match found {
+                Header::Foreign => return Err(foreign(&name)(Occupied::Data)),
+                Header::Ours(fields) => {
+                    fields.check_unneeded(&name, owner)?;
+                    erase_left(&name, &device, &fields, mark).await?;
+                }
+                Header::Nothing if before == Before::Unknown => {
                     let checked = occupied::check(on, &device, &address).await;
                     checked.map_err(foreign(&name))?;
                 }
-                begin(&name, &device, size, owner, is_made, is_exported).await?
+                Header::Nothing => {}
             }
-        },
+            let fields = Fields {
+                uuid: crate::image::random().map_err(os(&name, "choose its identity"))?,
+                segments: segments_for(&name, &device, size)?,
+                of: owner,
+                is_made,
+                is_exported: matches!(address, ImageAddress::Nbd(_)),
+                is_encrypted,
+            };
+            (begin(&name, &device, &fields, file.is_some()).await?, 0)
+        }
     };
     if is_new && file.as_ref().is_some_and(|file| is_in_memory(file.path())) {
         tracing::warn!(
@@ -268,19 +214,69 @@ pub(super) async fn open(
             identity.name
         );
     }
-    let store = DeviceStore::new(on, Rc::clone(&device), identity.segments);
+    let segments = identity.segments;
+    let kind = match file {
+        Some(file) if is_made => Kind::Made(file),
+        Some(file) => Kind::Given(file),
+        None if is_encrypted => Kind::Encrypted(segments),
+        None => Kind::Plain(Mark::new(&device, identity.uuid, segments, written)),
+    };
+    let before: Option<Rc<dyn BeforeWrite>> = match &kind {
+        Kind::Plain(mark) => Some(Rc::clone(mark) as _),
+        Kind::Made(_) | Kind::Given(_) | Kind::Encrypted(_) => None,
+    };
+    let store = DeviceStore::new(on, Rc::clone(&device), segments, before);
+    let writes = store.pending_writes();
     Ok(Some(Opened {
         swap: Swap {
             tier,
             identity,
             store: Box::new(store),
         },
-        rest: Leaving {
-            device,
-            kind: Kind::of(file, is_made),
-        },
+        release: SwapRelease { device, writes, kind },
         is_new,
     }))
+}
+
+impl Fields {
+    /// Checks that no process needs the pages of this disk, which is to be another one's, or the same one's anew.
+    fn check_unneeded(&self, name: &str, owner: Owner) -> Result<(), SwapError> {
+        match self.of.pid != owner.pid && self.of.is_alive() {
+            true => Err(SwapError::Used {
+                name: name.to_owned(),
+                pid: self.of.pid,
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Erases what a killed pager has left on a disk, whose process has ended. `mark` is how far it was written, if that is known.
+async fn erase_left(
+    name: &str,
+    device: &Rc<dyn BlockDevice>,
+    fields: &Fields,
+    mark: Option<u32>,
+) -> Result<(), SwapError> {
+    let all = segments_of(device);
+    let segments = match *fields == Fields::default() {
+        true => all,
+        false => fields.segments.min(all),
+    };
+    if fields.is_encrypted {
+        // Its key has ended with the process: a device that does not discard it has noise.
+        if let Err(error) = erase(device, Unneeded::Encrypted(segments)).await {
+            tracing::debug!("swap cache {name}: encrypted pages of an ended process are not discarded: {error}");
+        }
+        return Ok(());
+    }
+    let written = mark.unwrap_or(segments).min(segments);
+    let erased = erase(device, Unneeded::Plain(written)).await;
+    erased.map_err(|error| {
+        SwapError::Io(format!(
+            "{name}: what a killed pager has left on it cannot be erased: {error}"
+        ))
+    })
 }
 
 /// The state of a new disk's path before it was opened.
@@ -288,10 +284,16 @@ pub(super) async fn open(
 enum Before {
     /// Nothing.
     Missing,
-    /// A file of Larder's, or without data.
-    Free,
+    /// A file of Larder's, or without data; whether Larder made it. What it had was not needed, and is erased.
+    Free { is_made: bool },
     /// Something that has to be checked.
     Unknown,
+}
+
+impl Before {
+    fn is_made(self) -> bool {
+        matches!(self, Self::Missing | Self::Free { is_made: true })
+    }
 }
 
 /// Opens a disk, and makes its file if there is none. A file is returned open, too.
@@ -299,6 +301,7 @@ async fn open_device(
     on: &Loop,
     address: &ImageAddress,
     size: Option<ByteLen>,
+    owner: Owner,
     is_new: bool,
 ) -> Result<(Rc<dyn BlockDevice>, Option<HeldFile>, Before), SwapError> {
     let image = |source| SwapError::Image {
@@ -316,7 +319,7 @@ async fn open_device(
     loop {
         let before = match is_new {
             false => Before::Unknown,
-            true => prepare(on, path, size).await?,
+            true => prepare(on, path, size, owner).await?,
         };
         match open_claimed(on, path, is_new).await {
             Ok(device) => {
@@ -380,9 +383,9 @@ fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
     u32::try_from(log / SEGMENT as u64).map_or(SEGMENTS_MAX, |segments| segments.min(SEGMENTS_MAX))
 }
 
-/// Makes a file that is not there, and gives one that is of Larder's or empty its size. Nothing is changed of one that
-/// another process uses.
-async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<Before, SwapError> {
+/// Makes a file that is not there, and gives one that is of Larder's or empty its size. Pages of a process that has ended
+/// are erased. Nothing is changed of one that another process uses, or whose pages a living one needs.
+async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) -> Result<Before, SwapError> {
     let name = path.display().to_string();
     let found = match path.metadata() {
         Ok(metadata) => Some(metadata),
@@ -402,32 +405,52 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<Before
             false => Err(SwapError::NoSize(name)),
         };
     };
-    check_size(&name, size)?;
     let whole = size.get().saturating_add(SEGMENT as u64) / SEGMENT as u64 * SEGMENT as u64;
-    look_for_room(&name, path, whole)?;
+    let check = || {
+        check_size(&name, size)?;
+        look_for_room(&name, path, whole)
+    };
+    if found.is_none() {
+        check()?;
+    }
     let file = claim(on, path).await.map_err(|error| SwapError::Image {
         name: name.clone(),
         source: error.into(),
     })?;
-    let before = file.metadata().map_err(os(&name, "look at it"))?.len();
-    if !is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
-        return Err(foreign(&name)(Occupied::Data));
-    }
-    let sized = give_size(&name, &file, whole);
+    let claimed = file.metadata().map_err(os(&name, "look at it"))?;
+    let is_as_found = found.is_some_and(|found| (found.dev(), found.ino()) == (claimed.dev(), claimed.ino()));
+    let before = match !is_as_found && claimed.len() == 0 {
+        true => Before::Missing,
+        false => Before::Free {
+            is_made: erase_file(&name, &file, owner)?,
+        },
+    };
+    let sized = check().and_then(|()| give_size(&name, &file, whole));
     if sized.is_err() {
-        // What it has taken is given back.
-        let undone = match found {
-            None => std::fs::remove_file(path),
-            Some(_) => file.set_len(before),
+        let undone = match before.is_made() {
+            true => std::fs::remove_file(path),
+            false => file.set_len(claimed.len()),
         };
         if let Err(error) = undone {
-            tracing::warn!("swap cache {name}: it stays larger than it was: {error}");
+            tracing::warn!("swap cache {name}: it is not left as it was: {error}");
         }
     }
-    sized.map(|()| match found {
-        None => Before::Missing,
-        Some(_) => Before::Free,
-    })
+    sized.map(|()| before)
+}
+
+/// Erases what a killed pager has left in a file, unless its process still lives. Returns true if Larder made the file.
+fn erase_file(name: &str, file: &File, owner: Owner) -> Result<bool, SwapError> {
+    match header_of(name, file)? {
+        Header::Foreign => Err(foreign(name)(Occupied::Data)),
+        Header::Nothing => Ok(false),
+        Header::Ours(fields) => {
+            fields.check_unneeded(name, owner)?;
+            let len = file.metadata().map_err(os(name, "look at it"))?.len();
+            let erased = file.set_len(0).and_then(|()| file.set_len(len));
+            erased.map_err(os(name, "empty it"))?;
+            Ok(fields.is_made)
+        }
+    }
 }
 
 fn give_size(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
@@ -490,7 +513,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
         }
         Some(size) => {
             look_for_room(&name, path, size.get())?;
-            match is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
+            match is_empty(&file).map_err(os(&name, "read it"))? {
                 true => Ok(()),
                 false => Err(foreign(&name)(Occupied::Data)),
             }
@@ -534,26 +557,52 @@ fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
     Ok(())
 }
 
-/// Whether the file is of Larder's, or has nothing in it: one that was given its size and nothing else is of holes.
-fn is_ours_or_empty(file: &File) -> io::Result<bool> {
-    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
-        Err(rustix::io::Errno::NXIO) => return Ok(true),
-        Ok(_) => {}
-        Err(rustix::io::Errno::INVAL) if file.metadata()?.len() == 0 => return Ok(true),
-        Err(rustix::io::Errno::INVAL) => {}
-        Err(error) => return Err(error.into()),
+/// What a file begins with. One that was given its size and nothing else is of holes, and has nothing in it.
+fn header_of(name: &str, file: &File) -> Result<Header, SwapError> {
+    match is_empty(file).and_then(|is_empty| Ok((is_empty, !is_empty && begins_with_magic(file)?))) {
+        Ok((true, _)) => Ok(Header::Nothing),
+        Ok((false, false)) => Ok(Header::Foreign),
+        Ok((false, true)) => {
+            let mut bytes = vec![0; HEADER];
+            read_begin(file, &mut bytes).map_err(os(name, "read it"))?;
+            Header::parse(&mut bytes).map_err(|version| SwapError::Version {
+                name: name.to_owned(),
+                version,
+            })
+        }
+        Err(error) => Err(os(name, "read it")(error)),
     }
-    begins_with_magic(file)
+}
+
+/// Whether the file has no data.
+fn is_empty(file: &File) -> io::Result<bool> {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
+        Err(rustix::io::Errno::NXIO) => Ok(true),
+        Ok(_) => Ok(false),
+        Err(rustix::io::Errno::INVAL) => Ok(file.metadata()?.len() == 0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reads the beginning of a file, as far as there is one.
+fn read_begin(file: &File, bytes: &mut [u8]) -> io::Result<()> {
+    use std::os::unix::fs::FileExt as _;
+    let mut has = 0;
+    while has < bytes.len() {
+        match file.read_at(&mut bytes[has..], has as u64) {
+            Ok(0) => break,
+            Ok(count) => has += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn begins_with_magic(file: &File) -> io::Result<bool> {
-    use std::os::unix::fs::FileExt as _;
     let mut begin = [0; MAGIC.len()];
-    match file.read_exact_at(&mut begin, 0) {
-        Ok(()) => Ok(begin == *MAGIC),
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-        Err(error) => Err(error),
-    }
+    read_begin(file, &mut begin)?;
+    Ok(begin == *MAGIC)
 }
 
 fn foreign(name: &str) -> impl Fn(Occupied) -> SwapError {
@@ -563,147 +612,41 @@ fn foreign(name: &str) -> impl Fn(Occupied) -> SwapError {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Header {
-    Nothing,
-    Ours { uuid: [u8; 16], of: Owner, is_made: bool },
-    Foreign,
-}
-
-/// The process whose pages are on a disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Owner {
-    /// Its PID.
-    pub(super) pid: u32,
-    /// See [`larder_memory::target::Target::started`].
-    pub(super) started: u64,
-}
-
-impl Owner {
-    fn is_alive(self) -> bool {
-        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        pid.is_some_and(|pid| is_alive(pid, self.started))
-    }
-}
-
-/// What is on the disk. All that is before the log must be empty, or ours.
-async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Result<Header, SwapError> {
-    let size = device.geometry().size;
+/// How many segments the log is to have.
+fn segments_for(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>) -> Result<u32, SwapError> {
+    let has = segments_of(device);
+    let Some(size) = size else { return Ok(has) };
     check_size(name, size)?;
-    let mut bytes = AlignedBuf::zeroed(SEGMENT);
-    device
-        .read(ByteOffset::ZERO, ReadBuf::new(&mut bytes))
-        .await
-        .map_err(|error| SwapError::Io(error.to_string()))?;
-    Header::parse(&mut bytes).map_err(|version| {
-        let name = name.to_owned();
-        SwapError::Version { name, version }
-    })
-}
-
-impl Header {
-    /// Of what is before the log, at least [`HEADER`] bytes; its version if that is not known.
-    fn parse(bytes: &mut [u8]) -> Result<Self, u32> {
-        if bytes[..8] != *MAGIC {
-            return Ok(match bytes.iter().all(|byte| *byte == 0) {
-                true => Self::Nothing,
-                false => Self::Foreign,
-            });
-        }
-        let header = &mut bytes[..HEADER];
-        let half =
-            |at: usize, header: &[u8]| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        let version = half(8, header);
-        if version != VERSION {
-            return Err(version);
-        }
-        let checksum = half(CHECKSUM_AT, header);
-        header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
-        let (mut uuid, mut started) = ([0; 16], [0; 8]);
-        let (mut pid, mut is_made) = (0, false);
-        if crc32c::crc32c(header) == checksum {
-            is_made = half(MADE_AT, header) == 1;
-            uuid.copy_from_slice(&header[16..32]);
-            pid = half(OWNER_AT, header);
-            started.copy_from_slice(&header[OWNER_AT + 8..OWNER_AT + 16]);
-        }
-        // A damaged one is of no disk that anybody knows, and may be used anew.
-        let of = Owner {
-            pid,
-            started: u64::from_le_bytes(started),
-        };
-        Ok(Self::Ours { uuid, of, is_made })
+    let wanted = u32::try_from(size.get() / SEGMENT as u64).unwrap_or(u32::MAX);
+    match wanted > has {
+        true => Err(SwapError::TooLarge {
+            name: name.to_owned(),
+            has: ByteLen::new(u64::from(has) * SEGMENT as u64),
+            size,
+        }),
+        false => Ok(wanted),
     }
-}
-
-/// The process that has pages on a disk with this beginning, of at least [`HEADER`] bytes; `None` if it is no swap cache, or
-/// nobody's any more, or is used by way of an NBD server, which must be able to serve it. The bytes have no meaning after
-/// that.
-pub(crate) fn pages_of(beginning: &mut [u8]) -> Option<u32> {
-    let exported = beginning[EXPORTED_AT..EXPORTED_AT + 4] == 1u32.to_le_bytes();
-    match Header::parse(beginning) {
-        Ok(Header::Ours { of, .. }) if of.is_alive() && !exported => Some(of.pid),
-        _ => None,
-    }
-}
-
-/// Reads `data` as the beginning of a disk.
-pub(super) fn read_any(data: &[u8]) {
-    let mut bytes = vec![0; HEADER];
-    let len = data.len().min(HEADER);
-    bytes[..len].copy_from_slice(&data[..len]);
-    let is_empty = bytes.iter().all(|byte| *byte == 0);
-    let found = Header::parse(&mut bytes);
-    assert_eq!(found == Ok(Header::Nothing), is_empty);
-    assert_eq!(found == Ok(Header::Foreign), !is_empty && !data.starts_with(MAGIC));
 }
 
 /// Claims the disk.
 async fn begin(
     name: &str,
     device: &Rc<dyn BlockDevice>,
-    size: Option<ByteLen>,
-    owner: Owner,
-    is_made: bool,
-    is_exported: bool,
+    fields: &Fields,
+    is_file: bool,
 ) -> Result<SwapIdentity, SwapError> {
-    let has = segments_of(device);
-    let segments = match size {
-        None => has,
-        Some(size) => {
-            check_size(name, size)?;
-            let wanted = u32::try_from(size.get() / SEGMENT as u64).unwrap_or(u32::MAX);
-            if wanted > has {
-                let has = ByteLen::new(u64::from(has) * SEGMENT as u64);
-                let name = name.to_owned();
-                return Err(SwapError::TooLarge { name, has, size });
-            }
-            wanted
-        }
-    };
-    let uuid = crate::image::random().map_err(os(name, "choose its identity"))?;
-    let mut header = AlignedBuf::zeroed(HEADER);
-    header[..8].copy_from_slice(MAGIC);
-    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-    header[16..32].copy_from_slice(&uuid);
-    header[32..36].copy_from_slice(&segments.to_le_bytes());
-    header[OWNER_AT..OWNER_AT + 4].copy_from_slice(&owner.pid.to_le_bytes());
-    header[OWNER_AT + 8..OWNER_AT + 16].copy_from_slice(&owner.started.to_le_bytes());
-    header[MADE_AT..MADE_AT + 4].copy_from_slice(&u32::from(is_made).to_le_bytes());
-    header[EXPORTED_AT..EXPORTED_AT + 4].copy_from_slice(&u32::from(is_exported).to_le_bytes());
-    let checksum = crc32c::crc32c(&header);
-    header[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&checksum.to_le_bytes());
     let io = |error: IoError| SwapError::Io(error.to_string());
     // What was there before is not needed, and need not be kept from a thin disk.
-    let log = ByteRange::new(SEGMENT as u64, u64::from(segments) * SEGMENT as u64);
-    if device.geometry().discard_granularity > 0 && !Path::new(name).is_file() {
+    let log = ByteRange::new(SEGMENT as u64, u64::from(fields.segments) * SEGMENT as u64);
+    if device.geometry().discard_granularity > 0 && !is_file {
         device.discard(log).await.map_err(io)?;
     }
+    let header = fields.bytes(!fields.is_encrypted && !is_file);
     let written = device.write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA);
     written.await.map_err(io)?;
     Ok(SwapIdentity {
-        uuid,
-        segments,
+        uuid: fields.uuid,
+        segments: fields.segments,
         name: name.to_owned(),
     })
 }

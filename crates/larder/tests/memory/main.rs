@@ -4,6 +4,7 @@ mod control;
 mod control_group;
 mod encrypted;
 mod ended;
+mod erased;
 mod failures;
 mod foreign;
 mod given_up;

@@ -156,7 +156,7 @@ fn given_swap_file_is_kept_without_pages() {
     fixture.verify();
 }
 
-/// A file that Larder made is removed by a successor, too, and one that has taken its path is not.
+/// A file that Larder made is removed by a successor, too, and one that has taken its path is not. Moved away it has no pages.
 #[test]
 fn only_made_swap_file_is_removed() {
     let folder = on_disk();
@@ -169,9 +169,12 @@ fn only_made_swap_file_is_removed() {
     pager.detach().expect("it detaches");
     assert!(!path.exists(), "the file is left");
     let mut pager = with_swap(&fixture, &path, &size).start().expect("it attaches");
-    std::fs::rename(&path, folder.path().join("moved")).expect("moves");
+    let moved = folder.path().join("moved");
+    std::fs::rename(&path, &moved).expect("moves");
     std::fs::write(&path, "of somebody else").expect("a file");
     pager.detach().expect("it detaches");
     assert_eq!(std::fs::read(&path).expect("is there"), b"of somebody else");
+    let content = std::fs::read(&moved).expect("is there");
+    assert!(content.iter().all(|byte| *byte == 0), "pages are left in it");
     fixture.verify();
 }

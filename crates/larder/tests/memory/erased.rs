@@ -1,0 +1,208 @@
+//! Pages that are not encrypted do not stay on a disk when nothing needs them any more.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use larder_bench::campaign::memory::Pager;
+use tempfile::TempDir;
+
+use crate::failures::Server;
+use crate::holder::{Holder, NONE, readable};
+use crate::support::{LoopDevice, on_disk, on_tmpfs, run};
+use crate::{BUDGET, Fixture, MIB};
+
+/// The size of each disk.
+const DISK_MIB: u64 = 512;
+
+/// A disk whose bytes are those of a file.
+struct Disk {
+    /// For `--swap-cache`.
+    name: String,
+    bytes: PathBuf,
+    _folder: TempDir,
+    _device: Option<LoopDevice>,
+    _server: Option<Server>,
+}
+
+impl Disk {
+    fn empty() -> (TempDir, PathBuf) {
+        let folder = on_disk();
+        let path = folder.path().join("disk");
+        let file = File::create_new(&path).expect("a file");
+        file.set_len(DISK_MIB * MIB).expect("a size");
+        (folder, path)
+    }
+
+    /// A block device that can unmap.
+    fn device() -> Self {
+        let (folder, bytes) = Self::empty();
+        let device = LoopDevice::new(&bytes, 512);
+        Self {
+            name: device.0.display().to_string(),
+            bytes,
+            _folder: folder,
+            _device: Some(device),
+            _server: None,
+        }
+    }
+
+    /// An export of a server that refuses to make zeros itself.
+    fn export() -> Self {
+        let (folder, bytes) = Self::empty();
+        let server = Server::start(&folder, &["--filter=nozero", "file", bytes.to_str().expect("UTF-8")]);
+        Self {
+            name: server.uri(),
+            bytes,
+            _folder: folder,
+            _device: None,
+            _server: Some(server),
+        }
+    }
+
+    /// The bytes that are allocated for it.
+    fn allocated(&self) -> u64 {
+        self.bytes.metadata().expect("the file").blocks() * 512
+    }
+}
+
+/// A pager that has put pages there, not encrypted.
+fn plain_pages(holder: &Holder, folder: &Path, swap: &str, more: &[&str]) -> Pager {
+    let words = [&["--swap-cache", swap, "--encrypt", "off"], more].concat();
+    let pager = holder.attach(folder, &words).start().expect("it attaches");
+    let there = pager.wait_until(|state| state.used <= state.budget && state.disks[0].written_bytes >= 20 * MIB);
+    there.expect("pages go to the disk");
+    pager
+}
+
+/// What an attach of another process to this disk is refused with.
+fn refusal(swap: &str, size: &str) -> String {
+    let other = Fixture::new();
+    let words = ["--budget", BUDGET, "--swap-cache", swap, "--swap-size", size];
+    let (code, said) = run(other.attach(&words).command());
+    assert_eq!(code, Some(2), "{said}");
+    other.verify();
+    said
+}
+
+/// A device and an export have zeros where pages were, and nothing is written past them.
+#[test]
+fn plain_swap_disk_has_no_pages_after_detach() {
+    for disk in [Disk::device(), Disk::export()] {
+        let (mut holder, folder) = (Holder::start(), on_tmpfs());
+        let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
+        assert!(readable(&disk.bytes).len() > 4000);
+        pager.detach().expect("it detaches");
+        let content = std::fs::read(&disk.bytes).expect("the file");
+        assert!(content.iter().all(|byte| *byte == 0), "{} has data", disk.name);
+        assert!(
+            disk.allocated() < 100 * MIB,
+            "{} bytes of {} are used",
+            disk.allocated(),
+            disk.name
+        );
+        assert_eq!(holder.check(), NONE);
+        holder.stop();
+    }
+}
+
+/// The pages go when the process ends, too.
+#[test]
+fn plain_swap_disk_has_no_pages_after_process_end() {
+    let (disk, holder, folder) = (Disk::device(), Holder::start(), on_tmpfs());
+    let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
+    holder.stop();
+    assert!(pager.process.wait(crate::support::LIMIT).expect("it ends").success());
+    assert!(readable(&disk.bytes).is_empty());
+}
+
+/// What a killed pager has left of a process that has ended is erased by the next one, whether it takes the disk or not.
+#[test]
+fn pages_of_ended_process_are_erased() {
+    for is_refused in [true, false] {
+        for disk in [Disk::device(), Disk::export()] {
+            let (holder, folder) = (Holder::start(), on_tmpfs());
+            let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
+            // A second one knows how far the first has written from the disk alone.
+            pager.process.kill();
+            let mut pager = plain_pages_again(&holder, folder.path(), &disk.name);
+            pager.process.kill();
+            holder.stop();
+            assert!(readable(&disk.bytes).len() > 4000);
+            if is_refused {
+                let said = refusal(&disk.name, "1TiB");
+                assert!(said.contains("were asked for"), "{said}");
+                assert!(readable(&disk.bytes).is_empty(), "{}", disk.name);
+            } else {
+                let other = Fixture::new();
+                let attach = other.attach(&["--budget", BUDGET, "--swap-cache", &disk.name]);
+                let mut pager = attach.start().expect("it attaches");
+                assert!(readable(&disk.bytes).is_empty(), "{}", disk.name);
+                pager.detach().expect("it detaches");
+                other.verify();
+            }
+            assert!(
+                disk.allocated() < 100 * MIB + 300 * MIB,
+                "all of {} is written",
+                disk.name
+            );
+        }
+    }
+}
+
+fn plain_pages_again(holder: &Holder, folder: &Path, swap: &str) -> Pager {
+    let attach = holder.attach(folder, &["--swap-cache", swap, "--encrypt", "off"]);
+    attach.start().expect("it takes the place")
+}
+
+/// A file is emptied before another process has it, and when that is refused.
+#[test]
+fn pages_of_ended_process_in_file_are_erased() {
+    for size in ["1000TiB", "32MiB"] {
+        let (holder, folder, disk) = (Holder::start(), on_tmpfs(), on_disk());
+        let path = disk.path().join("swap");
+        let name = path.display().to_string();
+        let mut pager = plain_pages(&holder, folder.path(), &name, &["--swap-size", "128MiB"]);
+        pager.process.kill();
+        holder.stop();
+        assert!(readable(&path).len() > 4000);
+        let other = Fixture::new();
+        let attach = other.attach(&["--budget", BUDGET, "--swap-cache", &name, "--swap-size", size]);
+        match size {
+            "32MiB" => {
+                let mut pager = attach.start().expect("it attaches");
+                assert!(readable(&path).is_empty());
+                pager.detach().expect("it detaches");
+                assert!(!path.exists(), "the file is left");
+            }
+            _ => {
+                let (code, said) = run(attach.command());
+                assert!(code == Some(2) && said.contains("there is room for"), "{said}");
+                assert!(!path.exists(), "the file is left");
+            }
+        }
+        other.verify();
+    }
+}
+
+/// Another process is refused while the one with the pages lives, and nothing of them is lost, whatever size it asks for.
+#[test]
+fn pages_of_living_process_survive_refusals() {
+    let disk = Disk::device();
+    let (mut holder, folder, file) = (Holder::start(), on_tmpfs(), on_disk());
+    let path = file.path().join("swap");
+    let name = path.display().to_string();
+    for (swap, size) in [(&disk.name, &[][..]), (&name, &["--swap-size", "128MiB"][..])] {
+        let mut pager = plain_pages(&holder, folder.path(), swap, size);
+        pager.process.kill();
+        for size in ["16MiB", "256MiB"] {
+            let said = refusal(swap, size);
+            assert!(said.contains("whose pager has ended"), "{said}");
+        }
+        let mut pager = plain_pages_again(&holder, folder.path(), swap);
+        assert_eq!(holder.check(), NONE);
+        pager.detach().expect("it detaches");
+    }
+    assert_eq!(holder.check(), NONE);
+    holder.stop();
+}
