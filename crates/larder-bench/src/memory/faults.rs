@@ -138,7 +138,8 @@ fn middle(rounds: &[Touched]) -> Touched {
     }
 }
 
-fn start() -> anyhow::Result<(Process, u32)> {
+/// Starts a program with 256 MiB that can be touched.
+pub(super) fn start() -> anyhow::Result<(Process, u32)> {
     let me = std::env::current_exe()?;
     let mut command = mortal(&me.display().to_string());
     command.args(["touch-memory", "--mib", &MIB.to_string()]);

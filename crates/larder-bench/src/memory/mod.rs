@@ -6,6 +6,7 @@
 pub(crate) mod act;
 mod cgroup;
 mod density;
+mod encryption;
 mod faults;
 mod larder;
 mod pager;
@@ -100,6 +101,8 @@ pub(crate) struct Arguments {
 enum Part {
     /// How long whoever touches a page that is not in memory waits for it, against the least that the kernel allows
     Faults,
+    /// What the encryption of a swap cache costs the pager
+    Encryption,
     /// TPC-H queries in DuckDB, by how much more memory they use than they may
     Tpch,
     /// How many VMs there may be for each GiB of memory before they wait for it too much
@@ -112,6 +115,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for part in &arguments.parts {
         match part {
             Part::Faults => faults::run(arguments)?,
+            Part::Encryption => encryption::run(arguments)?,
             Part::Tpch => tpch::run(arguments)?,
             Part::Density => density::run(arguments)?,
         }

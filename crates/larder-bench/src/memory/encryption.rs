@@ -1,0 +1,119 @@
+//! The part `encryption`: what the encryption of a swap cache costs the pager.
+//!
+//! The cipher alone is measured in this process. The way out to the disk is measured as the CPU time of a pager that evicts
+//! memory to a swap cache, with and without encryption in alternate rounds.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use larder_memory::crypt::{Cipher, KEY_BYTES};
+use larder_memory::entry::Tier;
+use larder_memory::log::SEGMENT;
+
+use super::Arguments;
+use super::faults::start;
+use crate::campaign::larder_beside;
+use crate::campaign::memory::Attach;
+use crate::figures::median;
+use crate::prefetch::place::Place;
+
+/// What may stay of the 256 MiB that the program has: nearly all of it goes to the disk.
+const BUDGET: &str = "40MiB";
+const COMPRESSED: &str = "6MiB";
+/// Room for all of it.
+const ROOM: &str = "1GiB";
+/// Bytes that have gone to the disk when a round is over.
+const WRITTEN: u64 = 96 << 20;
+const ROUNDS: usize = 7;
+/// How long the cipher alone is measured.
+const CIPHER_TIME: Duration = Duration::from_secs(2);
+const PAGE: usize = 4096;
+
+/// What a pager has used when it had written [`WRITTEN`] bytes.
+struct Round {
+    cpu_s: f64,
+    written_mib: f64,
+    wall_s: f64,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = larder_beside(arguments.larder.as_deref())?;
+    let place = Place::new(&arguments.folder)?;
+    let mut rounds: [Vec<Round>; 2] = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        for (index, encrypt) in ["off", "on"].into_iter().enumerate() {
+            rounds[index].push(evict(&larder, &place, encrypt)?);
+        }
+    }
+    println!("\nMedians of {ROUNDS} rounds.\n");
+    println!("| --encrypt | CPU of the pager, ms for each MiB on the disk | MiB/s to the disk |");
+    println!("| --- | --- | --- |");
+    for (encrypt, rounds) in ["off", "on"].into_iter().zip(&rounds) {
+        let of = |figure: fn(&Round) -> f64| median(&rounds.iter().map(figure).collect::<Vec<_>>());
+        println!(
+            "| {encrypt} | {:.2} | {:.0} |",
+            of(|round| round.cpu_s * 1e3 / round.written_mib),
+            of(|round| round.written_mib / round.wall_s)
+        );
+    }
+    let (segment, page) = (cipher(SEGMENT, false), cipher(PAGE, true));
+    println!(
+        "\nThe cipher alone, on one processor: a segment of 1 MiB is encrypted in {:.0} us ({:.0} MB/s), a page of 4 KiB \
+         decrypted in {:.2} us.",
+        segment * 1e6,
+        SEGMENT as f64 / segment / 1e6,
+        page * 1e6
+    );
+    Ok(())
+}
+
+fn evict(larder: &Path, place: &Place, encrypt: &str) -> anyhow::Result<Round> {
+    let (_program, pid) = start()?;
+    let folder = place.unused("pager");
+    std::fs::create_dir(&folder)?;
+    let swap = place.unused("swap").display().to_string();
+    let words = ["--budget", BUDGET, "--compressed", COMPRESSED];
+    let disk = ["--swap-cache", &swap, "--swap-size", ROOM, "--encrypt", encrypt];
+    let began = Instant::now();
+    let attach = Attach::new(larder, &folder, pid, &[&words[..], &disk].concat());
+    let mut pager = attach.start()?;
+    let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.written_bytes >= WRITTEN))?;
+    let round = Round {
+        cpu_s: cpu_s(pager.process.id())?,
+        written_mib: state.disks.iter().map(|disk| disk.written_bytes).sum::<u64>() as f64 / f64::from(1 << 20),
+        wall_s: began.elapsed().as_secs_f64(),
+    };
+    pager.detach()?;
+    Ok(round)
+}
+
+/// The CPU time that a process has used, by all of its threads.
+fn cpu_s(pid: u32) -> anyhow::Result<f64> {
+    let mut ns = 0;
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+        let first = text.split_whitespace().next().context("schedstat is empty")?;
+        ns += first.parse::<u64>()?;
+    }
+    Ok(ns as f64 / 1e9)
+}
+
+/// Seconds for `bytes`.
+fn cipher(bytes: usize, decrypts: bool) -> f64 {
+    let cipher = Cipher::new(&[7; KEY_BYTES].into());
+    let mut data = vec![0x5a; bytes];
+    let (began, mut times) = (Instant::now(), 0_u64);
+    while began.elapsed() < CIPHER_TIME {
+        for _ in 0..64 {
+            let at = times * bytes as u64;
+            match decrypts {
+                true => cipher.decrypt(Tier::Ssd, at, &mut data),
+                false => cipher.encrypt(Tier::Ssd, at, &mut data),
+            }
+            times += 1;
+        }
+    }
+    std::hint::black_box(&data);
+    began.elapsed().as_secs_f64() / times as f64
+}
