@@ -5,7 +5,7 @@
 //! `set_up`.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -244,13 +244,13 @@ impl Link {
         Ok(Self::Receiver(Box::new(StreamOwned::new(session, socket))))
     }
 
-    /// Whether a sender is one of those that a receiver is pinned to.
+    /// Whether a receiver accepts this sender, which has connected from this address.
     ///
     /// # Errors
     /// It is not.
-    pub fn check(&self, tls: Option<&ReceiverTls>) -> Result<(), WrongPeer> {
+    pub fn check(&self, from: IpAddr, tls: Option<&ReceiverTls>) -> Result<(), WrongPeer> {
         match (self, tls) {
-            (Self::Receiver(stream), Some(tls)) => tls.check(stream.conn.peer_certificates()),
+            (Self::Receiver(stream), Some(tls)) => tls.check(from, stream.conn.peer_certificates()),
             _ => Ok(()),
         }
     }

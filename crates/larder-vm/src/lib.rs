@@ -6,6 +6,7 @@ pub mod disk;
 pub mod exports;
 pub mod image;
 pub mod inherited;
+pub mod known_hosts;
 pub mod latch;
 pub mod libvirt;
 pub mod limits;

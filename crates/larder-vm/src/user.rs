@@ -25,21 +25,26 @@ pub enum UserError {
     },
 }
 
+/// The user with this name or number.
+pub(crate) fn find(name: &str) -> Result<User, UserError> {
+    let found = match name.parse() {
+        Ok(number) => User::from_uid(Uid::from_raw(number)),
+        Err(_) => User::from_name(name),
+    };
+    found
+        .map_err(|source| UserError::LookUp {
+            name: name.to_owned(),
+            source,
+        })?
+        .ok_or_else(|| UserError::Unknown { name: name.to_owned() })
+}
+
 /// Makes this process that of the user with this name or number, for good, and returns his number.
 ///
 /// # Errors
 /// See [`UserError`]; after [`UserError::Step`] the process must end.
 pub fn become_user(name: &str) -> Result<u32, UserError> {
-    let found = match name.parse() {
-        Ok(number) => User::from_uid(Uid::from_raw(number)),
-        Err(_) => User::from_name(name),
-    };
-    let user = found
-        .map_err(|source| UserError::LookUp {
-            name: name.to_owned(),
-            source,
-        })?
-        .ok_or_else(|| UserError::Unknown { name: name.to_owned() })?;
+    let user = find(name)?;
     let step = |step: &'static str| {
         move |source| UserError::Step {
             name: name.to_owned(),

@@ -3,6 +3,7 @@
 pub(crate) mod at;
 mod disks;
 mod fault_handlers;
+mod peers;
 mod watched;
 mod whole;
 
@@ -26,7 +27,7 @@ use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::qmp::QmpError;
 use larder_migrate::receive;
 use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
-use larder_migrate::tls::{ReceiverTls, SenderTls};
+use larder_migrate::tls::{PeerRecords, ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
 use larder_vm::user::become_user;
@@ -91,10 +92,16 @@ fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments
     let tls = trust
         .tls
         .as_deref()
-        .map(|folder| {
-            SenderTls::load(folder, address.host(), trust.peer.clone()).map_err(|error| without_files(&error, "client"))
-        })
+        .map(|folder| SenderTls::load(folder, address.host()).map_err(|error| without_files(&error, "client")))
         .transpose()?;
+    let tls = match tls {
+        None => None,
+        Some(tls) => {
+            let directory = peers::directory(trust, None)?;
+            let accepted = peers::accepted(trust, directory.as_deref(), PeerRecords::of_receivers)?;
+            Some(tls.with_peers(accepted))
+        }
+    };
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(send::Options {
         to,
@@ -188,9 +195,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     })?;
     let folder = arguments.trust.tls.as_deref();
     let tls = folder
-        .map(|folder| {
-            ReceiverTls::load(folder, arguments.trust.peer.clone()).map_err(|error| without_files(&error, "server"))
-        })
+        .map(|folder| ReceiverTls::load(folder).map_err(|error| without_files(&error, "server")))
         .transpose()?;
     let stop = stop_by_signal()?;
     let destination = match &arguments.qmp {
@@ -213,11 +218,15 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
+    // As root, if that is given up.
+    let peers_directory = peers::directory(&arguments.trust, arguments.user.as_deref())?;
     let user = match (&destination, &arguments.user) {
         (Some(destination), _) => Some(destination.user()),
         (None, Some(name)) => Some(become_user(name)?),
         (None, None) => None,
     };
+    let accepted = peers::accepted(&arguments.trust, peers_directory.as_deref(), PeerRecords::of_senders)?;
+    let tls = tls.map(|tls| tls.with_peers(accepted));
     let options = receive::Options {
         connect,
         user,

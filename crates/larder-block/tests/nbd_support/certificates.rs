@@ -32,6 +32,20 @@ pub fn sign(folder: &Path, name: &str, usage: &str, names: &str) {
     );
 }
 
+/// Makes another certificate of the authority there for the key that there is already.
+#[allow(dead_code, reason = "not every crate's tests renew one")]
+pub fn renew(folder: &Path, name: &str, usage: &str, names: &str) {
+    let text = format!("extendedKeyUsage={usage}\nsubjectAltName={names}\nbasicConstraints=critical,CA:FALSE\n");
+    std::fs::write(folder.join("extensions"), text).expect("a file");
+    let script = format!(
+        "openssl req -new -key {name}-key.pem -subj '/CN=larder test {name} renewed' | \
+         openssl x509 -req -days 30 -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -extfile extensions -out {name}-cert.pem"
+    );
+    let output = Command::new("sh").current_dir(folder).args(["-c", &script]).output();
+    let output = output.expect("a shell");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// Makes a certificate that no authority has signed.
 pub fn alone(folder: &Path, name: &str, names: &str) {
     let names = format!("subjectAltName={names}");

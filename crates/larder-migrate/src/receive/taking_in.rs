@@ -142,8 +142,8 @@ impl Session<'_> {
             .map_err(ReceiveError::io("taking in a connection"))?;
         let mut link = Link::accept(socket, self.options.tls.as_ref())?;
         let hello = Hello::read(&mut link)?;
-        if let Err(error) = link.check(self.options.tls.as_ref()) {
-            let _ = Welcome::refuse(&mut link, &error.to_string());
+        if let Err(error) = link.check(peer, self.options.tls.as_ref()) {
+            let _ = Welcome::refuse(&mut link, &error.to_peer());
             return Err(LinkError::from(error).into());
         }
         Ok(Greeting { link, hello, peer })

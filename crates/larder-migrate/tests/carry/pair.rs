@@ -82,8 +82,8 @@ impl Pair {
     pub(crate) fn encrypted(mut self) -> Self {
         let folder = self.folder.path();
         certificates::make(folder);
-        let sender = SenderTls::load(folder, "127.0.0.1", Vec::new()).expect("certificates");
-        let receiver = ReceiverTls::load(folder, Vec::new()).expect("certificates");
+        let sender = SenderTls::load(folder, "127.0.0.1").expect("certificates");
+        let receiver = ReceiverTls::load(folder).expect("certificates");
         self.tls = Some((sender, receiver));
         self
     }

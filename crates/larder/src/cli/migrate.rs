@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::OsStringValueParser;
 use clap::{Args, Subcommand, ValueEnum};
 use larder_block::{ByteLen, SizeError};
-use larder_migrate::tls::Pin;
+use larder_migrate::tls::Peer;
 
 use super::Output;
 use super::address::Address;
@@ -206,9 +206,12 @@ pub(crate) struct TrustArguments {
     /// client-key.pem of a sender, with server-cert.pem and server-key.pem of a receiver
     #[arg(long, value_name = "DIR")]
     pub(crate) tls: Option<PathBuf>,
-    /// Take only a peer whose certificate has this SHA-256 fingerprint; may be given several times
-    #[arg(long, value_name = "FINGERPRINT", requires = "tls")]
-    pub(crate) peer: Vec<Pin>,
+    /// Accept only a host whose certificate has this SHA-256 fingerprint (of its public key, or of all of it), or is for this
+    /// name or address; may be given several times. Without it a host is remembered by the public key that it shows first
+    /// (in /var/lib/larder-migrate, of other users ~/.local/state/larder/migrate), and another key is refused later. A host
+    /// that is accepted by its fingerprint is remembered, too, in the place of what was remembered of it
+    #[arg(long, value_name = "FINGERPRINT|NAME", requires = "tls")]
+    pub(crate) peer: Vec<Peer>,
     /// Let the guest's memory go over the network in the clear, to whoever answers there
     #[arg(long, conflicts_with = "tls")]
     pub(crate) insecure: bool,

@@ -26,7 +26,15 @@ impl Authority {
         certificates::sign(self.0.path(), name, usage, names);
     }
 
-    fn path(&self) -> PathBuf {
+    /// Signs the key of that name once more.
+    fn renew(&self, name: &str, usage: &str, names: &str) {
+        let key = self.0.path().join(format!("{name}-key.pem"));
+        let kept = std::fs::read(&key).expect("a key");
+        certificates::renew(self.0.path(), name, usage, names);
+        assert!(std::fs::read(&key).expect("a key") == kept, "it has another key");
+    }
+
+    pub(crate) fn path(&self) -> PathBuf {
         self.0.path().to_owned()
     }
 
@@ -62,13 +70,30 @@ impl Authority {
         self
     }
 
-    /// Another folder with the same files.
-    fn copy(&self) -> Self {
+    /// Another folder with the same files, of a host that remembers no other one.
+    pub(crate) fn copy(&self) -> Self {
         let copy = Self(on_tmpfs());
         for entry in std::fs::read_dir(self.0.path()).expect("a folder").flatten() {
-            std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
+            if entry.file_type().is_ok_and(|kind| kind.is_file()) {
+                std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
+            }
         }
         copy
+    }
+
+    /// The SHA-256 of the public key of its certificate of that name, as openssl has it.
+    pub(crate) fn key(&self, name: &str) -> String {
+        let command = format!(
+            "openssl x509 -in {name}-cert.pem -noout -pubkey | openssl pkey -pubin -outform der | sha256sum | cut -d' ' -f1"
+        );
+        let mut shell = Command::new("sh");
+        shell.current_dir(self.0.path()).args(["-c", &command]);
+        succeed(shell).trim().to_owned()
+    }
+
+    /// The file of the hosts that are remembered: `senders` or `receivers`.
+    fn remembered(&self, which: &str) -> PathBuf {
+        self.0.path().join("state/migrate").join(which)
     }
 }
 
@@ -202,7 +227,8 @@ fn only_a_peer_with_one_of_the_fingerprints_is_taken() {
     let hex = client.replace(':', "").to_lowercase();
     assert!(
         said.contains(&format!(
-            "larder: the receiver refuses: the other side's certificate has the fingerprint {hex}, {none}"
+            "larder: the receiver refuses: the other side's certificate has the fingerprint {hex} (its public key: {}), {none}",
+            right.key("client")
         )),
         "{said}"
     );
@@ -223,4 +249,133 @@ fn with_tls_on_one_side_only_both_say_so() {
         ["has the receiver --tls?", "it speaks TLS: give --tls"],
         &[],
     );
+}
+
+/// Each side remembers the key of the other one at the first move, and finds it again at the next one.
+#[test]
+fn peers_are_remembered_at_first_use() {
+    let source = Authority::new();
+    let destination = source.copy();
+    let keys = [destination.key("server"), source.key("client")];
+    let files = [source.remembered("receivers"), destination.remembered("senders")];
+    for is_first in [true, false] {
+        let mut between = Waiting::start(&destination.words()).joined(&source.words());
+        carries(&mut between, 200);
+        for ((key, file), side) in keys.iter().zip(&files).zip([&between.sender, &between.receiver]) {
+            let text = std::fs::read_to_string(file).expect("a file");
+            let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+            assert_eq!(lines, [format!("127.0.0.1 {key}")]);
+            let said = side.process.output();
+            let told = format!("has the fingerprint {key}, which {} remembers", file.display());
+            assert_eq!(said.contains(&told), is_first, "{said}");
+        }
+    }
+}
+
+/// A host that is remembered with another key is refused, with what accepts it; that is remembered then.
+#[test]
+fn changed_certificate_is_refused_until_given() {
+    let source = Authority::new();
+    let destination = source.copy();
+    carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
+    // The receiver's is another one.
+    let old = destination.key("server");
+    destination.sign("server", "serverAuth", certificates::LOCALHOST);
+    let new = destination.key("server");
+    let file = source.remembered("receivers");
+    let waiting = Waiting::start(&destination.words());
+    let said = waiting.refuses(&source.words());
+    let why = format!(
+        "127.0.0.1 has shown a certificate with the public key {new}, and {}:2 has {old} for it. If that host has a new key, \
+         give --peer {new} once, which replaces that line",
+        file.display()
+    );
+    assert!(said.contains(&why), "{said}");
+    assert!(waiting.is_untouched());
+    let [tls, folder] = source.words();
+    carries(&mut waiting.joined(&[tls, folder, "--peer", &new]), 200);
+    // It is remembered from then on.
+    carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
+    // The sender's is another one.
+    let old = source.key("client");
+    source.sign("client", "clientAuth", "DNS:source.example");
+    let new = source.key("client");
+    let file = destination.remembered("senders");
+    let waiting = Waiting::start(&destination.words());
+    let said = waiting.refuses(&source.words());
+    let why = format!("your certificate has the public key {new}, and another one is remembered of 127.0.0.1");
+    assert!(said.contains(&why), "{said}");
+    assert!(!said.contains(&file.display().to_string()), "{said}");
+    let why = format!(
+        "{}:2 has {old} for it. If that host has a new key, give --peer {new} once",
+        file.display()
+    );
+    waiting.receiver.process.wait_for(&why, LIMIT).expect("it says so");
+    assert!(waiting.is_untouched());
+    let [tls, folder] = destination.words();
+    let waiting = Waiting::start(&[tls, folder, "--peer", &new]);
+    carries(&mut waiting.joined(&source.words()), 200);
+    carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
+}
+
+/// A renewed certificate with the same key needs nothing.
+#[test]
+fn renewed_certificate_with_same_key_is_accepted() {
+    let source = Authority::new();
+    let destination = source.copy();
+    carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
+    let remembered = || std::fs::read(source.remembered("receivers")).expect("a file");
+    let (before, records) = (source.fingerprint("server"), remembered());
+    destination.renew("server", "serverAuth", certificates::LOCALHOST);
+    assert_ne!(destination.fingerprint("server"), before);
+    carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
+    assert_eq!(remembered(), records);
+}
+
+/// A host may be named by a name in its certificate; nothing is remembered then.
+#[test]
+fn peer_is_accepted_by_name_in_certificate() {
+    let right = Authority::new();
+    let [tls, folder] = right.words();
+    let to_server = [tls, folder, "--peer", "localhost"];
+    let to_other = [tls, folder, "--peer", "other.example"];
+    let to_client = [tls, folder, "--peer", "source.example"];
+    refused(
+        [&to_other, &to_client],
+        [
+            "nor is it for a name that was given (--peer)",
+            "the greeting of a sender: ",
+        ],
+        &to_server,
+    );
+    let waiting = Waiting::start(&to_other);
+    let said = waiting.refuses(&to_server);
+    assert!(said.contains("nor is it for a name that was given (--peer)"), "{said}");
+    assert!(waiting.is_untouched());
+    for which in ["senders", "receivers"] {
+        assert!(!right.remembered(which).exists(), "{which}");
+    }
+}
+
+/// Records that cannot be read, or are a link, refuse before anything is sent, and stay as they are.
+#[test]
+fn unusable_records_refuse_peers() {
+    let right = Authority::new();
+    let other = right.copy();
+    let waiting = Waiting::start(&other.words());
+    let file = right.remembered("receivers");
+    std::fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
+    std::fs::write(&file, "127.0.0.1\n").expect("a file");
+    let said = waiting.refuses(&right.words());
+    let why = format!("{}: line 1 is not a host and a fingerprint", file.display());
+    assert!(said.contains(&why) && said.contains("--peer"), "{said}");
+    assert_eq!(std::fs::read_to_string(&file).expect("is there"), "127.0.0.1\n");
+    let elsewhere = right.path().join("elsewhere");
+    std::fs::rename(&file, &elsewhere).expect("moves");
+    std::os::unix::fs::symlink(&elsewhere, &file).expect("a link");
+    std::fs::write(&elsewhere, "").expect("a file");
+    let said = waiting.refuses(&right.words());
+    assert!(said.contains(&format!("{}: ", file.display())), "{said}");
+    assert_eq!(std::fs::read_to_string(&elsewhere).expect("is there"), "");
+    assert!(waiting.is_untouched());
 }

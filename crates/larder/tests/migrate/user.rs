@@ -1,9 +1,12 @@
 //! A receiver that was started as root beside a QEMU of another user.
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::process::Command;
 
 use crate::ends::{Waiting, carries};
 use crate::support::{larder, need_root, run};
+use crate::tls::Authority;
 
 /// Nobody, who has no group but his own.
 const USER: u32 = 65534;
@@ -60,4 +63,32 @@ fn a_receiver_of_one_user_gives_nothing_to_another() {
         "{}",
         said[1]
     );
+}
+
+/// A receiver that gives up root remembers senders as its new user, in a directory that root has made for that.
+#[test]
+fn receiver_without_root_remembers_senders() {
+    need_root("to give it up");
+    let source = Authority::new();
+    let destination = source.copy();
+    // As /var/lib is.
+    let state = destination.path().join("state");
+    std::fs::create_dir(&state).expect("a folder");
+    for folder in [&destination.path(), &state] {
+        std::fs::set_permissions(folder, Permissions::from_mode(0o755)).expect("ours");
+    }
+    for _ in 0..2 {
+        let waiting = Waiting::start_as(USER, true, &destination.words());
+        carries(&mut waiting.joined(&source.words()), 200);
+        let file = state.join("migrate/of-65534/senders");
+        let found = std::fs::metadata(&file).expect("a file");
+        assert_eq!((found.uid(), found.mode() & 0o777), (USER, 0o600));
+        let text = std::fs::read_to_string(&file).expect("a file");
+        assert!(
+            text.ends_with(&format!("127.0.0.1 {}\n", source.key("client"))),
+            "{text}"
+        );
+        let above = std::fs::metadata(state.join("migrate")).expect("a folder");
+        assert_eq!((above.uid(), above.mode() & 0o777), (0, 0o711));
+    }
 }

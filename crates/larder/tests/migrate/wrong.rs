@@ -69,7 +69,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls . --peer 00",
-        "error: invalid value '00' for '--peer <FINGERPRINT>': '00' is no fingerprint: it is what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 hexadecimal digits, with or without colons",
+        "error: invalid value '00' for '--peer <FINGERPRINT|NAME>': '00' is neither a fingerprint nor a name: give what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 hexadecimal digits",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls . --insecure",

@@ -22,6 +22,14 @@ pub struct Side {
     pub address: Option<SocketAddr>,
 }
 
+/// A side of a move by TLS remembers other hosts beside its certificates, and not where this host does.
+fn remembering(mut command: Command, words: &[&str]) -> Command {
+    if let Some([_, folder]) = words.windows(2).find(|pair| pair[0] == "--tls") {
+        command.env("STATE_DIRECTORY", Path::new(folder).join("state"));
+    }
+    command
+}
+
 /// `larder migrate receive` for the QEMU that waits at `connect`, with further words.
 pub fn receive_command(larder: &Path, listen: &str, connect: &Path, words: &[&str]) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
@@ -29,7 +37,7 @@ pub fn receive_command(larder: &Path, listen: &str, connect: &Path, words: &[&st
         .args(["migrate", "receive", "--listen", listen, "--connect"])
         .arg(connect)
         .args(words);
-    command
+    remembering(command, words)
 }
 
 /// `larder migrate send` for the QEMU that migrates to `listen`, with further words.
@@ -39,7 +47,7 @@ pub fn send_command(larder: &Path, listen: &Path, to: &str, words: &[&str]) -> C
         .args(["migrate", "send", "--to", to, "--listen"])
         .arg(listen)
         .args(words);
-    command
+    remembering(command, words)
 }
 
 /// `larder migrate --qmp`, the whole move, to a receiver at `to`.
@@ -49,7 +57,7 @@ pub fn move_command(larder: &Path, qmp: &Path, to: &str, words: &[&str]) -> Comm
         .args(["migrate", "--to", to, "--output", "json", "--qmp"])
         .arg(qmp)
         .args(words);
-    command
+    remembering(command, words)
 }
 
 /// `larder migrate receive` for the whole move to the QEMU with this monitor.
@@ -59,7 +67,7 @@ pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&
         .args(["migrate", "receive", "--listen", listen, "--qmp"])
         .arg(qmp)
         .args(words);
-    command
+    remembering(command, words)
 }
 
 /// `larder migrate --take-back` for the QEMU with this monitor.

@@ -1,0 +1,510 @@
+//! Which host is at the other end: the peers that were given, or the certificates that are remembered from the first
+//! connection on.
+//!
+//! The authority's signature says that a certificate is of one of its hosts, and a sender checks that it is for the name
+//! that it connects to. Beyond that, each host is known by the key of its certificate: a [`Fingerprint`] of it is recorded at
+//! the first connection, and another key is refused later.
+//!
+//! ```text
+//! # comment
+//! HOST FINGERPRINT
+//! ```
+//! HOST is what a sender was given with `--to`, and the address that a receiver sees; several lines of one host are
+//! alternatives. The file is replaced as a whole, in a directory that nobody else can write to, under a lock (flock(2)) of
+//! that directory. A file that is no such list is never replaced, and refuses every peer.
+
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use ring::digest;
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, fsync, open, openat, renameat, unlinkat};
+use rustix::process::geteuid;
+use rustls::client::verify_server_name;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::server::ParsedCertificate;
+use thiserror::Error;
+
+/// The longest file of records, in bytes.
+const RECORDS_MAX: u64 = 1 << 20;
+
+/// The beginning of a new file.
+const HEADER: &str =
+    "# Hosts, and SHA-256 of the public key of the certificate that each of them has shown to larder migrate.\n";
+
+/// A SHA-256 of a public key (SubjectPublicKeyInfo in DER), or of a certificate in DER.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    fn of(der: &[u8]) -> Self {
+        let mut bytes = [0; 32];
+        bytes.copy_from_slice(digest::digest(&digest::SHA256, der).as_ref());
+        Self(bytes)
+    }
+
+    /// Reads 64 hexadecimal digits, with or without colons.
+    fn parse(text: &str) -> Option<Self> {
+        let digits: Vec<u8> = text
+            .bytes()
+            .filter(|&byte| byte != b':')
+            .map(|byte| char::from(byte).to_digit(16).map(|digit| digit as u8))
+            .collect::<Option<_>>()?;
+        if digits.len() != 64 {
+            return None;
+        }
+        let bytes: Vec<u8> = digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+        bytes.try_into().ok().map(Self)
+    }
+}
+
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(out, "{byte:02x}"))
+    }
+}
+
+/// A peer that a user has named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// The one with this fingerprint, of its public key or its certificate.
+    Fingerprint(Fingerprint),
+    /// One whose certificate is for this name or address.
+    Name(ServerName<'static>),
+}
+
+/// Text that names no peer.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "'{0}' is neither a fingerprint nor a name: give what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 \
+     hexadecimal digits, with or without colons, or a name or an address that the certificate is for (subjectAltName)"
+)]
+pub struct NoPeer(String);
+
+impl std::str::FromStr for Peer {
+    type Err = NoPeer;
+
+    fn from_str(text: &str) -> Result<Self, NoPeer> {
+        // `openssl` says `sha256 Fingerprint=` before it.
+        let word = text.rsplit('=').next().unwrap_or(text);
+        if let Some(fingerprint) = Fingerprint::parse(word) {
+            return Ok(Self::Fingerprint(fingerprint));
+        }
+        let no_peer = || NoPeer(text.to_owned());
+        let name = ServerName::try_from(text.to_owned()).map_err(|_| no_peer())?;
+        // A part of a fingerprint is no host, though it could be one's name.
+        let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b':');
+        match name {
+            ServerName::DnsName(_) if is_hex => Err(no_peer()),
+            name => Ok(Self::Name(name)),
+        }
+    }
+}
+
+/// Why the other side is refused.
+#[derive(Debug, Error)]
+pub enum WrongPeer {
+    /// None was shown that can be read.
+    #[error("the other side's certificate cannot be read: {0}")]
+    Unreadable(String),
+    /// It is none of those that were given.
+    #[error(
+        "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of those that \
+         were given, nor is it for a name that was given (--peer)"
+    )]
+    NotGiven {
+        /// Of the certificate.
+        certificate: Fingerprint,
+        /// Of its public key.
+        key: Fingerprint,
+    },
+    /// Another one was there before.
+    #[error(
+        "{host} has shown a certificate with the public key {shown}, and {}:{line} has {known} for it. If that host has a new \
+         key, give --peer {shown} once, which replaces that line; if not, another host answers in its place",
+        path.display()
+    )]
+    Changed {
+        /// Whose it should be.
+        host: String,
+        /// What it has shown.
+        shown: Fingerprint,
+        /// What it has shown before.
+        known: Fingerprint,
+        /// The file that has it.
+        path: PathBuf,
+        /// The line, from 1 on.
+        line: usize,
+    },
+    /// The records cannot be used.
+    #[error("{}: {what}; without it no host is known again: mend it, or name the other host with --peer", path.display())]
+    Records {
+        /// The file or its directory.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+impl WrongPeer {
+    /// What the refused side is told: nothing of this host's files.
+    pub(crate) fn to_peer(&self) -> String {
+        match self {
+            Self::Changed { host, shown, .. } => format!(
+                "your certificate has the public key {shown}, and another one is remembered of {host}: the receiver's messages \
+                 say how to accept it"
+            ),
+            Self::Records { .. } => "it cannot read which hosts it knows: its messages say why".to_owned(),
+            Self::Unreadable(_) | Self::NotGiven { .. } => self.to_string(),
+        }
+    }
+}
+
+/// A file of records, of what peers of one kind (senders, or receivers) have shown.
+#[derive(Clone, Debug)]
+pub struct PeerRecords {
+    directory: PathBuf,
+    name: &'static str,
+}
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Record {
+    host: String,
+    key: Fingerprint,
+    /// From 1 on.
+    line: usize,
+}
+
+impl PeerRecords {
+    /// The records of receivers in a directory, which must be there and this user's alone.
+    ///
+    /// # Errors
+    /// See [`WrongPeer::Records`].
+    pub fn of_receivers(directory: &Path) -> Result<Self, WrongPeer> {
+        Self::at(directory, "receivers")
+    }
+
+    /// The records of senders in a directory, likewise.
+    ///
+    /// # Errors
+    /// See [`WrongPeer::Records`].
+    pub fn of_senders(directory: &Path) -> Result<Self, WrongPeer> {
+        Self::at(directory, "senders")
+    }
+
+    fn at(directory: &Path, name: &'static str) -> Result<Self, WrongPeer> {
+        let this = Self {
+            directory: directory.to_owned(),
+            name,
+        };
+        // Before anything is connected: what is wrong is told in time.
+        let opened = this.open_directory()?;
+        this.read(&opened)?;
+        Ok(this)
+    }
+
+    /// The file.
+    pub fn path(&self) -> PathBuf {
+        self.directory.join(self.name)
+    }
+
+    fn failed(&self, what: impl std::fmt::Display) -> WrongPeer {
+        WrongPeer::Records {
+            path: self.path(),
+            what: what.to_string(),
+        }
+    }
+
+    fn open_directory(&self) -> Result<File, WrongPeer> {
+        let failed = |what: String| WrongPeer::Records {
+            path: self.directory.clone(),
+            what,
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = open(&self.directory, flags, Mode::empty());
+        let directory = File::from(opened.map_err(|error| failed(io::Error::from(error).to_string()))?);
+        let found = directory.metadata().map_err(|error| failed(error.to_string()))?;
+        if found.uid() != geteuid().as_raw() || found.mode() & 0o022 != 0 {
+            return Err(failed(
+                "it belongs to another user, or others can write to it".to_owned(),
+            ));
+        }
+        Ok(directory)
+    }
+
+    fn read(&self, directory: &File) -> Result<Vec<Record>, WrongPeer> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = match openat(directory, self.name, flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(rustix::io::Errno::NOENT) => return Ok(Vec::new()),
+            Err(error) => return Err(self.failed(io::Error::from(error))),
+        };
+        let is_file = file.metadata().map_err(|error| self.failed(error))?.is_file();
+        if !is_file {
+            return Err(self.failed("it is no regular file"));
+        }
+        let mut text = String::new();
+        let read = file.take(RECORDS_MAX + 1).read_to_string(&mut text);
+        if read.map_err(|error| self.failed(error))? as u64 > RECORDS_MAX {
+            return Err(self.failed(format!("it is longer than {RECORDS_MAX} bytes")));
+        }
+        parse(&text).map_err(|line| self.failed(format!("line {line} is not a host and a fingerprint")))
+    }
+
+    fn write(&self, directory: &File, records: &[Record]) -> Result<(), WrongPeer> {
+        let lines = records.iter().map(|Record { host, key, .. }| format!("{host} {key}\n"));
+        let text: String = std::iter::once(HEADER.to_owned()).chain(lines).collect();
+        let new = format!("{}.new", self.name);
+        let written = || -> io::Result<()> {
+            // A process that was killed may have left it.
+            match unlinkat(directory, &new, AtFlags::empty()) {
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let mut file = File::from(openat(directory, &new, flags, Mode::RUSR | Mode::WUSR)?);
+            file.write_all(text.as_bytes())?;
+            file.sync_all()?;
+            renameat(directory, &new, directory, self.name)?;
+            fsync(directory)?;
+            Ok(())
+        };
+        written().map_err(|error| self.failed(format!("it cannot be written: {error}")))
+    }
+
+    /// Does something with the records of a host while no other process changes any.
+    fn with<T>(
+        &self,
+        host: &str,
+        does: impl FnOnce(&File, Vec<Record>, Vec<Record>) -> Result<T, WrongPeer>,
+    ) -> Result<T, WrongPeer> {
+        let directory = self.open_directory()?;
+        flock(&directory, FlockOperation::LockExclusive).map_err(|error| self.failed(io::Error::from(error)))?;
+        let (of_host, others) = self.read(&directory)?.into_iter().partition(|it| it.host == host);
+        does(&directory, of_host, others)
+    }
+
+    /// Compares what a host shows with what it has shown before. What a new one shows is recorded.
+    fn check(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
+        self.with(host, |directory, of_host, others| match of_host.first() {
+            _ if of_host.iter().any(|record| record.key == key) => Ok(()),
+            Some(known) => Err(WrongPeer::Changed {
+                host: host.to_owned(),
+                shown: key,
+                known: known.key,
+                path: self.path(),
+                line: known.line,
+            }),
+            None => {
+                self.add(directory, others, host, key)?;
+                tracing::info!(
+                    "{host} is connected for the first time: the public key of its certificate has the fingerprint {key}, \
+                     which {} remembers; another one is refused from now on",
+                    self.path().display()
+                );
+                Ok(())
+            }
+        })
+    }
+
+    /// Has what a host shows in the place of what it has shown before.
+    fn replace(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
+        self.with(host, |directory, of_host, others| {
+            if of_host.iter().any(|record| record.key == key) {
+                return Ok(());
+            }
+            self.add(directory, others, host, key)?;
+            tracing::info!(
+                "the public key {key} of {host}, which --peer accepts, is remembered in {}{}",
+                self.path().display(),
+                match of_host.is_empty() {
+                    true => "",
+                    false => ", in the place of another one",
+                }
+            );
+            Ok(())
+        })
+    }
+
+    fn add(&self, directory: &File, mut records: Vec<Record>, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
+        records.push(Record {
+            host: host.to_owned(),
+            key,
+            line: 0,
+        });
+        self.write(directory, &records)
+    }
+}
+
+/// The records of a file, or the number of the first line that is none.
+fn parse(text: &str) -> Result<Vec<Record>, usize> {
+    let mut records = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        match words[..] {
+            [host, key] => records.push(Record {
+                host: host.to_owned(),
+                key: Fingerprint::parse(key).ok_or(index + 1)?,
+                line: index + 1,
+            }),
+            _ => return Err(index + 1),
+        }
+    }
+    Ok(records)
+}
+
+/// Which peers are accepted, of those that the authority has signed.
+#[derive(Clone, Debug, Default)]
+pub struct Peers {
+    /// If there are any, these and no others.
+    pub given: Vec<Peer>,
+    /// Else those that are recorded, and new hosts. Without records, all.
+    pub records: Option<PeerRecords>,
+}
+
+impl Peers {
+    /// Checks the certificate that `host` has shown, and records it if that is the way.
+    pub(super) fn check(&self, host: &str, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
+        if self.given.is_empty() && self.records.is_none() {
+            return Ok(());
+        }
+        let unreadable = |error: &dyn std::fmt::Display| WrongPeer::Unreadable(error.to_string());
+        let leaf = shown.and_then(|chain| chain.first());
+        let leaf = leaf.ok_or_else(|| unreadable(&"there is none"))?;
+        let parsed = ParsedCertificate::try_from(leaf).map_err(|error| unreadable(&error))?;
+        let certificate = Fingerprint::of(leaf);
+        let key = Fingerprint::of(&parsed.subject_public_key_info());
+        if self.given.is_empty() {
+            return self.records.as_ref().map_or(Ok(()), |records| records.check(host, key));
+        }
+        let is_fingerprint =
+            |peer: &Peer| matches!(peer, Peer::Fingerprint(given) if [certificate, key].contains(given));
+        if self.given.iter().any(is_fingerprint) {
+            // It is accepted, whether it can be remembered or not.
+            if let Some(Err(error)) = self.records.as_ref().map(|records| records.replace(host, key)) {
+                tracing::warn!("{host} is not remembered: {error}");
+            }
+            return Ok(());
+        }
+        let is_name = |peer: &Peer| matches!(peer, Peer::Name(name) if verify_server_name(&parsed, name).is_ok());
+        match self.given.iter().any(is_name) {
+            true => Ok(()),
+            false => Err(WrongPeer::NotGiven { certificate, key }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    fn key(byte: u8) -> Fingerprint {
+        Fingerprint([byte; 32])
+    }
+
+    /// Fingerprints are read as openssl writes them, names and addresses as certificates have them.
+    #[test]
+    fn peer_is_fingerprint_or_name() {
+        let plain = "0123456789abcdef".repeat(4);
+        let with_colons: Vec<String> = plain
+            .to_uppercase()
+            .as_bytes()
+            .chunks(2)
+            .map(|pair| String::from_utf8_lossy(pair).into_owned())
+            .collect();
+        let with_colons = with_colons.join(":");
+        let wanted = Fingerprint::parse(&plain).expect("64 digits");
+        assert_eq!(wanted.to_string(), plain);
+        for said in [&plain, &with_colons, &format!("sha256 Fingerprint={with_colons}")] {
+            assert_eq!(said.parse(), Ok(Peer::Fingerprint(wanted)), "{said}");
+        }
+        for name in ["host2.example", "HOST", "192.0.2.7", "2001:db8::1", "::1"] {
+            assert!(matches!(name.parse(), Ok(Peer::Name(_))), "{name}");
+        }
+        for wrong in [
+            "",
+            "00",
+            "ab:cd",
+            &plain[1..],
+            &format!("{plain}0"),
+            "a b",
+            "-",
+            "sha256 Fingerprint=",
+        ] {
+            assert!(wrong.parse::<Peer>().is_err(), "{wrong}");
+        }
+    }
+
+    /// A host is recorded once, found again by every process, and refused with another key until that is given.
+    #[test]
+    fn host_is_known_by_its_first_key() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        records.check("a", key(1)).expect("it is new");
+        records.check("b", key(2)).expect("it is new");
+        let again = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        again.check("a", key(1)).expect("it is known");
+        let refused = again.check("b", key(1)).expect_err("it is another").to_string();
+        let place = format!("{}:3 has {} for it", records.path().display(), key(2));
+        assert!(
+            refused.contains(&place) && refused.contains(&format!("--peer {}", key(1))),
+            "{refused}"
+        );
+        again.replace("b", key(1)).expect("it is given");
+        again.check("b", key(1)).expect("it is known");
+        again.check("b", key(2)).expect_err("it was replaced");
+        // Receivers are others.
+        let receivers = PeerRecords::of_receivers(folder.path()).expect("it is ours");
+        receivers.check("a", key(9)).expect("it is new");
+        let mode = fs::metadata(records.path()).expect("a file").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    /// Several lines of a host are alternatives.
+    #[test]
+    fn host_may_have_several_keys() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = format!("# ours\n\na {}\na {}\n", key(1), key(2));
+        fs::write(folder.path().join("senders"), text).expect("a file");
+        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        records.check("a", key(1)).expect("it is known");
+        records.check("a", key(2)).expect("it is known");
+        records.check("a", key(3)).expect_err("it is another");
+    }
+
+    /// Records that cannot be trusted or read refuse, and are left as they are.
+    #[test]
+    fn damaged_or_foreign_records_refuse() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("senders");
+        for text in ["a", "a b", "a b c", &format!("x {}\na {}0\n", key(1), key(2))] {
+            fs::write(&path, text).expect("a file");
+            PeerRecords::of_senders(folder.path()).expect_err(text);
+            assert_eq!(fs::read_to_string(&path).expect("is there"), text);
+        }
+        fs::remove_file(&path).expect("was there");
+        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        let elsewhere = folder.path().join("elsewhere");
+        symlink(&elsewhere, &path).expect("a link");
+        records.check("a", key(1)).expect_err("it is a link");
+        fs::remove_file(&path).expect("was there");
+        // A link in the place of the new file is not followed either.
+        symlink(&elsewhere, folder.path().join("senders.new")).expect("a link");
+        records.check("a", key(1)).expect("it is new");
+        assert!(!elsewhere.exists());
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).expect("ours");
+        records.check("a", key(1)).expect_err("others can write there");
+        let linked = folder.path().join("linked");
+        symlink(folder.path(), &linked).expect("a link");
+        PeerRecords::of_senders(&linked).expect_err("it is a link");
+    }
+}

@@ -1,0 +1,97 @@
+//! The directory in which `larder migrate` remembers the certificates of other hosts.
+//!
+//! Root's is its own: `/var/lib/larder-migrate`, as `/var/lib/larder` belongs to the user of the services. A process that
+//! gives up root for another user has one in it which is that user's, and which root makes.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::AtFlags;
+use rustix::process::geteuid;
+
+use crate::image::state_folder;
+use crate::runtime_folder::{is_ours_alone, make};
+use crate::user::{self, UserError};
+
+/// Root's.
+const OF_ROOT: &str = "/var/lib/larder-migrate";
+
+/// What is not root's alone.
+const OF_SERVICES: &str = "/var/lib/larder";
+
+/// Why there is no such directory.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum KnownHostsError {
+    #[error("neither $STATE_DIRECTORY, $XDG_STATE_HOME nor $HOME says where")]
+    Nowhere,
+    #[error("{}: {source}", path.display())]
+    Directory { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    User(#[from] UserError),
+}
+
+/// Makes the directory, unless it is there: that of this process's user, or for root that of the user with this name, whom
+/// the process is to become.
+///
+/// # Errors
+/// It cannot be made, or is not that user's alone.
+pub fn known_hosts_directory(user: Option<&str>) -> Result<PathBuf, KnownHostsError> {
+    let directory = place().ok_or(KnownHostsError::Nowhere)?;
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| KnownHostsError::Directory { path, source }
+    };
+    if let Some(above) = directory.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(above);
+        made.map_err(failed(above))?;
+    }
+    make(&directory, 0o700).map_err(failed(&directory))?;
+    // What was there before may be another user's to write to.
+    is_ours_alone(&directory).map_err(failed(&directory))?;
+    let user = user.map(user::find).transpose()?;
+    match user.filter(|user| user.uid.as_raw() != geteuid().as_raw()) {
+        None => Ok(directory),
+        Some(user) => {
+            // That user has to reach the one in it.
+            fs::set_permissions(&directory, Permissions::from_mode(0o711)).map_err(failed(&directory))?;
+            let of_user = directory.join(format!("of-{}", user.uid));
+            make_for(&of_user, user.uid.as_raw(), user.gid.as_raw()).map_err(failed(&of_user))?;
+            Ok(of_user)
+        }
+    }
+}
+
+/// Makes a directory of another user's in one of root's.
+fn make_for(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(directory) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let found = fs::symlink_metadata(directory)?;
+            // Root's own is of a process that was killed before the next step.
+            let is_known = found.uid() == uid || found.uid() == geteuid().as_raw();
+            if !found.is_dir() || !is_known || found.mode() & 0o022 != 0 {
+                return Err(io::Error::other("it is there, and no directory of that user alone"));
+            }
+        }
+        Err(error) => return Err(error),
+    }
+    let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+    let owned = rustix::fs::chownat(
+        rustix::fs::CWD,
+        directory,
+        Some(uid),
+        Some(gid),
+        AtFlags::SYMLINK_NOFOLLOW,
+    );
+    owned.map_err(io::Error::from)
+}
+
+fn place() -> Option<PathBuf> {
+    match state_folder()? {
+        of_services if geteuid().is_root() && of_services == Path::new(OF_SERVICES) => Some(PathBuf::from(OF_ROOT)),
+        state => Some(state.join("migrate")),
+    }
+}
