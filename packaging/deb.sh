@@ -17,7 +17,7 @@ while [ $# -gt 0 ]; do
     *) output=$1 && shift ;;
   esac
 done
-tools=$(testbed/cargo-deb.sh)
+tools=$(testbed/cargo-tool.sh cargo-deb)
 version=${version:-$(cargo metadata --format-version 1 --no-deps |
   python3 -c 'import json, sys; print(next(p["version"] for p in json.load(sys.stdin)["packages"] if p["name"] == "larder"))')}
 output=${output:-target/larder_${version}_amd64.deb}
@@ -27,6 +27,7 @@ made=target/deb
 cargo build --quiet -p larder --profile "$profile"
 rm -rf -- "$made"
 cargo run --quiet -p larder --profile "$profile" --example manual -- "$made"
+packaging/sbom.sh "$made/larder.cdx.json"
 packaging/licences.py | gzip -9n >"$made/licences-of-crates.gz"
 date=$(date -R --date="@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}")
 gzip -9n >"$made/changelog.gz" <<END

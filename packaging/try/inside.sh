@@ -70,6 +70,14 @@ done
 # It has rights over other processes, which count for more than all else.
 systemd-analyze --no-pager security --threshold=30 larder-memory@web.service >/tmp/security || fail "$(tail -n 1 /tmp/security)"
 tail -n 1 /tmp/security
+# What it is made of: crates of the project and others, each with a version.
+perl -MJSON::PP -0777 -ne '
+  my $bom = decode_json($_);
+  my %versions = map { ($_->{name} => $_->{version}) } $bom->{metadata}{component}, @{$bom->{components}};
+  $bom->{bomFormat} eq "CycloneDX" or die "it is no CycloneDX document\n";
+  $versions{$_} or die "$_ is missing\n" for qw(larder larder-block larder-vm larder-migrate rustls);
+  printf "%d crates are listed\n", scalar keys %versions;
+' /usr/share/doc/larder/larder.cdx.json
 for page in larder larder-vm larder-disk-serve; do man -w "$page" >/dev/null || fail "$page has no man page"; done
 run bash -c '. /usr/share/bash-completion/bash_completion; __load_completion larder; complete -p larder'
 run /usr/libexec/larder/vhost-user-blk --print-capabilities
