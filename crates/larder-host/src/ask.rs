@@ -10,6 +10,7 @@ use hyper::header::{CONTENT_TYPE, HOST};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use larder_vm::control::is_hung_up;
+use larder_vm::read_group::READ_GROUP;
 use tokio::net::UnixStream;
 use tokio::task::AbortHandle;
 
@@ -23,7 +24,9 @@ pub(crate) enum AskError {
     Gone,
     #[error("nobody listens on the socket: its server was killed")]
     Killed,
-    #[error("you may not connect to it: only the user who runs the server, and root, can")]
+    #[error(
+        "you may not connect to it: only the user who runs the server, root, and members of the group {READ_GROUP} can"
+    )]
     Denied,
     #[error("so many wait to be let in that there is no room for one more")]
     Full,

@@ -4,6 +4,8 @@
 //! [`ControlServer`] answers in a thread of its own, which sleeps while nobody asks. It knows nothing by itself: it asks
 //! each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]), so that the way of
 //! the data shares and locks nothing. Whatever a client does, it takes a place among few, for a bounded time.
+//! [`writers`] decides which clients may change something; all others may only read.
+//!
 //! [`fetch_disks`], [`change_disk`] and [`reload`] are the other end. What is told stands in [`state`] for both, what is to be
 //! done in [`wishes`]; [`openapi`] describes it for programs.
 
@@ -20,6 +22,7 @@ mod server;
 pub mod state;
 mod subject;
 pub mod wishes;
+mod writers;
 
 pub use client::{
     Change, FetchError, cancel_detach, cancel_migration, change_disk, detach_memory, fetch_disks, fetch_hot,

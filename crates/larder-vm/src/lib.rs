@@ -15,6 +15,7 @@ pub mod memory;
 pub mod occupied;
 pub mod opener;
 mod private_folder;
+pub mod read_group;
 pub mod run;
 pub mod runtime_folder;
 pub mod user;

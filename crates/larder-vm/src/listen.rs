@@ -1,6 +1,7 @@
 //! Unix sockets to listen on, made and removed with care.
 
 mod acl;
+mod words;
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -14,6 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+pub use words::{group_of, mode_of, user_of};
 
 use crate::opener::helper;
 
@@ -56,6 +59,8 @@ pub struct Access {
     pub owner: Option<u32>,
     /// The group.
     pub group: Option<u32>,
+    /// A further group whose members may connect; the process that listens restricts their requests.
+    pub readers: Option<u32>,
 }
 
 impl Access {
@@ -64,6 +69,7 @@ impl Access {
         mode: None,
         owner: None,
         group: None,
+        readers: None,
     };
 
     /// The user that made it, and root.
@@ -72,17 +78,23 @@ impl Access {
         ..Self::UMASK
     };
 
+    /// Returns the same access with a group of readers added.
+    #[must_use]
+    pub fn with_readers(self, readers: Option<u32>) -> Self {
+        Self { readers, ..self }
+    }
+
     /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for. Where the
     /// maker may not give it away, it stays his, and the others may connect.
     ///
     /// Another user may own the folder, and put a link to a file of ours there at any time: what is given away is the file
     /// that was opened, and only a socket that this process has made.
-    fn apply(self, path: &Path) -> io::Result<()> {
+    fn apply(self, of_socket: &Path) -> io::Result<()> {
         if self == Self::UMASK {
             return Ok(());
         }
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+        let file = File::from(rustix::fs::open(of_socket, flags, Mode::empty())?);
         let found = file.metadata()?;
         if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
             return Err(io::Error::other("another process has put something else there"));
@@ -95,10 +107,24 @@ impl Access {
                 given => given?,
             }
         }
-        match self.mode {
-            Some(mode) => fs::set_permissions(&path, Permissions::from_mode(mode)),
-            None => Ok(()),
+        if let Some(mode) = self.mode {
+            fs::set_permissions(&path, Permissions::from_mode(mode))?;
         }
+        if self.readers.is_some() {
+            let readers_only = Self {
+                owner: None,
+                group: None,
+                ..self
+            };
+            if let Err(error) = acl::give(&path, readers_only) {
+                // All other users have their access.
+                tracing::warn!(
+                    "{}: cannot grant access to the group of readers: {error}",
+                    of_socket.display()
+                );
+            }
+        }
+        Ok(())
     }
 }
 

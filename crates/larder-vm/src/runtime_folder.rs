@@ -4,12 +4,14 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::opener::helper;
 use larder_block::boot::is_tmpfs;
 use rustix::process::geteuid;
+
+use crate::read_group::is_reader;
 
 /// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the
 /// services'), `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
@@ -109,11 +111,15 @@ pub fn hook_folder() -> io::Result<PathBuf> {
 
 /// The folders of such sockets that concern this user, as of those of memory.
 pub(crate) fn moves_folders() -> Vec<PathBuf> {
-    let mut all = vec![moves_folder()];
-    if runtime_folder() == Path::new(OF_SYSTEM) && !geteuid().is_root() {
-        all.push(PathBuf::from(OF_MOVES));
-    }
-    all
+    with_the_host_s(moves_folder(), OF_MOVES)
+}
+
+/// Returns the user's own folder, and root's too for the user of the host's services and for members of the read group.
+fn with_the_host_s(own: PathBuf, of_root: &str) -> Vec<PathBuf> {
+    let is_concerned = !geteuid().is_root() && (runtime_folder() == Path::new(OF_SYSTEM) || is_reader());
+    let other = is_concerned.then(|| PathBuf::from(of_root));
+    let other = other.filter(|other| *other != own);
+    std::iter::once(own).chain(other).collect()
 }
 
 /// Where those that move VMs keep what one that comes after them must know; it is made if it is not there.
@@ -136,20 +142,40 @@ pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
     [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
 }
 
-/// The folders of such sockets that concern this user: his own, and for the user of the host's services root's.
+/// The folders of such sockets that concern this user: the user's own, and root's for the user of the host's services and
+/// for members of the read group.
 pub(crate) fn memory_folders() -> Vec<PathBuf> {
-    let mut all = vec![memory_folder()];
-    if runtime_folder() == Path::new(OF_SYSTEM) && !geteuid().is_root() {
-        all.push(PathBuf::from(OF_MEMORY));
-    }
+    with_the_host_s(memory_folder(), OF_MEMORY)
+}
+
+/// The folders in which VMs are noted that concern this user: the user's own, and for root and members of the read group
+/// those of the host.
+pub(crate) fn vm_folders() -> Vec<PathBuf> {
+    let of_the_host = [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter(|_| is_reader());
+    let own = [socket_folder(), runtime_folder()].into_iter();
+    let mut all: Vec<PathBuf> = own.chain(of_the_host.map(PathBuf::from)).collect();
+    all.dedup();
     all
 }
 
 /// In it each service that is a user of its own has its runtime folder.
 const OF_VMS: &str = "/run/larder-vm";
 
+/// Lets every user list a folder of the host in `/run`, so that members of the read group find the sockets. A service may
+/// have created the folder with a strict umask. The files in the folder keep their modes.
+///
+/// # Errors
+/// The folder belongs to another user.
+pub(crate) fn let_others_list(folder: &Path) -> io::Result<()> {
+    let of_the_host = [OF_SYSTEM, OF_ROOT_BESIDE, OF_MEMORY, OF_MOVES];
+    match of_the_host.iter().any(|above| folder.starts_with(above)) {
+        true => fs::set_permissions(folder, fs::Permissions::from_mode(0o755)),
+        false => Ok(()),
+    }
+}
+
 /// Root's, or that of the services.
-const OF_SYSTEM: &str = "/run/larder";
+pub(crate) const OF_SYSTEM: &str = "/run/larder";
 
 /// Of the processes that manage memory, which are root's.
 const OF_MEMORY: &str = "/run/larder-memory";
@@ -209,7 +235,6 @@ pub(crate) fn is_on_tmpfs(folder: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use std::fs::Permissions;
-    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 

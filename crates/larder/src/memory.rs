@@ -22,7 +22,7 @@ use larder_vm::memory::approach::Process;
 use larder_vm::memory::wish::MemoryWish;
 use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, tell_end};
 use larder_vm::vm::config::path_of;
-use larder_vm::vm::find::memory_control_of;
+use larder_vm::vm::find::find_memory_control;
 use rustix::process::Pid;
 
 use crate::EXIT_NEGATIVE;
@@ -190,7 +190,7 @@ impl At {
                 // It is a name, or that is said.
                 path_of(Path::new(word))?;
                 Self {
-                    control: memory_control_of(&text),
+                    control: find_memory_control(&text),
                     vm: Some(text),
                 }
             }

@@ -28,6 +28,7 @@ use super::{
 };
 use crate::disk::{CacheWork, DiskChange, DiskInquiry, DiskMove, ranges_of, text_of};
 use crate::memory::MemoryInquiry;
+use crate::read_group::READ_GROUP;
 use crate::vm::{Moved, VmMove};
 
 /// How long a disk may take to say how it is.
@@ -62,6 +63,8 @@ pub(super) struct Asked {
     what: AtomicU8,
     /// Room for those who listen.
     listeners: Arc<Semaphore>,
+    /// The client may change something, not only read.
+    may_change: bool,
     stuck: Notify,
 }
 
@@ -70,10 +73,11 @@ const SOMETHING: u8 = 1;
 const EVENTS: u8 = 2;
 
 impl Asked {
-    pub(super) fn new(listeners: Arc<Semaphore>) -> Self {
+    pub(super) fn new(listeners: Arc<Semaphore>, may_change: bool) -> Self {
         Self {
             what: AtomicU8::new(NOTHING),
             listeners,
+            may_change,
             stuck: Notify::new(),
         }
     }
@@ -167,6 +171,17 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         return failure(
             StatusCode::BAD_REQUEST,
             "an HTTP/1.1 request has one Host header; any name will do",
+        );
+    }
+    if !asked.may_change && !matches!(*request.method(), Method::GET | Method::HEAD) {
+        // A client that still sends when the connection is closed may never see the answer.
+        let _ = Limited::new(request.into_body(), FILE_BYTES_MAX).collect().await;
+        return failure(
+            StatusCode::FORBIDDEN,
+            format_args!(
+                "you may read here, and change nothing: that takes root, the server's user, or the owner or group of the \
+                 socket (control-owner, control-group in the VM's file); members of {READ_GROUP} may only read"
+            ),
         );
     }
     let path = request.uri().path().to_owned();

@@ -26,6 +26,7 @@ use super::{
 };
 use crate::disk::CacheWork;
 use crate::image::absolute;
+use crate::read_group::READ_GROUP;
 use crate::vm::{Moved, VmMove, find};
 
 /// How long an answer may take.
@@ -56,7 +57,7 @@ pub enum FetchError {
     #[error("{} is no socket; give the path that the server was given with --control", path.display())]
     NotASocket { path: PathBuf },
     #[error(
-        "you may not connect to {}: only the user who runs the server, and root, can; with sudo, perhaps",
+        "you may not connect to {}: only the user who runs the server, root, and members of the group {READ_GROUP} can; with sudo, perhaps",
         path.display()
     )]
     Permission { path: PathBuf },

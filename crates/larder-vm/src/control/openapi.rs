@@ -77,7 +77,7 @@ pub(super) fn document() -> Value {
         "schema": {"type": "string"},
     }]);
 
-    json!({
+    let document = json!({
         "openapi": "3.1.0",
         "info": {
             "title": "Larder",
@@ -248,7 +248,21 @@ pub(super) fn document() -> Value {
             },
         },
         "components": {"schemas": types.0},
-    })
+    });
+    with_readers(document, &described("The client may only read.", &failure))
+}
+
+/// Adds the refusal of clients that may only read to each operation that changes something.
+fn with_readers(mut document: Value, refused: &Value) -> Value {
+    let paths = document["paths"].as_object_mut().into_iter().flatten();
+    for (_, operations) in paths {
+        for method in ["post", "patch"] {
+            if let Some(operation) = operations.get_mut(method) {
+                operation["responses"]["403"] = refused.clone();
+            }
+        }
+    }
+    document
 }
 
 fn described(what: &str, schema: &Value) -> Value {

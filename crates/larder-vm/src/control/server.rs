@@ -19,7 +19,9 @@ use tokio::time::{sleep, timeout};
 
 use super::answers::{Asked, answer};
 use super::subject::Subject;
+use super::writers::Writers;
 use crate::listen::{Access, ListenError, Listening};
+use crate::read_group::read_group;
 
 /// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
 /// asked, it waits until one has its answer.
@@ -54,11 +56,39 @@ pub enum ControlError {
 }
 
 /// What a control server listens on.
-pub enum ControlSocket {
+pub struct ControlSocket {
+    listener: Listener,
+    writers: Arc<Writers>,
+}
+
+enum Listener {
     /// Its file goes with it.
     Own(Listening),
     /// It stays.
     Inherited(OwnedFd),
+}
+
+impl ControlSocket {
+    /// Listens on `path`. The users of `access` may change something, and members of the read group may read.
+    ///
+    /// # Errors
+    /// See [`ListenError`].
+    pub fn bind(path: &Path, access: Access) -> Result<Self, ListenError> {
+        let access = access.with_readers(read_group());
+        Ok(Self {
+            listener: Listener::Own(Listening::on(path, access)?),
+            writers: Arc::new(Writers::of_own(path, access)),
+        })
+    }
+
+    /// Takes over a socket that another process created at `path`. Besides the users of `access`, the owner and the group of
+    /// the file may change something, as far as its mode lets them write.
+    pub fn inherited(listener: OwnedFd, path: &Path, access: Access) -> Self {
+        Self {
+            listener: Listener::Inherited(listener),
+            writers: Arc::new(Writers::of_inherited(path, access.with_readers(read_group()))),
+        }
+    }
 }
 
 /// A control socket that answers. It ends when this is dropped, whatever its clients do.
@@ -71,13 +101,13 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Listens on `path`, for this user and root alone, and tells there of `subject`.
+    /// Listens on `path`, and reports there on `subject`. The user of this process and root may change something, and members
+    /// of the read group may read.
     ///
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start(path: &Path, subject: Arc<Subject>) -> Result<Self, ControlError> {
-        let socket = Listening::on(path, Access::OWNER)?;
-        Self::start_on(ControlSocket::Own(socket), subject)
+        Self::start_on(ControlSocket::bind(path, Access::OWNER)?, subject)
     }
 
     /// Tells of `subject` on a socket that is there already.
@@ -85,10 +115,11 @@ impl ControlServer {
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start_on(socket: ControlSocket, subject: Arc<Subject>) -> Result<Self, ControlError> {
-        let listener = match &socket {
-            ControlSocket::Own(socket) => socket.descriptor.try_clone()?,
-            ControlSocket::Inherited(listener) => listener.try_clone()?,
+        let listener = match &socket.listener {
+            Listener::Own(socket) => socket.descriptor.try_clone()?,
+            Listener::Inherited(listener) => listener.try_clone()?,
         };
+        let writers = Arc::clone(&socket.writers);
         let listener = std::os::unix::net::UnixListener::from(listener);
         listener.set_nonblocking(true)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -102,7 +133,7 @@ impl ControlServer {
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new()
             .name("larder-control".to_owned())
-            .spawn(move || run(&runtime, listener, subject, stopped))?;
+            .spawn(move || run(&runtime, listener, (subject, writers), stopped))?;
         Ok(Self {
             stop: Some(stop),
             thread: Some(thread),
@@ -129,10 +160,15 @@ impl Drop for ControlServer {
     }
 }
 
-fn run(runtime: &Runtime, listener: UnixListener, subject: Arc<Subject>, stopped: oneshot::Receiver<()>) {
+fn run(
+    runtime: &Runtime,
+    listener: UnixListener,
+    (subject, writers): (Arc<Subject>, Arc<Writers>),
+    stopped: oneshot::Receiver<()>,
+) {
     runtime.block_on(async {
         let (end, ended) = oneshot::channel();
-        let mut accepting = std::pin::pin!(accept(listener, subject, ended));
+        let mut accepting = std::pin::pin!(accept(listener, subject, writers, ended));
         let is_patient = tokio::select! {
             () = &mut accepting => return,
             stopped = stopped => stopped.is_ok(),
@@ -151,7 +187,7 @@ struct Client {
 }
 
 /// Serves whoever comes, until the end, and then whoever has asked; dropped to end all.
-async fn accept(listener: UnixListener, subject: Arc<Subject>, mut end: oneshot::Receiver<()>) {
+async fn accept(listener: UnixListener, subject: Arc<Subject>, writers: Arc<Writers>, mut end: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let listeners = Arc::new(Semaphore::new(LISTENERS_MAX));
     // In the order in which they came; without those who listen.
@@ -172,7 +208,7 @@ async fn accept(listener: UnixListener, subject: Arc<Subject>, mut end: oneshot:
                 {
                     clients.remove(oldest).task.abort();
                 }
-                let asked = Arc::new(Asked::new(Arc::clone(&listeners)));
+                let asked = Arc::new(Asked::new(Arc::clone(&listeners), writers.include(&stream)));
                 let serving = serve(stream, Arc::clone(&subject), Arc::clone(&asked));
                 let task = tasks.spawn(until_late(serving, Arc::clone(&asked)));
                 clients.push(Client { task, asked });

@@ -21,10 +21,13 @@ const GROUP: u16 = 0x08;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
 
+/// The permissions that `connect` needs, and those that go with it.
+const READ_WRITE: u16 = 6;
+
 /// Of an entry that names nobody.
 const NOBODY: u32 = u32::MAX;
 
-/// Gives the owner and the group what the file's mode would give them if it were theirs.
+/// Gives the owner and the group what the file's mode would give them if it were theirs, and the readers what `connect` needs.
 pub(super) fn give(path: &Path, access: Access) -> io::Result<()> {
     let mode = match access.mode {
         Some(mode) => mode,
@@ -39,12 +42,14 @@ fn list(mode: u32, access: Access) -> Vec<u8> {
     let (user, group, other) = (bits(6), bits(3), bits(0));
     // The maker's own group has nothing of what is another one's.
     let own_group = if access.group.is_some() { 0 } else { group };
+    let readers = access.readers.filter(|readers| access.group != Some(*readers));
     let entries = [
         Some((USER_OBJ, user, NOBODY)),
         access.owner.map(|id| (USER, user, id)),
         Some((GROUP_OBJ, own_group, NOBODY)),
         access.group.map(|id| (GROUP, group, id)),
-        Some((MASK, user | group, NOBODY)),
+        readers.map(|id| (GROUP, READ_WRITE, id)),
+        Some((MASK, user | group | readers.map_or(0, |_| READ_WRITE), NOBODY)),
         Some((OTHER, other, NOBODY)),
     ];
     let mut bytes = VERSION.to_le_bytes().to_vec();

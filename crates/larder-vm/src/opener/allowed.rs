@@ -11,6 +11,7 @@ use larder_block::tls::HOST_AUTHORITIES;
 
 use crate::image::{ChainPolicy, ImageAddress};
 use crate::listen::Access as SocketAccess;
+use crate::read_group::read_group;
 use crate::vm::config::VmConfig;
 
 /// What may be done with one file.
@@ -54,7 +55,8 @@ impl Allowed {
             images: config.images().into_iter().cloned().collect(),
             ..Self::default()
         };
-        allowed.sockets.push((absolute(&config.control), config.control_access));
+        let readers = config.control_access.with_readers(read_group());
+        allowed.sockets.push((absolute(&config.control), readers));
         for disk in &config.disks {
             let wish = &disk.wish;
             let write = !wish.read_only;

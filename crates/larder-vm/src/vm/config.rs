@@ -7,18 +7,17 @@ mod chain_file;
 mod memory;
 mod unsaid;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use larder_block::event_loop::SocketAddress;
 use larder_block::nbd::{ExportDescription, NbdUri, NbdUriError};
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
-use nix::unistd::{Group, User};
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
@@ -26,9 +25,10 @@ use crate::disk::{DiskConfig, Moves};
 use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use crate::image::{ChainPolicy, Format, ImageAddress, ImageOptions, PinnedBy, PinnedChain};
 use crate::inherited::Inherited;
-use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
+use crate::listen::{Access, SOCKET_PATH_BYTES_MAX, group_of, mode_of, user_of};
 use crate::opener::helper;
-use crate::runtime_folder::socket_folder;
+use crate::read_group::is_reader;
+use crate::runtime_folder::{OF_SYSTEM, socket_folder};
 use crate::vm::find::memory_control_of;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
@@ -167,7 +167,16 @@ pub(crate) fn names_image(name: &str, image: &ImageAddress) -> bool {
 
 /// The control socket of the VM `name`, if its file does not say another one.
 pub(super) fn usual_control(name: &str) -> PathBuf {
-    socket_folder().join(format!("{name}.sock"))
+    usual_folder().join(format!("{name}.sock"))
+}
+
+/// Returns the folder of sockets whose paths a VM's file does not give. The host's files describe VMs of the host also where
+/// a member of the read group reads them, and the sockets are not in the member's own folder.
+fn usual_folder() -> PathBuf {
+    match folder() == Path::new(OF_HOST) && is_reader() {
+        true => PathBuf::from(OF_SYSTEM),
+        false => socket_folder(),
+    }
 }
 
 /// The folder of the host's files, which are root's.
@@ -542,7 +551,7 @@ impl Reader<'_> {
             description: description.unwrap_or_default(),
         });
         if !table.contains_key("socket") && !table.contains_key("nbd") {
-            let socket = socket_folder().join(format!("{vm}-{}.sock", disk.name));
+            let socket = usual_folder().join(format!("{vm}-{}.sock", disk.name));
             self.usual_socket(at, "socket", &socket);
             disk.socket = Some(socket);
         }
@@ -664,49 +673,4 @@ fn text_of(value: &DeValue<'_>) -> Result<String, String> {
 
 fn bool_of(text: &str) -> Result<bool, String> {
     crate::run::keyval::parse_bool(text).ok_or_else(|| "give true or false".to_owned())
-}
-
-fn mode_of(text: &str) -> Result<u32, String> {
-    let mode = u32::from_str_radix(text, 8).ok();
-    mode.filter(|mode| *mode <= 0o777 && mode & 0o600 == 0o600)
-        .ok_or_else(|| "give an octal mode in quotes that has at least 0600, as in \"0660\"".to_owned())
-}
-
-fn user_of(text: &str) -> Result<u32, String> {
-    id_of("user", text, |name| {
-        Ok(User::from_name(name)?.map(|user| user.uid.as_raw()))
-    })
-}
-
-fn group_of(text: &str) -> Result<u32, String> {
-    id_of("group", text, |name| {
-        Ok(Group::from_name(name)?.map(|group| group.gid.as_raw()))
-    })
-}
-
-/// Names that were looked up: a confined process, which reads its file again, cannot look them up again.
-static KNOWN: Mutex<BTreeMap<(&str, String), u32>> = Mutex::new(BTreeMap::new());
-
-fn id_of(
-    kind: &'static str,
-    text: &str,
-    look_up: impl FnOnce(&str) -> nix::Result<Option<u32>>,
-) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
-        return Ok(number);
-    }
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    match look_up(text) {
-        Ok(Some(number)) => {
-            known.insert((kind, text.to_owned()), number);
-            Ok(number)
-        }
-        looked_up => match (known.get(&(kind, text.to_owned())), looked_up) {
-            (Some(number), _) => Ok(*number),
-            (None, Err(error)) => Err(format!(
-                "{kind} '{text}' cannot be looked up: {error}; a number need not be"
-            )),
-            (None, _) => Err(format!("there is no {kind} '{text}' on this host")),
-        },
-    }
 }

@@ -69,6 +69,16 @@ pub fn memory_control_of(name: &str) -> PathBuf {
     runtime_folder::memory_folder().join(format!("{name}.sock"))
 }
 
+/// Returns the path at which a client connects to that process: the first existing socket in the folders that concern this
+/// user.
+pub fn find_memory_control(name: &str) -> PathBuf {
+    let folders = memory_folders().into_iter();
+    let mut paths = folders.map(|folder| folder.join(format!("{name}.sock")));
+    paths
+        .find(|path| is_socket(path))
+        .unwrap_or_else(|| memory_control_of(name))
+}
+
 /// The same, in a folder that is there.
 ///
 /// # Errors
@@ -79,6 +89,7 @@ pub fn make_memory_control(name: &str) -> io::Result<PathBuf> {
         runtime_folder::make(above, 0o755)?;
     }
     runtime_folder::make(&folder, 0o755)?;
+    runtime_folder::let_others_list(&folder)?;
     Ok(memory_control_of(name))
 }
 
@@ -97,6 +108,7 @@ pub fn make_migration_control(name: &str, direction: Direction) -> io::Result<Pa
         runtime_folder::make(above, 0o755)?;
     }
     runtime_folder::make(&folder, 0o755)?;
+    runtime_folder::let_others_list(&folder)?;
     Ok(migration_control_of(&name.replace('/', "_"), direction))
 }
 
@@ -141,11 +153,10 @@ pub(super) fn folder() -> PathBuf {
     runtime_folder().join(FOLDER)
 }
 
-/// The folders in which VMs are noted that concern this user: his own, and for root that of the host's services.
+/// The folders in which VMs are noted that concern this user: his own, and for root and members of the group that may read
+/// that of the host's services.
 pub fn folders() -> Vec<PathBuf> {
-    let mut all = vec![runtime_folder::socket_folder(), runtime_folder()];
-    all.dedup();
-    all
+    runtime_folder::vm_folders()
 }
 
 /// The folders of the sockets of processes that manage memory and nothing else, which concern this user.
@@ -258,6 +269,7 @@ impl Noted {
     fn write(&self) -> io::Result<()> {
         runtime_folder::make(&runtime_folder(), 0o755)?;
         runtime_folder::make(&folder(), 0o755)?;
+        runtime_folder::let_others_list(&folder())?;
         // Whoever looks finds the old one or the new one.
         let new = self.path.with_file_name(format!(".{}", std::process::id()));
         let _ = std::fs::remove_file(&new);

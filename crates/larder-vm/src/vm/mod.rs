@@ -33,7 +33,7 @@ use crate::disk::{Disk, DiskError, DiskInquiry, Moves, PreparedDisk};
 use crate::exports::Places;
 use crate::inherited::Inherited;
 use crate::latch::Latch;
-use crate::listen::{Listening, same_place};
+use crate::listen::same_place;
 use crate::runtime_folder::runtime_folder;
 use crate::{opener, private_folder};
 
@@ -392,11 +392,8 @@ fn stop_all(disks: Vec<(&str, Disk)>) {
 
 fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSocket, ControlError> {
     match inherited.at(&config.control)? {
-        Some(socket) => Ok(ControlSocket::Inherited(socket)),
-        None => Ok(ControlSocket::Own(Listening::on(
-            &config.control,
-            config.control_access,
-        )?)),
+        Some(socket) => Ok(ControlSocket::inherited(socket, &config.control, config.control_access)),
+        None => Ok(ControlSocket::bind(&config.control, config.control_access)?),
     }
 }
 

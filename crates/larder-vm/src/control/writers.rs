@@ -1,0 +1,268 @@
+//! The clients that may change something at a control socket. Every other client that can connect may only read.
+//!
+//! Invariants:
+//! - The decision uses the user and the groups that the kernel recorded when the client connected.
+//! - A client whose user the kernel does not report may only read.
+//! - The socket's file counts as it was when the server started to listen, under whichever name, with its present owner and
+//!   mode; a file that takes its place does not.
+//! - Membership in [`READ_GROUP`] alone never permits a change.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::geteuid;
+use tokio::net::UnixStream;
+
+use crate::listen::Access;
+#[cfg(doc)]
+use crate::read_group::READ_GROUP;
+
+/// The kernel's limit of groups of a process (`NGROUPS_MAX`).
+const GROUPS_MAX: usize = 65_536;
+
+/// The number of groups for which the first call has room.
+const GROUPS_USUAL: usize = 64;
+
+/// The users and groups whose processes may change something.
+#[derive(Debug)]
+pub(super) struct Writers {
+    /// Those that the VM's file and the server's user give.
+    fixed: Rights,
+    /// The socket's file. Its owner and mode are read for each client, because root can change them at any time.
+    file: Option<File>,
+    /// The mode's bits of the group are the mask of an access control list.
+    has_list: bool,
+    /// The group whose members may read, which never permits a change.
+    readers: Option<u32>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Rights {
+    users: Vec<u32>,
+    groups: Vec<u32>,
+    everyone: bool,
+}
+
+impl Writers {
+    /// Returns root, the user of this process, the owner and the group of `access` as far as its mode lets them write, and
+    /// likewise those of the socket's file at `path`, which this process created.
+    pub(super) fn of_own(path: &Path, access: Access) -> Self {
+        let mut writers = Self::fixed(access);
+        // In a folder of another user that one may have put another file there since the socket was bound.
+        let is_ours = |file: &File| {
+            file.metadata()
+                .is_ok_and(|found| writers.fixed.users.contains(&found.uid()))
+        };
+        let file = open(path).filter(is_ours);
+        writers.has_list = file.as_ref().is_some_and(has_list);
+        writers.file = file;
+        writers
+    }
+
+    /// The same for a socket's file that another process created.
+    pub(super) fn of_inherited(path: &Path, access: Access) -> Self {
+        let file = open(path);
+        Self {
+            has_list: file.as_ref().is_some_and(has_list),
+            file,
+            ..Self::fixed(access)
+        }
+    }
+
+    fn fixed(access: Access) -> Self {
+        let mode = access.mode.unwrap_or_default();
+        let users = [0, geteuid().as_raw()].into_iter().chain(access.owner);
+        Self {
+            fixed: Rights {
+                users: users.collect(),
+                groups: access.group.filter(|_| mode & 0o020 != 0).into_iter().collect(),
+                everyone: mode & 0o002 != 0,
+            },
+            file: None,
+            has_list: false,
+            readers: access.readers,
+        }
+    }
+
+    /// Returns the rights as they are now.
+    fn now(&self) -> Rights {
+        let mut rights = self.fixed.clone();
+        if let Some(found) = self.file.as_ref().and_then(|file| file.metadata().ok()) {
+            let may_write = |bit: u32| found.permissions().mode() & bit != 0;
+            rights.users.push(found.uid());
+            rights.everyone |= may_write(0o002);
+            rights
+                .groups
+                .extend(Some(found.gid()).filter(|_| may_write(0o020) && !self.has_list));
+        }
+        rights.groups.retain(|group| Some(*group) != self.readers);
+        rights
+    }
+
+    /// Returns whether the process at the other end of a connection may change something.
+    pub(super) fn include(&self, client: &UnixStream) -> bool {
+        let rights = self.now();
+        if rights.everyone {
+            return true;
+        }
+        let Ok(peer) = client.peer_cred() else {
+            return false;
+        };
+        let is_in = |groups: &[u32]| groups.iter().any(|group| rights.groups.contains(group));
+        rights.users.contains(&peer.uid())
+            || !rights.groups.is_empty() && (is_in(&[peer.gid()]) || groups_of(client).is_ok_and(|all| is_in(&all)))
+    }
+}
+
+/// Opens the socket's file, so that its owner and mode can be read whatever becomes of its name.
+fn open(path: &Path) -> Option<File> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    let is_socket = file.metadata().is_ok_and(|found| found.file_type().is_socket());
+    is_socket.then_some(file)
+}
+
+fn has_list(file: &File) -> bool {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let mut nothing: [u8; 0] = [];
+    let found = rustix::fs::getxattr(path, "system.posix_acl_access", &mut nothing);
+    !matches!(found, Err(Errno::NODATA | Errno::NOTSUP))
+}
+
+/// Returns the supplementary groups that the client's process had when it connected (`SO_PEERGROUPS`, unix(7)).
+fn groups_of(client: &impl AsFd) -> io::Result<Vec<u32>> {
+    let mut groups = vec![0_u32; GROUPS_USUAL];
+    loop {
+        let mut bytes = libc::socklen_t::try_from(size_of_val(groups.as_slice())).unwrap_or(libc::socklen_t::MAX);
+        // SAFETY: the descriptor is open while `client` is borrowed. `groups` owns `bytes` writable bytes, and any bytes are
+        // valid as u32. `bytes` is a local socklen_t. The kernel writes nothing else and keeps neither pointer.
+        let result = unsafe {
+            libc::getsockopt(
+                client.as_fd().as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut bytes,
+            )
+        };
+        let count = usize::try_from(bytes).unwrap_or_default() / size_of::<u32>();
+        if result == 0 {
+            groups.truncate(count);
+            return Ok(groups);
+        }
+        let error = io::Error::last_os_error();
+        // The kernel has stored the required size in `bytes`.
+        if error.raw_os_error() != Some(libc::ERANGE) || count <= groups.len() || count > GROUPS_MAX {
+            return Err(error);
+        }
+        groups.resize(count, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+    use crate::listen::SocketFile;
+
+    const NOBODY: u32 = 65_534;
+    const READERS: u32 = 4_242;
+
+    fn access(mode: u32, owner: Option<u32>, group: Option<u32>) -> Access {
+        Access {
+            mode: Some(mode),
+            owner,
+            group,
+            readers: Some(READERS),
+        }
+    }
+
+    /// A group may write only if the mode lets it, and readers never by their group.
+    #[test]
+    fn writers_follow_from_mode_owner_and_group() {
+        for (access, groups, everyone) in [
+            (access(0o600, None, None), &[][..], false),
+            (access(0o660, None, Some(7)), &[7], false),
+            (access(0o600, None, Some(7)), &[], false),
+            (access(0o640, None, Some(7)), &[], false),
+            (access(0o660, None, Some(READERS)), &[], false),
+            (access(0o666, None, None), &[], true),
+        ] {
+            let rights = Writers::fixed(access).now();
+            assert_eq!((&*rights.groups, rights.everyone), (groups, everyone), "{access:?}");
+        }
+        let users = Writers::fixed(access(0o600, Some(NOBODY), None)).now().users;
+        assert!(users.contains(&NOBODY) && users.contains(&0));
+    }
+
+    /// A later change of the file's mode counts; with an access control list the group bits do not.
+    #[test]
+    fn mode_of_the_file_counts_as_it_is_now() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let set = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("ours");
+        let listener = UnixListener::bind(&path).expect("binds");
+        set(0o600);
+        let group = path.metadata().expect("is there").gid();
+        for writers in [
+            Writers::of_inherited(&path, access(0o600, None, None)),
+            Writers::of_own(&path, access(0o600, None, None)),
+        ] {
+            for (mode, groups, everyone) in [
+                (0o600, vec![], false),
+                (0o660, vec![group], false),
+                (0o606, vec![], true),
+            ] {
+                set(mode);
+                let rights = writers.now();
+                assert_eq!((rights.groups, rights.everyone), (groups, everyone), "{mode:o}");
+            }
+        }
+        drop(listener);
+        let _socket = SocketFile::bind_for(&path, access(0o600, None, None)).expect("replaces it");
+        let mode = path.metadata().expect("is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o660, "the mask of the list lets readers in");
+        for writers in [
+            Writers::of_inherited(&path, access(0o600, None, None)),
+            Writers::of_own(&path, access(0o600, None, None)),
+        ] {
+            assert_eq!((writers.now().groups, writers.now().everyone), (vec![], false));
+        }
+    }
+
+    /// A file that has taken the place of the socket gives nobody a right.
+    #[test]
+    fn file_in_place_of_the_socket_counts_for_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let _listener = UnixListener::bind(&path).expect("binds");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).expect("ours");
+        let writers = Writers::of_own(&path, access(0o600, None, None));
+        std::fs::rename(&path, folder.path().join("moved")).expect("ours");
+        std::fs::write(&path, "").expect("writes");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).expect("ours");
+        assert!(!writers.now().everyone);
+        assert!(Writers::of_own(&path, access(0o600, None, None)).file.is_none());
+    }
+
+    /// The reported groups of a client are those of its process.
+    #[test]
+    fn groups_of_a_client_are_those_of_its_process() {
+        let (one, _other) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let mut reported = groups_of(&one).expect("the kernel reports them");
+        let mut ours: Vec<u32> = rustix::process::getgroups()
+            .expect("we have some")
+            .into_iter()
+            .map(rustix::process::Gid::as_raw)
+            .collect();
+        reported.sort_unstable();
+        ours.sort_unstable();
+        assert_eq!(reported, ours);
+    }
+}

@@ -1,0 +1,63 @@
+//! Parses the mode, owner and group of a socket.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use nix::unistd::{Group, User};
+
+/// Parses an octal mode that lets at least the owner connect.
+///
+/// # Errors
+/// The text is no such mode.
+pub fn mode_of(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| *mode <= 0o777 && mode & 0o600 == 0o600)
+        .ok_or_else(|| "give an octal mode in quotes that has at least 0600, as in \"0660\"".to_owned())
+}
+
+/// Parses the name or the number of a user.
+///
+/// # Errors
+/// There is no such user.
+pub fn user_of(text: &str) -> Result<u32, String> {
+    id_of("user", text, |name| {
+        Ok(User::from_name(name)?.map(|user| user.uid.as_raw()))
+    })
+}
+
+/// Parses the name or the number of a group.
+///
+/// # Errors
+/// There is no such group.
+pub fn group_of(text: &str) -> Result<u32, String> {
+    id_of("group", text, |name| {
+        Ok(Group::from_name(name)?.map(|group| group.gid.as_raw()))
+    })
+}
+
+/// Names that were looked up: a confined process, which is sent its file again, cannot look them up again.
+static KNOWN: Mutex<BTreeMap<(&str, String), u32>> = Mutex::new(BTreeMap::new());
+
+fn id_of(
+    kind: &'static str,
+    text: &str,
+    look_up: impl FnOnce(&str) -> nix::Result<Option<u32>>,
+) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    match look_up(text) {
+        Ok(Some(number)) => {
+            known.insert((kind, text.to_owned()), number);
+            Ok(number)
+        }
+        looked_up => match (known.get(&(kind, text.to_owned())), looked_up) {
+            (Some(number), _) => Ok(*number),
+            (None, Err(error)) => Err(format!(
+                "{kind} '{text}' cannot be looked up: {error}; a number need not be"
+            )),
+            (None, _) => Err(format!("there is no {kind} '{text}' on this host")),
+        },
+    }
+}
