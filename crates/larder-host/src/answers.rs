@@ -1,5 +1,6 @@
 //! What is answered to a request.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +24,7 @@ use crate::auth::is_own_name;
 use crate::events::follow;
 use crate::fleet::Fleet;
 use crate::frames::{of_fleet, of_vm};
+use crate::listen::ListenAddress;
 use crate::metrics::{Format, render};
 use crate::migration_frames::of_migration;
 use crate::server::{Client, Site};
@@ -62,16 +64,19 @@ pub(crate) async fn answer(request: Request<Incoming>, site: &Site, client: &Cli
 /// What whoever may not look is told.
 fn refuse(request: &Request<Incoming>, site: &Site) -> Option<Answer> {
     let path = request.uri().path();
-    let Some(token) = &site.access.token else {
-        let is_own = is_own_name(request.headers(), site.listen.ip());
-        return (!is_own).then(|| {
-            let why = format!(
-                "there is no host of that name here; ask http://localhost:{}/",
-                site.listen.port()
-            );
-            plain(StatusCode::MISDIRECTED_REQUEST, why)
-        });
+    // With TLS a browser compares the name with the certificate.
+    let address = match &site.listen {
+        ListenAddress::Tcp(address) => Some(address),
+        ListenAddress::Unix(_) => None,
     };
+    if site.access.tls.is_none() && !is_own_name(request.headers(), address.map(SocketAddr::ip)) {
+        let port = address
+            .map(|address| format!(":{}", address.port()))
+            .unwrap_or_default();
+        let why = format!("there is no host of that name here; ask http://localhost{port}/, or send Host: localhost");
+        return Some(plain(StatusCode::MISDIRECTED_REQUEST, why));
+    }
+    let token = site.access.token.as_ref()?;
     if path == "/login" || asset(path).is_some() || token.lets_in(request.headers()) {
         return None;
     }
@@ -79,7 +84,8 @@ fn refuse(request: &Request<Incoming>, site: &Site) -> Option<Answer> {
     if request.method() == Method::GET && accepts.is_some_and(|accepts| accepts.contains("text/html")) {
         return Some(see("/login"));
     }
-    let mut refused = plain(StatusCode::UNAUTHORIZED, "say the token: Authorization: Bearer TOKEN");
+    let why = "authentication required: send `Authorization: Bearer TOKEN`, with the first line of the file that `larder host` logs as token_file at its start";
+    let mut refused = plain(StatusCode::UNAUTHORIZED, why);
     refused
         .headers_mut()
         .insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

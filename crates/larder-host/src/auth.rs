@@ -1,5 +1,5 @@
-//! Who may look: whoever knows the token, if there is one; and nobody by way of a name that another one has given to this
-//! host (DNS rebinding).
+//! Authentication: over TCP a client must present the token. A request that names the host as another site may have named it
+//! (DNS rebinding) is refused.
 
 use std::io::{self, Read};
 use std::net::IpAddr;
@@ -18,8 +18,13 @@ const TOKEN_BYTES_MIN: usize = 16;
 /// The longest one.
 const TOKEN_BYTES_MAX: u64 = 4096;
 
-/// The cookie of a browser whose user has shown the token.
-const COOKIE_NAME: &str = "larder-host";
+/// The first part of a cookie's name. The second part depends on the token, so that a browser that reaches several hosts by
+/// one name, as through `ssh -L`, keeps a cookie of each.
+const COOKIE_NAME: &str = "larder-host-";
+
+/// The text whose signature is the second part, and the characters of the signature that are used.
+const COOKIE_NAME_SUBJECT: &[u8] = b"larder host: the name of the cookie";
+const COOKIE_NAME_CHARACTERS: usize = 8;
 
 /// What that cookie vouches for.
 const COOKIE_SUBJECT: &[u8] = b"larder host: a browser whose user has shown the token";
@@ -28,7 +33,7 @@ const COOKIE_SUBJECT: &[u8] = b"larder host: a browser whose user has shown the 
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenError {
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}{}", path.display(), hint(source))]
     Read { path: PathBuf, source: io::Error },
     #[error("{} can be read by every user of this host (mode {mode:04o}); chmod o= it", path.display())]
     Open { path: PathBuf, mode: u32 },
@@ -39,9 +44,19 @@ pub enum TokenError {
     Weak { path: PathBuf },
 }
 
+fn hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "; the user that runs `larder host` must be able to read it, which for the service is larder-host (chown larder-host)"
+        }
+        _ => "",
+    }
+}
+
 /// A word that clients must know.
 pub struct Token {
     key: hmac::Key,
+    cookie_name: String,
     cookie: String,
 }
 
@@ -79,9 +94,17 @@ impl Token {
     fn new(word: &[u8]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, word);
         // It opens what the token opens, does not tell it, and is void once the token is another one.
-        let cookie = hmac::sign(&key, COOKIE_SUBJECT);
-        let cookie = cookie.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-        Self { key, cookie }
+        let signed = |subject| -> String {
+            let signature = hmac::sign(&key, subject);
+            signature.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+        };
+        let mut cookie_name = signed(COOKIE_NAME_SUBJECT);
+        cookie_name.truncate(COOKIE_NAME_CHARACTERS);
+        Self {
+            cookie: signed(COOKIE_SUBJECT),
+            cookie_name: format!("{COOKIE_NAME}{cookie_name}"),
+            key,
+        }
     }
 
     /// Whether a word is the token, in a time that tells nothing.
@@ -94,8 +117,8 @@ impl Token {
     pub(crate) fn cookie(&self, is_over_tls: bool) -> String {
         let secure = if is_over_tls { "; Secure" } else { "" };
         format!(
-            "{COOKIE_NAME}={}; Path=/; HttpOnly; SameSite=Strict{secure}",
-            self.cookie
+            "{}={}; Path=/; HttpOnly; SameSite=Strict{secure}",
+            self.cookie_name, self.cookie
         )
     }
 
@@ -107,7 +130,8 @@ impl Token {
             scheme.eq_ignore_ascii_case("bearer").then(|| word.trim())
         });
         let cookies = text(COOKIE).flat_map(|value| value.split(';'));
-        let mut ours = cookies.filter_map(|cookie| cookie.trim().strip_prefix(COOKIE_NAME)?.strip_prefix('='));
+        let mut ours =
+            cookies.filter_map(|cookie| cookie.trim().strip_prefix(self.cookie_name.as_str())?.strip_prefix('='));
         bearers.any(|word| self.is(word.as_bytes())) || ours.any(|cookie| self.has_made(cookie))
     }
 
@@ -118,8 +142,9 @@ impl Token {
     }
 }
 
-/// Whether the name that a browser knows this host by is one that nobody else can give it.
-pub(crate) fn is_own_name(headers: &HeaderMap, listen: IpAddr) -> bool {
+/// Returns whether a request names this host as no other site can: as `localhost`, or by an address of loopback or the one
+/// that is listened on.
+pub(crate) fn is_own_name(headers: &HeaderMap, listen: Option<IpAddr>) -> bool {
     let mut all = headers.get_all(HOST).iter();
     let (Some(host), None) = (all.next(), all.next()) else {
         return false;
@@ -132,7 +157,7 @@ pub(crate) fn is_own_name(headers: &HeaderMap, listen: IpAddr) -> bool {
         None => host.split(':').next().unwrap_or_default(),
     };
     let address = name.parse::<IpAddr>();
-    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|it| is_loopback(it) || it == listen)
+    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|it| is_loopback(it) || Some(it) == listen)
 }
 
 #[cfg(test)]
@@ -156,6 +181,7 @@ mod tests {
         let token = Token::new(b"0123456789abcdef");
         let cookie = token.cookie(true);
         let cookie = cookie.split(';').next().expect("a cookie");
+        let (name, _) = cookie.split_once('=').expect("a name");
         let other = Token::new(b"fedcba9876543210");
         for (lets_in, all) in [
             (true, headers(&[("authorization", "Bearer 0123456789abcdef")])),
@@ -164,8 +190,8 @@ mod tests {
             (false, headers(&[])),
             (false, headers(&[("authorization", "Bearer 0123456789abcde")])),
             (false, headers(&[("authorization", "Basic 0123456789abcdef")])),
-            (false, headers(&[("cookie", "larder-host=")])),
-            (false, headers(&[("cookie", "larder-host=é")])),
+            (false, headers(&[("cookie", &format!("{name}="))])),
+            (false, headers(&[("cookie", &format!("{name}=é"))])),
             (
                 false,
                 headers(&[("cookie", other.cookie(true).split(';').next().expect("a cookie"))]),
@@ -196,7 +222,7 @@ mod tests {
 
     #[test]
     fn only_names_of_this_host_are_its_own() {
-        let listen = "192.0.2.7".parse().expect("an address");
+        let listen = Some("192.0.2.7".parse().expect("an address"));
         for (is_own, host) in [
             (true, "localhost:9178"),
             (true, "LOCALHOST"),

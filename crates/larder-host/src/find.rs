@@ -110,6 +110,8 @@ pub(crate) struct Finder {
     /// Folders of sockets of processes that move VMs.
     moves: Vec<PathBuf>,
     files: PathBuf,
+    /// A socket that belongs to no VM.
+    left_out: Option<PathBuf>,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
     /// Counts at the last log line about them.
     logged: LeftOut,
@@ -125,9 +127,15 @@ impl Finder {
             memories,
             moves,
             files,
+            left_out: None,
             read: HashMap::new(),
             logged: LeftOut::default(),
         }
+    }
+
+    /// Ignores the socket at `path`, on which this process listens itself.
+    pub(crate) fn leave_out(&mut self, path: &Path) {
+        self.left_out = Some(path.to_owned());
     }
 
     /// What there is now.
@@ -185,7 +193,7 @@ impl Finder {
         }
         for path in self.sockets.iter().flat_map(|folder| paths(folder, "sock")) {
             let socket = SocketId::at(&path);
-            if socket.is_some() && !found.of_disks.contains(&path) {
+            if socket.is_some() && !found.of_disks.contains(&path) && self.left_out.as_ref() != Some(&path) {
                 found.places.entry(path).or_insert(Place {
                     vm: None,
                     memory_of: None,

@@ -10,6 +10,7 @@
 //!   time, which stays until it is answered: a VM that is stuck costs a descriptor, and delays no other one.
 //! - Nothing is asked of a socket that may be a disk's: a question would take a front-end's place there.
 //! - Every text from a VM is taken for hostile, every number of things is bounded.
+//! - Over TCP, on loopback too, a client without the token gets no data of a VM. On a unix socket the file's mode decides.
 
 mod answers;
 mod ask;
@@ -27,10 +28,12 @@ mod memory_frames;
 mod metrics;
 mod migration_frames;
 mod server;
+mod token_file;
 mod vm;
 
 pub use auth::{Token, TokenError};
 pub use balance::Policy;
 pub use balancing::BalanceConfig;
-pub use listen::{HostConfig, HostError, LISTEN_DEFAULT};
-pub use server::Host;
+pub use listen::{HostConfig, HostError, LISTEN_DEFAULT, ListenAddress};
+pub use server::{Address, Host, Stop};
+pub use token_file::TokenFileError;

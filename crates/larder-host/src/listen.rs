@@ -1,25 +1,64 @@
 //! Where is listened, and for whom.
 
+use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use larder_block::tls::{ServerTls, TlsError};
+use larder_vm::listen::{self, ListenError};
 
 use crate::auth::{Token, TokenError};
 use crate::balancing::BalanceConfig;
+use crate::token_file::{TokenFileError, usual_token};
 
 /// Where is listened unless something else is said. 9177 is libvirt exporters'.
-pub const LISTEN_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9178);
+pub const LISTEN_DEFAULT: ListenAddress = ListenAddress::Tcp(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9178));
+
+/// An address to listen on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ListenAddress {
+    /// An address and a port. Clients must present the token.
+    Tcp(SocketAddr),
+    /// A unix socket. The mode of its file decides which users can connect.
+    Unix(PathBuf),
+}
+
+impl FromStr for ListenAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = text.strip_prefix("unix:").unwrap_or(text);
+        if path.contains('/') {
+            return Ok(Self::Unix(PathBuf::from(path)));
+        }
+        let address = text.parse().map(Self::Tcp);
+        address.map_err(|_| {
+            "give an address with a port, as in 127.0.0.1:9178, or the path of a unix socket with a / in it".to_owned()
+        })
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unix(path) => path.display().fmt(f),
+        }
+    }
+}
 
 /// What is served, to whom.
 #[derive(Clone, Debug)]
 pub struct HostConfig {
-    /// The address and port.
-    pub listen: SocketAddr,
+    /// The address.
+    pub listen: ListenAddress,
+    /// The mode, owner and group of a unix socket.
+    pub socket: listen::Access,
     /// The folder of `server-cert.pem` and `server-key.pem`.
     pub tls_certificates: Option<PathBuf>,
-    /// The file with the token that clients must know.
+    /// The file with the token that clients must present. Without this file TCP uses a token that is created once.
     pub token_file: Option<PathBuf>,
     /// How budgets of VMs' memory are moved, if they are.
     pub balance: Option<BalanceConfig>,
@@ -30,15 +69,27 @@ pub struct HostConfig {
 #[allow(missing_docs)]
 pub enum HostError {
     #[error(
-        "--listen {listen}: other hosts could look in there. Give --tls-certificates and --token-file, both; or listen on 127.0.0.1, and reach it from elsewhere through ssh -L"
+        "--listen {listen}: the token would cross the network unencrypted. Give --tls-certificates; or listen on 127.0.0.1, and reach it from other hosts through ssh -L"
     )]
     Open { listen: SocketAddr },
+    #[error("--listen {}: a unix socket has no TLS; leave out --tls-certificates", path.display())]
+    TlsOnUnix { path: PathBuf },
+    #[error(
+        "--socket-mode, --socket-owner and --socket-group need a unix socket, and --listen {listen} is a TCP address; give a path, or leave them out"
+    )]
+    NoSocket { listen: SocketAddr },
     #[error("--tls-certificates: {0}")]
     Tls(#[from] TlsError),
     #[error("--token-file: {0}")]
     Token(#[from] TokenError),
+    #[error(
+        "{0}; name another file with --token-file, or listen on a unix socket (--listen PATH), which needs no token"
+    )]
+    OwnToken(#[from] TokenFileError),
     #[error("cannot listen on {listen}: {source}")]
     Listen { listen: SocketAddr, source: io::Error },
+    #[error("--listen: {0}")]
+    Socket(#[from] ListenError),
     #[error("--balance-memory: it cannot be told what the host has free: /proc/meminfo: {0}")]
     Memory(io::Error),
     #[error("{0}")]
@@ -49,20 +100,36 @@ pub enum HostError {
 pub(crate) struct Access {
     pub(crate) tls: Option<ServerTls>,
     pub(crate) token: Option<Token>,
+    /// The file of the token.
+    pub(crate) token_file: Option<PathBuf>,
 }
 
 impl HostConfig {
     /// Reads what is needed to keep others out.
     pub(crate) fn access(&self) -> Result<Access, HostError> {
-        let is_alone = is_loopback(self.listen.ip());
-        if !is_alone && (self.tls_certificates.is_none() || self.token_file.is_none()) {
-            return Err(HostError::Open { listen: self.listen });
+        match &self.listen {
+            ListenAddress::Tcp(listen) if self.socket != listen::Access::default() => {
+                return Err(HostError::NoSocket { listen: *listen });
+            }
+            ListenAddress::Tcp(listen) if !is_loopback(listen.ip()) && self.tls_certificates.is_none() => {
+                return Err(HostError::Open { listen: *listen });
+            }
+            ListenAddress::Unix(path) if self.tls_certificates.is_some() => {
+                return Err(HostError::TlsOnUnix { path: path.clone() });
+            }
+            ListenAddress::Tcp(_) | ListenAddress::Unix(_) => {}
         }
         let load = |folder: &PathBuf| ServerTls::load_folder(folder, false);
-        Ok(Access {
-            tls: self.tls_certificates.as_ref().map(load).transpose()?,
-            token: self.token_file.as_deref().map(Token::read).transpose()?,
-        })
+        let tls = self.tls_certificates.as_ref().map(load).transpose()?;
+        let (token, token_file) = match (&self.token_file, &self.listen) {
+            (Some(path), _) => (Some(Token::read(path)?), Some(path.clone())),
+            (None, ListenAddress::Tcp(_)) => {
+                let (token, path) = usual_token()?;
+                (Some(token), Some(path))
+            }
+            (None, ListenAddress::Unix(_)) => (None, None),
+        };
+        Ok(Access { tls, token, token_file })
     }
 }
 
@@ -71,6 +138,25 @@ pub(crate) fn is_loopback(address: IpAddr) -> bool {
         IpAddr::V4(address) => address.is_loopback(),
         IpAddr::V6(address) => {
             address.is_loopback() || address.to_ipv4_mapped().is_some_and(|address| address.is_loopback())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A path has a slash, and an address has none.
+    #[test]
+    fn addresses_and_paths_are_told_apart() {
+        let unix = |path: &str| Ok(ListenAddress::Unix(path.into()));
+        assert_eq!("unix:/run/x.sock".parse(), unix("/run/x.sock"));
+        assert_eq!("/run/x.sock".parse(), unix("/run/x.sock"));
+        assert_eq!("./x.sock".parse(), unix("./x.sock"));
+        assert_eq!(LISTEN_DEFAULT.to_string().parse(), Ok(LISTEN_DEFAULT));
+        assert!(matches!("[::1]:9178".parse(), Ok(ListenAddress::Tcp(_))));
+        for wrong in ["9178", "localhost", "x.sock", ""] {
+            assert!(wrong.parse::<ListenAddress>().is_err(), "{wrong}");
         }
     }
 }

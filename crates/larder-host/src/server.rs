@@ -1,7 +1,8 @@
 //! Listens, and serves whoever comes.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -9,9 +10,10 @@ use std::time::{Duration, Instant};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use larder_vm::listen::SocketFile;
 use larder_vm::vm::{config, find};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
@@ -22,7 +24,7 @@ use crate::answers::answer;
 use crate::balancing::{self, BalanceConfig, available};
 use crate::find::Finder;
 use crate::fleet::Fleet;
-use crate::listen::{Access, HostConfig, HostError};
+use crate::listen::{Access, HostConfig, HostError, ListenAddress};
 
 /// Connections at a time. A further one takes the place of the one that has asked nothing for the longest time.
 const CLIENTS_MAX: usize = 128;
@@ -39,16 +41,44 @@ const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 /// The longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
 
+/// The mode of a unix socket without `--socket-mode`.
+const SOCKET_MODE_DEFAULT: u32 = 0o600;
+
 /// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves metrics and the dashboard.
 pub struct Host {
     runtime: Runtime,
-    listener: TcpListener,
+    listener: Listener,
     site: Arc<Site>,
     balance: Option<BalanceConfig>,
     stop: Arc<Notify>,
+}
+
+/// A listening socket.
+enum Listener {
+    Tcp(TcpListener),
+    /// The file is removed with the listener.
+    Unix {
+        listener: UnixListener,
+        _file: SocketFile,
+    },
+}
+
+/// A client's connection.
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Listener {
+    async fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Self::Tcp(listener) => listener.accept().await.map(|(stream, _)| Stream::Tcp(stream)),
+            Self::Unix { listener, .. } => listener.accept().await.map(|(stream, _)| Stream::Unix(stream)),
+        }
+    }
 }
 
 /// Ends [`Host::run`].
@@ -66,7 +96,7 @@ impl Stop {
 pub(crate) struct Site {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) access: Access,
-    pub(crate) listen: SocketAddr,
+    pub(crate) listen: ListenAddress,
     pub(crate) streams: Arc<Semaphore>,
 }
 
@@ -87,22 +117,21 @@ impl Host {
             .max_blocking_threads(1)
             .build()
             .map_err(HostError::Start)?;
-        let failed = |source| HostError::Listen {
-            listen: config.listen,
-            source,
-        };
-        let listener = runtime.block_on(TcpListener::bind(config.listen)).map_err(failed)?;
-        let listen = listener.local_addr().map_err(failed)?;
+        let (listener, listen) = bind(&runtime, config)?;
+        let mut finder = Finder::new(
+            find::folders(),
+            find::memory_folders(),
+            find::moves_folders(),
+            config::folder(),
+        );
+        if let ListenAddress::Unix(path) = &listen {
+            finder.leave_out(path);
+        }
         Ok(Self {
             runtime,
             listener,
             site: Arc::new(Site {
-                fleet: Arc::new(Fleet::new(Finder::new(
-                    find::folders(),
-                    find::memory_folders(),
-                    find::moves_folders(),
-                    config::folder(),
-                ))),
+                fleet: Arc::new(Fleet::new(finder)),
                 access,
                 listen,
                 streams: Arc::new(Semaphore::new(STREAMS_MAX)),
@@ -112,14 +141,22 @@ impl Host {
         })
     }
 
-    /// Where it is reached.
-    pub fn url(&self) -> String {
+    /// Returns the address at which clients reach it.
+    pub fn address(&self) -> Address<'_> {
         let scheme = if self.site.access.tls.is_some() {
             "https"
         } else {
             "http"
         };
-        format!("{scheme}://{}/", self.site.listen)
+        match &self.site.listen {
+            ListenAddress::Tcp(address) => Address::Url(format!("{scheme}://{address}/")),
+            ListenAddress::Unix(path) => Address::Socket(path),
+        }
+    }
+
+    /// Returns the file with the token that clients must present, if there is a token.
+    pub fn token_file(&self) -> Option<&Path> {
+        self.site.access.token_file.as_deref()
     }
 
     /// What ends it.
@@ -153,6 +190,41 @@ impl Host {
         });
         // A folder that is stuck is not waited for.
         runtime.shutdown_background();
+    }
+}
+
+/// The address of a [`Host`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address<'a> {
+    /// The URL of the dashboard.
+    Url(String),
+    /// The path of a unix socket.
+    Socket(&'a Path),
+}
+
+fn bind(runtime: &Runtime, config: &HostConfig) -> Result<(Listener, ListenAddress), HostError> {
+    match &config.listen {
+        ListenAddress::Tcp(address) => {
+            let failed = |source| HostError::Listen {
+                listen: *address,
+                source,
+            };
+            let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
+            let address = listener.local_addr().map_err(failed)?;
+            Ok((Listener::Tcp(listener), ListenAddress::Tcp(address)))
+        }
+        ListenAddress::Unix(path) => {
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            let mut access = config.socket;
+            access.mode.get_or_insert(SOCKET_MODE_DEFAULT);
+            let file = SocketFile::bind_for(&path, access)?;
+            let listener = file.descriptor().map_err(HostError::Start)?;
+            let listener = std::os::unix::net::UnixListener::from(listener);
+            listener.set_nonblocking(true).map_err(HostError::Start)?;
+            let _inside = runtime.enter();
+            let listener = UnixListener::from_std(listener).map_err(HostError::Start)?;
+            Ok((Listener::Unix { listener, _file: file }, ListenAddress::Unix(path)))
+        }
     }
 }
 
@@ -200,7 +272,7 @@ impl Client {
     }
 }
 
-async fn accept(listener: TcpListener, site: Arc<Site>) {
+async fn accept(listener: Listener, site: Arc<Site>) {
     let tls = site.access.tls.as_ref().map(|tls| TlsAcceptor::from(tls.config()));
     let mut tasks = JoinSet::new();
     let mut clients: Vec<(AbortHandle, Arc<Client>)> = Vec::with_capacity(CLIENTS_MAX);
@@ -212,7 +284,7 @@ async fn accept(listener: TcpListener, site: Arc<Site>) {
             accepted = listener.accept() => accepted,
         };
         let stream = match accepted {
-            Ok((stream, _)) => stream,
+            Ok(stream) => stream,
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
                     tracing::warn!("cannot take a client: {error}");
@@ -235,14 +307,25 @@ async fn accept(listener: TcpListener, site: Arc<Site>) {
             }
         }
         let client = Arc::new(Client::new());
-        let task = tasks.spawn(meet(stream, tls.clone(), Arc::clone(&site), Arc::clone(&client)));
+        let (tls, site) = (tls.clone(), Arc::clone(&site));
+        let task = match stream {
+            Stream::Tcp(stream) => {
+                // Answers are written at once.
+                let _ = stream.set_nodelay(true);
+                tasks.spawn(meet(stream, tls, site, Arc::clone(&client)))
+            }
+            Stream::Unix(stream) => tasks.spawn(meet(stream, tls, site, Arc::clone(&client))),
+        };
         clients.push((task, client));
     }
 }
 
-async fn meet(stream: TcpStream, tls: Option<TlsAcceptor>, site: Arc<Site>, client: Arc<Client>) {
-    // Answers are written at once.
-    let _ = stream.set_nodelay(true);
+async fn meet(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    tls: Option<TlsAcceptor>,
+    site: Arc<Site>,
+    client: Arc<Client>,
+) {
     let serving = async {
         match tls {
             None => serve(stream, &site, &client).await,

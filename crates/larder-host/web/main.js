@@ -40,7 +40,7 @@ function open() {
     say('lost', 'no connection');
     shown.lost?.();
     // The browser tries again by itself, but for an answer that is no stream.
-    if (stream.readyState === EventSource.CLOSED) setTimeout(() => current?.stream === stream && open(), 3000);
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => current?.stream === stream && reopen(), 3000);
   };
   for (const [name, hear] of Object.entries(shown.hears)) {
     stream.addEventListener(name, (event) => {
@@ -49,6 +49,13 @@ function open() {
     });
   }
   current = { stream, shown };
+}
+
+/** Opens the page again, or the login form where the token has changed. */
+async function reopen() {
+  const answer = await fetch('/api/fleet', { method: 'HEAD' }).catch(() => undefined);
+  if (answer?.status === 401) location.assign('/login');
+  else open();
 }
 
 addEventListener('hashchange', () => {

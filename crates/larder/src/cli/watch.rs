@@ -1,26 +1,37 @@
 //! Options of `larder host`, `status`, `top` and `advise`.
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use clap::builder::OsStringValueParser;
 use larder_block::ByteLen;
-use larder_host::LISTEN_DEFAULT;
+use larder_host::{LISTEN_DEFAULT, ListenAddress};
+use larder_vm::listen::{group_of, mode_of, user_of};
 
 use super::Output;
 
 #[derive(Args)]
 pub(crate) struct HostArguments {
-    /// Where to listen: an address with a port. Beyond this host only with --tls-certificates and --token-file
-    #[arg(long, value_name = "ADDRESS:PORT", default_value_t = LISTEN_DEFAULT)]
-    pub(crate) listen: SocketAddr,
+    /// Where to listen: an address with a port, for other hosts only with --tls-certificates; or the path of a unix socket,
+    /// with a / in it
+    #[arg(long, value_name = "ADDRESS:PORT|PATH", default_value_t = LISTEN_DEFAULT)]
+    pub(crate) listen: ListenAddress,
+    /// The mode of a unix socket's file, in octal digits; otherwise 0600
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    pub(crate) socket_mode: Option<u32>,
+    /// The owner of a unix socket's file, by name or number
+    #[arg(long, value_name = "USER", value_parser = user_of)]
+    pub(crate) socket_owner: Option<u32>,
+    /// The group of a unix socket's file, by name or number
+    #[arg(long, value_name = "GROUP", value_parser = group_of)]
+    pub(crate) socket_group: Option<u32>,
     /// Speak TLS, with server-cert.pem and server-key.pem from this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_certificates: Option<PathBuf>,
-    /// Only for whoever knows the first line of this file, which other users must not be able to read
+    /// The file with the token of clients in its first line, which other users must not be able to read; otherwise the
+    /// first start over TCP creates a token, and each start logs its file
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
     /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min and the
@@ -99,6 +110,10 @@ pub(crate) struct AdviseArguments {
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
+}
+
+fn parse_mode(text: &str) -> Result<u32, String> {
+    mode_of(text).map_err(|_| "give an octal mode that has at least 0600, as in 0660".to_owned())
 }
 
 /// From 0 to 1, of `80%`.
