@@ -14,7 +14,7 @@ if is_fresh "$out_dir/debian12.stamp" "$want" "$out_dir/debian12/sbin/init"; the
 rm -f -- "$out_dir/debian12.stamp"
 rm -rf --one-file-system -- "$out_dir/debian12"
 debian_root "$guest_suite" "$out_dir/debian12" \
-  systemd,systemd-sysv,dbus,procps,iproute2,qemu-system-x86,qemu-utils,man-db,bash-completion,lintian
+  systemd,systemd-sysv,dbus,procps,iproute2,qemu-system-x86,qemu-utils,man-db,bash-completion,lintian,curl
 # What a package brings is to be installed as on a real host, its documentation too.
 rm -f -- "$out_dir"/debian12/etc/dpkg/dpkg.cfg.d/99mmdebstrap
 echo "$want" >"$out_dir/debian12.stamp"

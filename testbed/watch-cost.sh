@@ -60,12 +60,13 @@ host=$!
 pids+=("$host")
 until grep -q ' ready ' "$folder/host.log"; do sleep 0.1; done
 url=$(grep -o 'http://[0-9.:]*' "$folder/host.log" | head -n 1)
+ask() { curl -sS --oauth2-bearer "$(cat "$STATE_DIRECTORY/host-token")" "$@"; }
 
-curl -sSN "$url/api/fleet" >"$folder/frames" &
+ask -N "$url/api/fleet" >"$folder/frames" &
 pids+=($!)
 # It has found all and been scraped once before it is measured.
 sleep 5
-curl -sS "$url/metrics" >"$folder/metrics"
+ask "$url/metrics" >"$folder/metrics"
 up=$(grep -c '^larder_vm_up{.*} 1$' "$folder/metrics" || true)
 
 ticks() { awk '{ print $14 + $15 }' "/proc/$host/stat"; }
@@ -77,7 +78,7 @@ all_ticks() {
 before=$(ticks) vms_before=$(all_ticks) started=$(date +%s%N)
 for _ in $(seq $((seconds / 15))); do
   sleep 15
-  curl -sS "$url/metrics" >"$folder/metrics"
+  ask "$url/metrics" >"$folder/metrics"
 done
 after=$(ticks) vms_after=$(all_ticks) ended=$(date +%s%N)
 hertz=$(getconf CLK_TCK)

@@ -45,11 +45,32 @@ fn other_hosts_are_let_in_with_tls_and_a_token_only() {
     let pki = pki(&user);
     let (certificates, token) = (text(pki.path()), pki.path().join("token"));
     let token = text(&token);
-    let both = ["--tls-certificates and --token-file", "ssh -L"];
+    let both = ["the token would cross the network", "--tls-certificates", "ssh -L"];
     for listen in ["0.0.0.0:0", "[::]:0", "192.0.2.1:9178"] {
         refused(&user, &["--listen", listen], &both);
         refused(&user, &["--listen", listen, "--token-file", token], &both);
-        refused(&user, &["--listen", listen, "--tls-certificates", certificates], &both);
+    }
+    for (options, words) in [
+        (&["--listen", "nowhere"][..], &["127.0.0.1:9178", "unix socket"][..]),
+        (
+            &["--listen", "/nowhere/s.sock", "--tls-certificates", certificates],
+            &["/nowhere/s.sock", "a unix socket has no TLS"],
+        ),
+        (
+            &["--listen", "/nowhere/s.sock"],
+            &["/nowhere/s.sock", "its folder does not exist"],
+        ),
+        (
+            &["--listen", "127.0.0.1:0", "--socket-mode", "0660"],
+            &["--socket-mode", "unix socket"],
+        ),
+        (&["--listen", "./s.sock", "--socket-mode", "0060"], &["at least 0600"]),
+        (
+            &["--listen", "./s.sock", "--socket-group", "no-such"],
+            &["there is no group 'no-such'"],
+        ),
+    ] {
+        refused(&user, options, words);
     }
     let of_token =
         |path: &str, words: &[&str]| refused(&user, &["--listen", "127.0.0.1:0", "--token-file", path], words);
@@ -98,7 +119,7 @@ fn over_tls_only_who_knows_the_token_sees_anything() {
         for options in [
             &[][..],
             &["-H", "Authorization: Bearer b4d9b9a1f7c24f5f"],
-            &["-H", "Cookie: larder-host=00"],
+            &["-H", "Cookie: larder-host-00000000=00"],
         ] {
             let said = curl(path, options);
             assert!(said.starts_with("HTTP/1.1 401 "), "{path}: {said}");
@@ -145,7 +166,9 @@ fn over_tls_only_who_knows_the_token_sees_anything() {
 fn a_name_that_another_has_given_to_this_host_is_refused() {
     let user = User::new();
     let host = user.host(&[]);
-    let ask = |head: &str| host.send(format!("GET /metrics HTTP/1.1\r\n{head}Connection: close\r\n\r\n").as_bytes());
+    let token = host.authorization();
+    let ask =
+        |head: &str| host.send(format!("GET /metrics HTTP/1.1\r\n{head}{token}Connection: close\r\n\r\n").as_bytes());
     for own in ["Host: localhost:1\r\n", "Host: 127.0.0.1\r\n", "Host: [::1]:9178\r\n"] {
         assert!(ask(own).starts_with("HTTP/1.1 200 "), "{own}");
     }
@@ -163,13 +186,126 @@ fn a_name_that_another_has_given_to_this_host_is_refused() {
     }
 }
 
+/// A client on loopback without the token gets no data, and only the user of `larder host` can read the token's file.
+#[test]
+fn loopback_asks_for_a_token_too() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let host = user.host(&[]);
+    let file = user.token_file();
+    let told = host.process.output();
+    assert!(told.contains(&format!("token_file=\"{}\"", text(&file))), "{told}");
+    assert!(!told.contains(&host.token), "the log has the token: {told}");
+    let mode = file.metadata().expect("is there").permissions().mode();
+    assert_eq!((mode & 0o777, host.token.len()), (0o600, 64));
+    let ask = |path: &str, headers: &str| {
+        host.send(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n").as_bytes())
+    };
+    let wrong = format!("Authorization: Bearer {}\r\n", "0".repeat(64));
+    for path in [
+        "/",
+        "/metrics",
+        "/api/fleet",
+        "/api/vm/web",
+        "/api/migration/web.leaving",
+        "/nothing",
+    ] {
+        for headers in ["", &wrong, "Cookie: larder-host-00000000=00\r\n"] {
+            let said = ask(path, headers);
+            assert!(said.starts_with("HTTP/1.1 401 "), "{path}: {said}");
+            assert!(
+                said.contains("www-authenticate: Bearer") && said.contains("token_file"),
+                "{said}"
+            );
+            assert!(!said.contains("larder_") && !said.contains("\"web\""), "{path}: {said}");
+        }
+    }
+    assert!(host.metrics().contains(r#"larder_vm_up{domain="web"} 1"#));
+    // A browser gets a cookie for the token, which is void once the token is another one.
+    let form = format!("token={}", host.token);
+    let right = host.send(
+        format!(
+            "POST /login HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{form}",
+            form.len()
+        )
+        .as_bytes(),
+    );
+    let cookie = right
+        .lines()
+        .find_map(|line| line.strip_prefix("set-cookie: "))
+        .unwrap_or_else(|| panic!("no cookie: {right}"));
+    assert!(
+        cookie.contains("HttpOnly") && cookie.contains("SameSite=Strict"),
+        "{cookie}"
+    );
+    let cookie = format!("Cookie: {}\r\n", cookie.split(';').next().expect("its value"));
+    assert!(ask("/", &cookie).starts_with("HTTP/1.1 200 "));
+    // A second process has the same token.
+    assert_eq!(user.host(&[]).token, host.token);
+    std::fs::remove_file(&file).expect("is ours");
+    let other = user.host(&[]);
+    assert_ne!(other.token, host.token);
+    assert!(other.get("/", &[]).0.starts_with("HTTP/1.1 200 "));
+    let said = other.send(format!("GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{cookie}\r\n").as_bytes());
+    assert!(said.starts_with("HTTP/1.1 401 "), "{said}");
+}
+
+/// The mode of a unix socket decides which users can connect; a wrong Host header is refused there too.
+#[test]
+fn unix_socket_mode_replaces_the_token() {
+    let user = User::new();
+    let _web = user.vm("web");
+    // It is among the sockets of VMs, and must not be taken for one.
+    let path = user.socket("host.sock");
+    let start = |options: &[&str]| {
+        let all = [&["host", "--listen", text(&path)], options].concat();
+        let process = larder_bench::campaign::process::Process::start(user.larder(&all)).expect("starts");
+        let line = process.wait_for(" ready ", LIMIT).expect("listens");
+        assert!(line.contains(text(&path)), "{line}");
+        process
+    };
+    let curl = |options: &[&str]| {
+        let all = [&["-sS", "--include", "--unix-socket", text(&path)], options].concat();
+        tool("curl", &all)
+    };
+    let mode = || path.metadata().expect("is there").permissions().mode() & 0o777;
+    let mut process = start(&[]);
+    assert_eq!(mode(), 0o600);
+    assert!(!user.token_file().exists(), "nobody needs one");
+    let metrics = curl(&["http://localhost/metrics"]);
+    assert!(metrics.contains(r#"larder_vm_up{domain="web"} 1"#), "{metrics}");
+    assert!(
+        metrics.contains("larder_host_sockets{state=\"foreign\"} 0"),
+        "{metrics}"
+    );
+    let other = curl(&["http://evil.example/metrics"]);
+    assert!(
+        other.starts_with("HTTP/1.1 421 ") && !other.contains("larder_"),
+        "{other}"
+    );
+    process.signal(libc::SIGTERM);
+    assert!(process.wait(LIMIT).expect("ends").success());
+    assert!(!path.exists(), "its socket is left");
+    // One that was killed is replaced.
+    start(&[]).kill();
+    assert!(path.exists());
+    let pki = pki(&user);
+    let token = pki.path().join("token");
+    let _process = start(&["--socket-mode", "0666", "--token-file", text(&token)]);
+    assert_eq!(mode(), 0o666);
+    assert!(curl(&["http://localhost/metrics"]).starts_with("HTTP/1.1 401 "));
+    let bearer = format!("Authorization: Bearer {TOKEN}");
+    assert!(curl(&["-H", &bearer, "http://localhost/metrics"]).starts_with("HTTP/1.1 200 "));
+}
+
 #[test]
 fn nothing_can_be_changed_and_browsers_are_told_to_be_careful() {
     let user = User::new();
     let host = user.host(&[]);
     for method in ["POST", "PUT", "PATCH", "DELETE"] {
+        let token = host.authorization();
         let request =
-            format!("{method} / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+            format!("{method} / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n{token}\r\n");
         assert!(host.send(request.as_bytes()).starts_with("HTTP/1.1 405 "), "{method}");
     }
     for path in ["/", "/assets/main.js", "/assets/vendor/uPlot.esm.js"] {
@@ -182,7 +318,7 @@ fn nothing_can_be_changed_and_browsers_are_told_to_be_careful() {
             assert!(head.contains(header), "{path}: nothing of {header}: {head}");
         }
     }
-    for path in ["/nothing", "/assets/../Cargo.toml", "/login", "/api/vm/%zz"] {
+    for path in ["/nothing", "/assets/../Cargo.toml", "/api/vm/%zz"] {
         assert!(host.get(path, &[]).0.starts_with("HTTP/1.1 404 "), "{path}");
     }
 }
@@ -229,7 +365,13 @@ fn hostile_clients_keep_nobody_from_an_answer() {
         let mut client = TcpStream::connect(host.address).ok()?;
         client.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
         client
-            .write_all(b"GET /api/fleet HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            .write_all(
+                format!(
+                    "GET /api/fleet HTTP/1.0\r\nHost: localhost\r\n{}\r\n",
+                    host.authorization()
+                )
+                .as_bytes(),
+            )
             .ok()?;
         let mut head = [0; 12];
         client.read_exact(&mut head).ok()?;

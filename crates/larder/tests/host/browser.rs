@@ -92,6 +92,7 @@ fn every_plot_shows_what_happens() {
         .collect();
     let host = user.host(&[]);
     let browser = Browser::start();
+    host.log_in(&browser);
     browser.look(1280, false);
     let load = Load::on(&user, &VMS);
 
@@ -264,6 +265,7 @@ fn memory_is_shown_as_the_pager_tells_it() {
     let memory = user.memory_with_all("web");
     let host = user.host(&[]);
     let browser = Browser::start();
+    host.log_in(&browser);
     browser.look(1280, false);
     browser.open(&host.url("/"));
     browser.wait(
@@ -343,6 +345,7 @@ fn a_page_goes_on_when_its_vm_or_the_host_s_process_is_back() {
     };
     let mut host = start();
     let browser = Browser::start();
+    browser.log_in(&format!("http://127.0.0.1:{port}"), &user.token());
     browser.open(&format!("http://127.0.0.1:{port}/#/vm/web"));
     let health = |health: &str| format!("return document.querySelector('.badge')?.dataset.health === '{health}';");
     let state = |state: &str| format!("return document.querySelector('#link').dataset.state === '{state}';");
@@ -389,6 +392,7 @@ fn hostile_texts_are_shown_and_not_run() {
     });
     let host = user.host(&[]);
     let browser = Browser::start();
+    host.log_in(&browser);
     browser.open(&host.url("/"));
     let shown = browser.wait(
         "its row",

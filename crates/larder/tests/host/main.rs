@@ -9,6 +9,7 @@ mod metrics;
 mod migration;
 mod packaged;
 mod places;
+mod readers;
 #[path = "../support/mod.rs"]
 mod support;
 mod web_driver;
@@ -24,6 +25,7 @@ use larder_bench::campaign::process::{Process, mortal};
 use serde_json::Value;
 use support::{LIMIT, larder, on_tmpfs, tool};
 use tempfile::TempDir;
+use web_driver::Browser;
 
 /// Debian's `nobody`, for tests that run as root.
 const NOBODY: u32 = 65534;
@@ -186,7 +188,22 @@ impl User {
         let line = process.wait_for(" ready ", LIMIT).expect("it listens");
         let (_, rest) = line.split_once("://").expect("a URL");
         let address = rest.split('/').next().expect("an address").parse().expect("an address");
-        Host { process, address }
+        let token = self.token();
+        Host {
+            process,
+            address,
+            token,
+        }
+    }
+
+    /// The token that this user's `larder host` has made.
+    fn token(&self) -> String {
+        let token = std::fs::read_to_string(self.token_file()).expect("a token");
+        token.trim_end().to_owned()
+    }
+
+    fn token_file(&self) -> PathBuf {
+        self.folder.path().join("state/host-token")
     }
 }
 
@@ -194,11 +211,22 @@ impl User {
 struct Host {
     process: Process,
     address: SocketAddr,
+    token: String,
 }
 
 impl Host {
     fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
+    }
+
+    /// The header of a client that knows the token.
+    fn authorization(&self) -> String {
+        format!("Authorization: Bearer {}\r\n", self.token)
+    }
+
+    /// Has a browser show the token.
+    fn log_in(&self, browser: &Browser) {
+        browser.log_in(&self.url(""), &self.token);
     }
 
     /// Sends bytes; all that is answered.
@@ -215,7 +243,8 @@ impl Host {
     /// The head and the body of what is answered to `GET path` with these headers.
     fn get(&self, path: &str, headers: &[&str]) -> (String, String) {
         let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n");
+        let token = self.authorization();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{token}{headers}\r\n");
         let answer = self.send(request.as_bytes());
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
         (head.to_owned(), body.to_owned())
@@ -236,7 +265,8 @@ impl Host {
     fn follow(&self, path: &str) -> Frames {
         let mut client = TcpStream::connect(self.address).expect("connects");
         client.set_read_timeout(Some(LIMIT)).expect("can be set");
-        let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+        let token = self.authorization();
+        let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n{token}\r\n");
         client.write_all(request.as_bytes()).expect("takes it");
         Frames(BufReader::new(client))
     }

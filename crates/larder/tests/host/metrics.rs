@@ -196,7 +196,8 @@ fn prometheus_has_the_sums_that_fio_has() {
     let folder = on_tmpfs();
     let config = folder.path().join("prometheus.yml");
     let scrape = format!(
-        "global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: larder\n  static_configs:\n  - targets: ['{}']\n",
+        "global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: larder\n  authorization: {{credentials_file: '{}'}}\n  static_configs:\n  - targets: ['{}']\n",
+        text(&user.token_file()),
         host.address
     );
     std::fs::write(&config, scrape).expect("writes");

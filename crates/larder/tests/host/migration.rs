@@ -367,6 +367,7 @@ fn a_move_is_shown_over_time_and_how_it_ended_stays() {
     let coming = user.coming();
     let host = user.host(&[]);
     let browser = Browser::start();
+    host.log_in(&browser);
     browser.look(1280, false);
     browser.open(&host.url("/"));
     let words = browser.wait(

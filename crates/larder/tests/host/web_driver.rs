@@ -60,6 +60,19 @@ impl Browser {
         self.command("url", &json!({"url": url}));
     }
 
+    /// Shows the token to the `larder host` at this URL, in the form that its pages lead to.
+    pub(super) fn log_in(&self, url: &str, token: &str) {
+        self.open(&format!("{url}/"));
+        self.wait(
+            "the form",
+            "return location.pathname === '/login' && document.querySelector('#token') !== null;",
+        );
+        self.run(&format!(
+            "document.querySelector('#token').value = '{token}'; document.querySelector('form button').click();"
+        ));
+        self.wait("the dashboard", "return location.pathname === '/';");
+    }
+
     /// What a function's body returns there.
     pub(super) fn run(&self, script: &str) -> Value {
         self.command("execute/sync", &json!({"script": script, "args": []}))
