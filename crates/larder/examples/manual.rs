@@ -29,6 +29,11 @@ const VM_FILE: (&str, &str) = (
     "The file of the virtual machine NAME; for other users than root ~/.config/larder/vms/NAME.toml. \
      /usr/share/doc/larder/docs/vm-file.md describes it.",
 );
+const TOKEN: (&str, &str) = (
+    "/var/lib/larder-host/host-token",
+    "The token of the service larder-host; for root /var/lib/larder-root/host-token, for other users \
+     ~/.local/state/larder/host-token.",
+);
 const CONTROL: (&str, &str) = (
     "/run/larder/NAME.sock",
     "The control socket of the virtual machine NAME; for other users than root $XDG_RUNTIME_DIR/larder/NAME.sock.",
@@ -209,11 +214,16 @@ const PAGES: [Page; 16] = [
     Page {
         command: "larder host",
         exit: &USUAL_EXIT,
-        files: &[CONTROL, VM_FILE],
+        files: &[CONTROL, VM_FILE, TOKEN],
         examples: &[
             (
                 "larder host",
-                "A dashboard on http://127.0.0.1:9178/, and /metrics for Prometheus.",
+                "A dashboard on http://127.0.0.1:9178/, and /metrics for Prometheus. Both ask for the token, whose file is \
+                 logged.",
+            ),
+            (
+                "larder host --listen /run/larder-host/socket --socket-mode 0660",
+                "On a unix socket, for its user and group, who need no token.",
             ),
             (
                 "larder host --listen 0.0.0.0:9178 --tls-certificates /etc/larder/pki --token-file /etc/larder/token",
