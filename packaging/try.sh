@@ -3,7 +3,10 @@
 # (systemd-nspawn), serves a guest's disks, upgrades it while the guest writes
 # and verifies, removes it, and looks for what is left behind.
 #
-#   try.sh [--profile PROFILE]   of the program: dev, unless it is given
+#   try.sh [--profile PROFILE] [--old PACKAGE]
+#
+# PROFILE is of the program: dev, unless it is given. PACKAGE is upgraded, such
+# as that of the last release; without it one of this version.
 #
 # The log is target/package-try/log. Needs root, or sudo, and what
 # testbed/setup.sh makes.
@@ -11,8 +14,14 @@ set -euo pipefail
 # shellcheck source=testbed/lib.sh
 . "$(dirname -- "$0")/../testbed/lib.sh"
 
-profile=dev
-[ "${1:-}" != --profile ] || profile=${2:?}
+profile=dev old=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --profile) profile=${2:?} && shift 2 ;;
+    --old) old=$(realpath -- "${2:?}") && shift 2 ;;
+    *) die "usage: $0 [--profile PROFILE] [--old PACKAGE]" ;;
+  esac
+done
 limit_s=300
 try=$repo_dir/target/package-try
 root=$try/root
@@ -25,11 +34,15 @@ fi
 as_root rm -rf --one-file-system -- "$try"
 mkdir -p "$try/share"
 
-"$repo_dir/packaging/deb.sh" --profile "$profile" --version 0.1.9 "$try/share/old.deb" >&2
-# The same program once more, as a later version.
-dpkg-deb --raw-extract "$try/share/old.deb" "$try/new"
-sed -i 's/^Version: .*/Version: 0.2.0+try1/' "$try/new/DEBIAN/control"
-dpkg-deb --root-owner-group -Znone --build "$try/new" "$try/share/new.deb" >/dev/null
+"$repo_dir/packaging/deb.sh" --profile "$profile" --version 0.2.0+try1 "$try/share/new.deb" >&2
+if [ -n "$old" ]; then
+  cp -- "$old" "$try/share/old.deb"
+else
+  # The same program once more, as an earlier version.
+  dpkg-deb --raw-extract "$try/share/new.deb" "$try/old"
+  sed -i 's/^Version: .*/Version: 0.1.9/' "$try/old/DEBIAN/control"
+  dpkg-deb --root-owner-group -Znone --build "$try/old" "$try/share/old.deb" >/dev/null
+fi
 "$testbed_dir/with-script.sh" "$out_dir/guest.cpio.gz" "$repo_dir/packaging/try/guest.sh" "$try/share/guest.cpio"
 cp -- "$out_dir/vmlinuz" "$repo_dir/packaging/try/inside.sh" "$try/share/"
 : >"$try/share/log"

@@ -57,11 +57,11 @@ run ps -o pid,args -p 1
 files >/tmp/before
 
 step "install"
-apt install /try/old.deb
+apt install /try/new.deb
 run larder --version
 [ -z "$(systemctl --no-legend list-units 'larder*.service')" ] || fail "something was started"
 ok "nothing was started"
-run systemd-analyze verify larder@web.service larder-memory@web.service larder-host.service
+run systemd-analyze verify larder@web.service larder-open.socket larder-memory@web.service larder-host.service
 # exposed UNIT MOST: checks what systemd says of a unit, in tenths.
 exposed() {
   systemd-analyze --no-pager security --threshold="$2" "$1.service" >/tmp/security || fail "$(tail -n 1 /tmp/security)"
@@ -84,14 +84,20 @@ run bash -c '. /usr/share/bash-completion/bash_completion; __load_completion lar
 run /usr/libexec/larder/vhost-user-blk --print-capabilities
 
 ! larder status | grep example || fail "the sample is taken for a VM"
-run lintian --allow-root --fail-on error,warning --tag-display-limit 0 /try/old.deb
+run lintian --allow-root --fail-on error,warning --tag-display-limit 0 /try/new.deb
+
+step "install an earlier version"
+apt purge larder
+files >/tmp/after
+diff /tmp/before /tmp/after || fail "files are left behind, or gone"
+apt install /try/old.deb
+run larder --version
 
 step "a VM's file"
-owner=$(systemctl show --property User --value larder@web)
-run install -d -o "${owner:-root}" "$images"
+run install -d "$images"
 run truncate -s 64M "$images/vda.raw"
 run qemu-img create -q -f qcow2 "$images/data.qcow2" 64M
-chown "${owner:-root}" "$images"/*
+chmod 600 "$images"/*
 cat >/etc/larder/vms/web.toml <<END
 [[disk]]
 image = "$images/vda.raw"
@@ -117,9 +123,9 @@ run larder status
 step "a guest, whose QEMU cannot connect again"
 mkfifo /tmp/keys
 exec 3<>/tmp/keys
-qemu-system-x86_64 -accel tcg -m 256 -nodefaults -display none -serial stdio -no-reboot \
+qemu-system-x86_64 -accel tcg -m 512 -nodefaults -display none -serial stdio -no-reboot \
   -kernel /try/vmlinuz -initrd /try/guest.cpio -append 'console=ttyS0 quiet panic=-1 no_timer_check' \
-  -object memory-backend-memfd,id=ram,size=256M,share=on -machine memory-backend=ram \
+  -object memory-backend-memfd,id=ram,size=512M,share=on -machine memory-backend=ram \
   -chardev socket,id=vda,path=/run/larder/web-vda.sock -device vhost-user-blk-pci,chardev=vda \
   -chardev socket,id=data,path=/run/larder/web-data.sock -device vhost-user-blk-pci,chardev=data \
   <&3 >/tmp/guest.log 2>/tmp/qemu.log &
@@ -151,7 +157,6 @@ as_reader() { setpriv --reuid larder-host --regid larder-read --clear-groups cur
 ok "larder-host asks for its token, sees the VM and may not change it"
 # Another VM, whose file becomes wrong while it is served.
 run truncate -s 64M "$images/wrong.raw"
-chown "${owner:-root}" "$images/wrong.raw"
 printf '[[disk]]\nimage = "%s/wrong.raw"\nformat = "raw"\n' "$images" >/etc/larder/vms/wrong.toml
 run systemctl start larder@wrong
 wrong_before=$(main_pid larder@wrong)

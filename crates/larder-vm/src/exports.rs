@@ -28,6 +28,7 @@ use crate::latch::Latch;
 use crate::listen::{Access, ListenError, Listening, ListeningFile};
 use crate::run::shell::command_line;
 use crate::runtime_folder;
+use crate::vm::front_end;
 
 /// Where a vhost-user-blk server gets its front-ends from.
 #[derive(Clone, Debug)]
@@ -68,6 +69,8 @@ pub struct ExportsConfig {
     /// The file, this disk's alone, where the next process finds which queues were not taken back by their front-end. It is
     /// made if it is not there.
     pub lent: Option<PathBuf>,
+    /// The UUID of the libvirt domain that the disk is of: the QEMUs of other domains may not connect.
+    pub domain: Option<String>,
     /// Nobody is served before it is set.
     pub gate: Option<Latch<()>>,
 }
@@ -223,6 +226,9 @@ impl Exports {
         server.count_among(clients);
         if let Some(kept) = &config.kept {
             server.keep_in(kept);
+        }
+        if let Some(uuid) = config.domain.clone() {
+            server.admit(Box::new(move |connection| front_end::may_connect(connection, &uuid)));
         }
         if let Some(path) = &config.lent {
             let noted = noted_queues(path).and_then(|file| server.note_queues_in(file));

@@ -142,6 +142,14 @@ pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
     [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
 }
 
+/// Returns where the services of version 0.1 kept their journals, which were one user, and that user; in a folder that is root's
+/// now nobody else has made it.
+pub(crate) fn of_former_services() -> Option<(PathBuf, u32)> {
+    let of_journals = format!("{OF_SYSTEM}/journals");
+    let user = user_of(&of_journals).filter(|user| *user != 0)?;
+    (user_of(OF_SYSTEM) == Some(0)).then(|| (PathBuf::from(OF_SYSTEM), user))
+}
+
 /// The folders of such sockets that concern this user: the user's own, and root's for the user of the host's services and
 /// for members of the read group.
 pub(crate) fn memory_folders() -> Vec<PathBuf> {

@@ -21,9 +21,10 @@ mod session;
 pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::pin::pin;
 use std::rc::{Rc, Weak};
 use std::time::Duration;
@@ -141,8 +142,18 @@ pub struct VhostUserServer {
     keeping: OnceCell<Keeping>,
     /// What the process before this one has left.
     left: RefCell<Option<(Kept, OwnedFd)>>,
+    /// Who may connect; everybody if that is not said.
+    admits: OnceCell<Admits>,
+    /// Those that have connected while another one is served, and may.
+    next: RefCell<VecDeque<Socket>>,
     leave: Rc<Leave>,
 }
+
+/// Says why the process at the other end of a connection may not use the disk, if it may not.
+pub type Admits = Box<dyn Fn(BorrowedFd<'_>) -> Result<(), String>>;
+
+/// Front-ends that wait to be served, beside those in the listener's queue.
+const NEXT_MAX: usize = 8;
 
 /// What becomes of a front-end's connection when its server stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,6 +213,8 @@ impl VhostUserServer {
             clients: OnceCell::new(),
             keeping: OnceCell::new(),
             left: RefCell::new(None),
+            next: RefCell::default(),
+            admits: OnceCell::new(),
             leave: Rc::default(),
         }))
     }
@@ -209,6 +222,12 @@ impl VhostUserServer {
     /// Counts front-ends among `clients`, which is said once.
     pub fn count_among(&self, clients: &Rc<Clients>) {
         let _ = self.clients.set(Rc::clone(clients));
+    }
+
+    /// Closes the connections of those that `admits` refuses; what it returns says why. Said once, before
+    /// [`VhostUserServer::run`].
+    pub fn admit(&self, admits: Admits) {
+        let _ = self.admits.set(admits);
     }
 
     /// Keeps connections for the next process, and goes on with the one that was left there. Said once, before
@@ -275,26 +294,68 @@ impl VhostUserServer {
             let left = self.left.borrow_mut().take();
             let (socket, kept) = match left {
                 Some((kept, connection)) => (Socket::from_descriptor(&self.on, connection)?, Some(kept)),
-                None => (listener.accept(&self.on).await?, None),
+                None => {
+                    let next = self.next.borrow_mut().pop_front();
+                    match next {
+                        Some(next) => (next, None),
+                        None => (self.accept(listener).await?, None),
+                    }
+                }
             };
-            first_of(self.serve_kept(socket, kept), self.tell_of_next(listener)).await;
+            first_of(self.serve_kept(socket, kept), self.take_next(listener)).await;
         }
         Ok(())
     }
 
-    /// Tells once of a front-end that waits while another one is served; never ends.
-    async fn tell_of_next(&self, listener: &Listener) {
-        let waits = listener.readable().await;
-        self.on.sleep(QUIET).await;
-        // A broken listener is accept's to report.
-        if waits.is_ok() {
-            tracing::warn!(
-                disk = %self.shared.device.name(),
-                "another front-end waits: the disk is served to one at a time, and {} is connected",
-                self.front_end()
-            );
+    /// Accepts the next front-end that may connect, and closes the connections of others.
+    async fn accept(&self, listener: &Listener) -> io::Result<Socket> {
+        loop {
+            let socket = listener.accept(&self.on).await?;
+            let Some(admits) = self.admits.get() else {
+                return Ok(socket);
+            };
+            match admits(socket.as_fd()) {
+                Ok(()) => return Ok(socket),
+                Err(why) => tracing::warn!(
+                    disk = %self.shared.device.name(),
+                    "a connection was closed: {why}"
+                ),
+            }
+        }
+    }
+
+    /// While a front-end is served, tells once that another one waits. Where not everybody may connect, those that do are taken
+    /// out of the listener's queue, so that strangers do not fill it. Never ends.
+    async fn take_next(&self, listener: &Listener) {
+        if self.admits.get().is_none() {
+            let waits = listener.readable().await;
+            self.on.sleep(QUIET).await;
+            // A broken listener is reported when the next one is accepted.
+            if waits.is_ok() {
+                self.tell_of_next();
+            }
+            return std::future::pending().await;
+        }
+        let mut is_told = false;
+        while let Ok(next) = self.accept(listener).await {
+            // One that is not taken is closed.
+            if self.next.borrow().len() < NEXT_MAX {
+                self.next.borrow_mut().push_back(next);
+            }
+            if !std::mem::replace(&mut is_told, true) {
+                self.on.sleep(QUIET).await;
+                self.tell_of_next();
+            }
         }
         std::future::pending().await
+    }
+
+    fn tell_of_next(&self) {
+        tracing::warn!(
+            disk = %self.shared.device.name(),
+            "another front-end waits: the disk is served to one at a time, and {} is connected",
+            self.front_end()
+        );
     }
 
     /// Serves a front-end that is connected already, until it disconnects.

@@ -168,7 +168,10 @@ fn a_lane_whose_frames_are_repeated_wrongly_ends_the_session() {
         assert_eq!(raw.again(1, 0), (0, vec![4, 0]));
         // One that it has.
         raw.send(0, &frame(3, 106, 7));
-        assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::Failed));
+        // On a slow machine it says before that it is there.
+        let mut heard = std::iter::from_fn(|| hear(&raw.control));
+        let answer = heard.find(|message| message.kind != Kind::Alive);
+        assert!(answer.is_some_and(|message| message.kind == Kind::Failed));
     });
     assert_eq!(ended.expect_err("again").to_string(), "frame 3 is out of order");
 }

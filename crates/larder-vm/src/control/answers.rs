@@ -175,7 +175,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
     }
     if !asked.may_change && !matches!(*request.method(), Method::GET | Method::HEAD) {
         // A client that still sends when the connection is closed may never see the answer.
-        let _ = Limited::new(request.into_body(), FILE_BYTES_MAX).collect().await;
+        let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
         return failure(
             StatusCode::FORBIDDEN,
             format_args!(

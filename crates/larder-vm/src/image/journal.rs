@@ -386,6 +386,9 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
             add_believed(private.join(FOLDER), user, owner == Some(user) || own == 0 && is_its());
         }
     }
+    if let Some((path, user)) = runtime_folder::of_former_services() {
+        add_believed(path.join(FOLDER), user, true);
+    }
     let mut add = |path: PathBuf, user: u32| {
         let is_believed = [own, 0].contains(&user) || is_of_services(user) || owner == Some(user);
         add_believed(path, user, is_believed);

@@ -37,6 +37,8 @@ pub(super) struct Allowed {
     sockets: Vec<(PathBuf, SocketAccess)>,
     pub(super) control: PathBuf,
     pub(super) name: String,
+    /// The UUID of the libvirt domain that it is.
+    pub(super) uuid: Option<String>,
 }
 
 fn denied(path: &Path, why: &str) -> io::Error {
@@ -52,6 +54,7 @@ impl Allowed {
         let mut allowed = Self {
             control: config.control.clone(),
             name: config.name.clone(),
+            uuid: config.uuid.clone(),
             images: config.images().into_iter().cloned().collect(),
             ..Self::default()
         };

@@ -115,6 +115,18 @@ impl Helper {
         self.ask_for_file(&Request::Listen(PathBytes::of(path)))
     }
 
+    /// Asks whether the process at the other end of a connection to a disk may use it; why not, if it may not.
+    ///
+    /// # Errors
+    /// The opener has ended.
+    pub(crate) fn may_connect(&self, connection: BorrowedFd<'_>) -> io::Result<Result<(), String>> {
+        match self.ask(&Request::MayConnect, Some(connection))? {
+            (Answer::Done, _) => Ok(Ok(())),
+            (Answer::Text(why), _) => Ok(Err(why)),
+            _ => Err(unexpected()),
+        }
+    }
+
     /// Removes the file of such a socket.
     ///
     /// # Errors

@@ -20,6 +20,7 @@ use crate::listen::SocketFile;
 use crate::vm::away::AwayNote;
 use crate::vm::config::VmConfig;
 use crate::vm::find::Noted;
+use crate::vm::front_end::refuse_of_others;
 
 /// Requests that are under way at once, at most.
 const UNDER_WAY_MAX: usize = 32;
@@ -208,6 +209,13 @@ impl Server {
                 let path = path.path();
                 held(&self.sockets).retain(|socket| socket.path() != path);
                 Ok((Answer::Done, None))
+            }
+            Request::MayConnect => {
+                let refused = match &self.allowed()?.uuid {
+                    Some(uuid) => refuse_of_others(given()?.as_fd(), uuid),
+                    None => Ok(()),
+                };
+                Ok((refused.map_or_else(Answer::Text, |()| Answer::Done), None))
             }
             Request::ForgetName => {
                 held(&self.noted).take();

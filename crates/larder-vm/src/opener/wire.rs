@@ -68,6 +68,7 @@ pub(super) enum Request {
     LockHolders,
     Listen(PathBytes),
     StopListening(PathBytes),
+    MayConnect,
     NoteName,
     ForgetName,
     IsAway,

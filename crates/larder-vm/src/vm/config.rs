@@ -313,6 +313,7 @@ impl VmDisk {
             inherited: inherited.clone(),
             kept: inherited.kept(&self.name, &self.wish.image),
             lent: None,
+            domain: None,
             gate: None,
         };
         config.moves = Moves::Here;

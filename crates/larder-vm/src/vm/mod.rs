@@ -9,6 +9,7 @@
 pub mod away;
 pub mod config;
 pub mod find;
+pub(crate) mod front_end;
 pub mod look;
 mod moving;
 mod needs;
@@ -180,10 +181,14 @@ impl Vm {
                 .map_err(VmError::Note)?;
         }
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
+        // Nobody is served before all can be.
+        let gate = Latch::default();
         let mut prepared: Vec<(&str, PreparedDisk)> = Vec::with_capacity(config.disks.len());
         for wish in &config.disks {
             let mut disk = wish.config(&inherited);
             disk.exports.lent = Some(lent_of(&wish.name));
+            disk.exports.gate = Some(gate.clone());
+            disk.exports.domain.clone_from(&config.uuid);
             disk.cancel = cancel.clone();
             if is_away {
                 disk.moves = Moves::Away;
@@ -228,6 +233,7 @@ impl Vm {
         };
         inherited.forget_rest();
         let name = Name::note(&config);
+        gate.set(());
         let disks = started
             .into_iter()
             .map(|(disk_name, disk)| at_work(disk_name, disk, &orderer));

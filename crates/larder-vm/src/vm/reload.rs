@@ -144,6 +144,7 @@ impl Vm {
             }
             let mut disk = wish.config(&self.inherited);
             disk.exports.lent = Some(lent_of(&wish.name));
+            disk.exports.domain.clone_from(&wanted.uuid);
             match Disk::start(disk) {
                 Ok(disk) => {
                     change.changed(&wish.name, "it is served now");

@@ -135,6 +135,8 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         &["runs", "virsh shutdown web"],
     );
 
+    other_domains_are_not_served(&domain);
+
     // The guest does not notice that libvirtd is started anew.
     host.stop_libvirtd();
     domain.wait_for_more("GUEST-ROUND");
@@ -169,6 +171,33 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         .count();
     assert_eq!(kept, 0);
     host.refused(&["larder", "libvirt", "detach", "web"], &["no disk of Larder's"]);
+}
+
+/// All QEMUs of the host are one user: one that a guest has taken over can connect to the sockets of the others' disks.
+fn other_domains_are_not_served(domain: &Domain) {
+    const OTHER: &str = "<domain type='qemu'><name>other</name><memory unit='MiB'>64</memory>\
+        <os><type arch='x86_64' machine='q35'>hvm</type></os>\
+        <devices><emulator>/usr/bin/qemu-system-x86_64</emulator></devices></domain>";
+    let host = &domain.host;
+    host.define(OTHER);
+    host.virsh(&["start", "other"]);
+    for (id, disk) in [("a", "vda"), ("b", "vda"), ("c", "vdb")] {
+        let connect = format!(
+            "{{\"execute\":\"chardev-add\",\"arguments\":{{\"id\":\"{id}\",\"backend\":{{\"type\":\"socket\",\"data\":{{\
+             \"server\":false,\"addr\":{{\"type\":\"unix\",\"data\":{{\"path\":\"/run/larder/web-{disk}.sock\"}}}}}}}}}}}}"
+        );
+        let before = domain.log().matches("a connection was closed: ").count();
+        host.virsh(&["qemu-monitor-command", "other", &connect]);
+        host.wait_until("the connection is closed", || {
+            domain.log().matches("a connection was closed: ").count() > before
+        });
+    }
+    let log = domain.log();
+    assert!(log.contains("is the QEMU of the domain other ("), "{log}");
+    assert!(!log.contains("another front-end waits"), "{log}");
+    domain.wait_for_more("GUEST-ROUND");
+    host.virsh(&["destroy", "other"]);
+    host.virsh(&["undefine", "other"]);
 }
 
 #[test]
