@@ -39,3 +39,12 @@ fn read_boot_id() -> io::Result<u128> {
 pub fn is_tmpfs(found: &rustix::fs::StatFs) -> bool {
     found.f_type == libc::TMPFS_MAGIC
 }
+
+/// File systems whose times this host's clock makes and whose files other hosts cannot write to: ext2 to ext4, XFS, btrfs, tmpfs,
+/// F2FS, bcachefs (`linux/magic.h`).
+const LOCAL_FILE_SYSTEMS: [i64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0xca45_1a4e];
+
+/// Whether a file system is known to be of this host alone, so that all writes to its files get times of this host's clock.
+pub fn is_local(found: &rustix::fs::StatFs) -> bool {
+    LOCAL_FILE_SYSTEMS.contains(&found.f_type)
+}

@@ -6,6 +6,7 @@
 //! that opens, finds or removes such a file by its path does so through [`opener`].
 
 mod blkid;
+mod counters;
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -19,6 +20,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use blkid::Blkid;
+pub use counters::{DiskCounters, FileTimes};
 
 use crate::backend::image_lock;
 use crate::lock_wait::{self, LockKind, LockOwner};
@@ -90,6 +92,12 @@ pub trait Opener: Send + Sync {
     /// # Errors
     /// The kernel does not say.
     fn disk_sequence(&self, device: u64) -> io::Result<String>;
+
+    /// Returns what the kernel counts of the writes to a block device.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    fn disk_counters(&self, device: u64) -> io::Result<DiskCounters>;
 
     /// Asks `blkid` of util-linux what is on an open file or device.
     ///
@@ -199,6 +207,10 @@ impl Opener for Itself {
         let of = |place: &Path| fs::read_to_string(place.join("diskseq"));
         let sequence = of(&place).or_else(|_| of(place.parent().unwrap_or(&place)))?;
         Ok(sequence.trim().to_owned())
+    }
+
+    fn disk_counters(&self, device: u64) -> io::Result<DiskCounters> {
+        counters::read(Path::new("/sys/dev/block"), device)
     }
 
     fn blkid(&self, file: &File) -> io::Result<Blkid> {

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
 use larder_block::lock_wait::{LockKind, LockOwner};
-use larder_block::opener::{Access, Blkid, NamedBy, Opener, open_through};
+use larder_block::opener::{Access, Blkid, DiskCounters, NamedBy, Opener, open_through};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::wire::{Answer, Image, PathBytes, Request, pair, receive, send};
@@ -240,6 +240,13 @@ impl Opener for ByHelper {
     fn disk_sequence(&self, device: u64) -> io::Result<String> {
         match self.0.ask(&Request::DiskSequence(device), None)? {
             (Answer::Text(text), _) => Ok(text),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn disk_counters(&self, device: u64) -> io::Result<DiskCounters> {
+        match self.0.ask(&Request::DiskCounters(device), None)? {
+            (Answer::Text(text), _) => text.parse(),
             _ => Err(unexpected()),
         }
     }

@@ -177,6 +177,7 @@ impl Server {
                 ))
             }
             Request::DiskSequence(device) => Ok((Answer::Text(Itself.disk_sequence(device)?), None)),
+            Request::DiskCounters(device) => Ok((Answer::Text(Itself.disk_counters(device)?.to_string()), None)),
             Request::Blkid => {
                 let file = given()?;
                 // This thread answers this request, and no other.

@@ -63,6 +63,7 @@ pub(super) enum Request {
         path: PathBytes,
     },
     DiskSequence(u64),
+    DiskCounters(u64),
     Blkid,
     LockOwner(Lock),
     LockHolders,
