@@ -534,6 +534,7 @@ async fn open_file(
         claim: options.claim,
         caching: options.caching,
         container,
+        mark: None,
     };
     Ok(FileDevice::open(on, path, file).await?)
 }

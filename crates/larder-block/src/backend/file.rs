@@ -9,6 +9,7 @@
 
 mod extents;
 mod held;
+mod mark;
 mod open;
 mod pieces;
 
@@ -28,6 +29,8 @@ use io_uring::types::{Fd, FsyncFlags};
 
 use extents::KnownData;
 pub use held::{Displaced, HeldFile};
+pub use mark::Verdict;
+use mark::{Begun, Finding, Mark, MarkedChange};
 pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, claim_device};
 use pieces::Pieces;
 
@@ -104,6 +107,9 @@ pub struct FileDevice {
     changes: SizeChanges,
     /// Runs of data found so far.
     known_data: KnownData,
+    /// See [`FileOptions::mark`]: what the mark proved when the file was opened, and the mark since then.
+    finding: Option<Finding>,
+    mark: Option<Rc<Mark>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -194,6 +200,10 @@ impl FileDevice {
         if self.kind == Kind::Block {
             return Err(IoError::new(&self.name, Operation::Grow, range, Failure::NoSpace));
         }
+        if let Some(mark) = &self.mark {
+            mark.may_grow_to(size.get());
+        }
+        let _begun = self.begin(0);
         if let Err(error) = rustix::fs::ftruncate(&self.file, size.get()) {
             return Err(self.error(Operation::Grow, range, error.raw_os_error()));
         }
@@ -351,7 +361,8 @@ impl FileDevice {
                 .offset(range.start.get())
                 .mode(mode)
                 .build();
-            match -self.ring.start_plain(entry).await {
+            let begun = self.begin(range.len.get());
+            match -MarkedChange::start(&self.on, &self.ring, entry, begun).await {
                 libc::EINTR => {}
                 libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::ENODEV => {
                     can.set(false);
@@ -491,6 +502,7 @@ impl BlockDevice for FileDevice {
             range: ByteRange::between(at, range.end()),
             direction: Direction::Read(rest),
             by_worker,
+            begun: None,
         })
     }
 
@@ -499,6 +511,7 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
+        let begun = self.begin(range.len.get());
         let by_worker = self.gives_to_worker(buffer.len());
         let done = if by_worker {
             None
@@ -523,6 +536,7 @@ impl BlockDevice for FileDevice {
             range: ByteRange::between(at, range.end()),
             direction: Direction::Write,
             by_worker,
+            begun,
         })
     }
 
@@ -572,6 +586,9 @@ impl BlockDevice for FileDevice {
                 true => Ok(()),
                 false => self.flush().await,
             };
+            if let Some(mark) = &self.mark {
+                mark.close();
+            }
             // Also after an error. The kernel may keep the file open for a moment after this process has ended, with its locks.
             image_lock::unlock(self.file.as_fd());
             self.claimed.take();
@@ -591,6 +608,8 @@ pub(crate) struct FileIo<'a> {
     range: ByteRange,
     direction: Direction<'a>,
     by_worker: bool,
+    /// Dropped after the transfer, which waits for its end when it is dropped.
+    begun: Option<Begun>,
 }
 
 impl Drop for FileIo<'_> {
@@ -613,6 +632,9 @@ impl Future for FileIo<'_> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
         let result = std::task::ready!(Pin::new(&mut self.transfer).poll(context));
         let (device, range) = (self.device, self.range);
+        if let Some(begun) = self.begun.take() {
+            begun.has_moved(result.ok(), range.len.get());
+        }
         Poll::Ready(match (result, &self.direction) {
             (Ok(moved), _) if moved as u64 == range.len.get() => Ok(()),
             (Ok(moved), Direction::Read(buffer)) => device.finish_short_read(range, *buffer, moved),

@@ -71,6 +71,12 @@ pub trait Poller {
     fn recheck(&self);
 }
 
+/// What runs once at the end of a turn of the loop, after the turn's tasks; see [`Loop::call_at_turn_end`].
+pub(crate) trait TurnEnd {
+    /// Called after all tasks of the turn have run, before the loop submits and reaps again.
+    fn turn(&self);
+}
+
 /// A handle to the loop of this thread. Cheap to clone.
 #[derive(Clone)]
 pub struct Loop(Rc<Core>);
@@ -91,6 +97,7 @@ struct Core {
     turn: Cell<Option<LoopTime>>,
     ring: Option<Ring>,
     pollers: RefCell<Vec<Rc<dyn Poller>>>,
+    at_turn_end: RefCell<Vec<Rc<dyn TurnEnd>>>,
     poll_max: Cell<Duration>,
     counters: Counters,
 }
@@ -224,6 +231,7 @@ impl Loop {
             turn: Cell::new(None),
             ring,
             pollers: RefCell::default(),
+            at_turn_end: RefCell::default(),
             poll_max: Cell::new(poll_max),
             counters: Counters::default(),
         }))
@@ -314,6 +322,11 @@ impl Loop {
         }
     }
 
+    /// Calls `hook` once, at the end of this turn of the loop.
+    pub(crate) fn call_at_turn_end(&self, hook: Rc<dyn TurnEnd>) {
+        self.0.at_turn_end.borrow_mut().push(hook);
+    }
+
     /// Sets how long the loop spins for new work at most before it sleeps.
     pub fn set_poll_max(&self, poll_max: Duration) {
         self.0.poll_max.set(poll_max);
@@ -352,6 +365,7 @@ impl Loop {
                     core.run_task(index);
                 }
             }
+            core.end_turn();
             worked |= core.take_remote_wakes();
             worked |= core.poll_sources();
             worked |= core.fire_timers();
@@ -480,6 +494,17 @@ impl Core {
         let waker = waker::task_waker(self.id, index);
         if task.poll(&mut Context::from_waker(&waker)) {
             self.remove_task(index);
+        }
+    }
+
+    fn end_turn(&self) {
+        loop {
+            // A hook may ask for the next call of itself.
+            let hook = self.at_turn_end.borrow_mut().pop();
+            match hook {
+                Some(hook) => hook.turn(),
+                None => return,
+            }
         }
     }
 

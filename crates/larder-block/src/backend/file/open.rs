@@ -10,7 +10,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::super::image_lock::{self, Claim, LockError, Sharing};
-use super::{FileDevice, InCall, Kind, KnownData, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
+use super::mark::Marked;
+use super::{
+    FileDevice, Finding, InCall, Kind, KnownData, Mark, NO_TURN, SECTOR, size_of, visible_size, watch,
+    workers_worth_having,
+};
 use crate::boot::is_tmpfs;
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
@@ -67,6 +71,9 @@ pub struct FileOptions {
     /// The file is a container, not the disk itself: its end means nothing. It seems to be filled up to
     /// whole blocks, with zeros, and is once something is written there.
     pub container: bool,
+    /// A directory on tmpfs, of this user alone, in which the device keeps a mark of its writes: see [`FileDevice::verdict`]. It is
+    /// made if it is missing and its parent exists. A device that is shared or only read reads the mark and keeps none.
+    pub mark: Option<PathBuf>,
 }
 
 /// Why a file cannot be opened as a disk.
@@ -181,6 +188,15 @@ impl FileDevice {
             fast_zeroes: true,
         };
         tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
+        let unit = CONTAINER_UNIT.max(block_size.into());
+        let marked = Marked {
+            file: &file,
+            kind,
+            is_direct: direct.is_some(),
+            is_kept: !options.read_only && !options.share,
+            size_max: size.next_multiple_of(unit),
+        };
+        let (finding, mark) = open_mark(on, path, options.mark.as_deref(), &marked);
         let device = Rc::new(Self {
             name: path.display().to_string().into(),
             path: path.to_owned(),
@@ -206,9 +222,35 @@ impl FileDevice {
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
             known_data: KnownData::default(),
+            finding,
+            mark,
         });
         on.spawn(watch(on.clone(), Rc::downgrade(&device)));
         Ok(device)
+    }
+}
+
+/// Returns what the mark in `directory` proves, and the mark from now on. The image is served without one if it cannot be kept.
+fn open_mark(
+    on: &Loop,
+    path: &Path,
+    directory: Option<&Path>,
+    marked: &Marked<'_>,
+) -> (Option<Finding>, Option<Rc<Mark>>) {
+    let Some(directory) = directory else {
+        return (None, None);
+    };
+    match Mark::open(on, directory, marked) {
+        Ok((finding, mark)) => (Some(finding), mark),
+        Err(error) => {
+            tracing::warn!(
+                "{}: no mark of its writes can be kept in {}: {error}; after a kill of this server nothing proves that no other \
+                 program has written to the image",
+                path.display(),
+                directory.display()
+            );
+            (Some(Finding::NoMark), None)
+        }
     }
 }
 

@@ -1,0 +1,567 @@
+//! The mark of an image: a page in the host's memory that outlives the process, and proves after a kill that no other program
+//! has written to the image.
+//!
+//! The process counts the writes that it begins and ends in the page, with plain stores. While a write is in flight it also stores
+//! a heartbeat. When nothing is in flight, it captures the times of the file, or the counters of the block device. The next
+//! process that opens the image compares the page with the image (`verdict`, `block`).
+//!
+//! Invariants:
+//! - A write is counted as begun before the kernel gets it, and as ended after its completion was reaped, together with a time
+//!   that is not before any time that the write gave the file.
+//! - A capture is taken when no own write is in flight, and only once any later write leaves another state.
+//! - A finding that is not `Proven` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a process that is killed
+//!   before it has acted upon the finding leaves it to the next one.
+//! - The page is allocated before it is mapped, so no store raises SIGBUS.
+//!
+//! How it fails: without a mark the finding is unproven. An image on a server, and a device of a server, is never proven, and its
+//! times and counters are not read.
+
+mod block;
+mod layout;
+#[cfg(test)]
+mod tests;
+mod verdict;
+
+use std::cell::Cell;
+use std::fs::{DirBuilder, File, Metadata};
+use std::future::Future;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::rc::{Rc, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use io_uring::squeue;
+use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags, StatxFlags};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{FileDevice, Kind, SECTOR};
+use crate::boot::{boot_id, is_local, is_tmpfs};
+use crate::event_loop::{Loop, Ring, RingOp, TurnEnd};
+use crate::opener::{FileTimes, opener};
+use layout::{PAGE, Page, Word};
+pub(super) use verdict::Finding;
+pub use verdict::Verdict;
+use verdict::{Capture, Clock, HEARTBEAT_NS, STEP_MIN_NS, Snapshot, State, judge};
+
+/// The interval of heartbeats and captures while something has begun since the last capture.
+const HEARTBEAT: Duration = Duration::from_nanos(HEARTBEAT_NS as u64);
+
+/// A file's time that is so far after the present comes from no clock: somebody has set it.
+const FUTURE_NS: i64 = 1_000_000_000;
+
+/// Tries to read two clocks at the same time.
+const CLOCK_READS: u32 = 4;
+
+/// Two clocks that were read within this time were read at the same time.
+const CLOCK_READ_NS: i64 = 20_000;
+
+/// What is to be marked.
+pub(super) struct Marked<'a> {
+    pub(super) file: &'a File,
+    pub(super) kind: Kind,
+    /// The page cache is bypassed.
+    pub(super) is_direct: bool,
+    /// Other processes may write too, or this one does not: the mark is read and not kept.
+    pub(super) is_kept: bool,
+    /// The size that a write within the visible size may give the file.
+    pub(super) size_max: u64,
+}
+
+/// Keeps the mark of an open image.
+pub(super) struct Mark {
+    page: Page,
+    on: Loop,
+    image: Image,
+    boot: u128,
+    /// The task that stores heartbeats and captures runs, or is not wanted.
+    is_watched: Cell<bool>,
+    is_closed: Cell<bool>,
+    /// Writes that have ended in this turn of the loop, and their sectors.
+    ending: Cell<u64>,
+    ending_sectors: Cell<u64>,
+    begun_at_tick: Cell<u64>,
+    last: Cell<Option<Capture>>,
+}
+
+/// Where the state of an image is read.
+enum Image {
+    File(File),
+    Block(u64),
+    /// Not at all: the state proves nothing.
+    Unprovable,
+}
+
+/// A write in flight. It ends when this is dropped.
+pub(super) struct Begun {
+    mark: Rc<Mark>,
+    sectors: u64,
+}
+
+impl Begun {
+    /// Ends a write that was to move `len` bytes and has moved `moved`; `None` after an error.
+    pub(super) fn has_moved(self, moved: Option<usize>, len: u64) {
+        if moved.is_none_or(|moved| moved as u64 != len) {
+            self.is_inexact();
+        }
+    }
+
+    /// Reports that the device may have counted another number of sectors than those begun.
+    fn is_inexact(&self) {
+        self.mark.page.store(Word::Inexact, 1);
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        Mark::end(&self.mark, self.sectors);
+    }
+}
+
+impl Mark {
+    /// Reads the mark that an earlier process has left in `directory`, if there is one, and begins a new one, if it is to be kept.
+    /// The image is locked, and nothing has been written to it since.
+    ///
+    /// # Errors
+    /// The directory is not in the host's memory or not this user's alone, or the host's memory is full.
+    pub(super) fn open(on: &Loop, directory: &Path, marked: &Marked<'_>) -> io::Result<(Finding, Option<Rc<Self>>)> {
+        let boot = boot_id()?;
+        let found = marked.file.metadata()?;
+        prepare_directory(directory, marked.is_kept)?;
+        let path = directory.join(name(marked, &found)?);
+        let Some(file) = open_mark(&path, marked.is_kept)? else {
+            return Ok((Finding::NoMark, None));
+        };
+        let snapshot = layout::read(&file)?;
+        let (image, state) = image_of(marked, &found);
+        let clock = clock(boot);
+        let finding = judge(snapshot.as_ref(), &state, clock);
+        tracing::debug!(path = %path.display(), ?snapshot, ?state, ?clock, ?finding, "mark");
+        if !marked.is_kept {
+            return Ok((finding, None));
+        }
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, PAGE as u64)?;
+        let page = Page::map(&file)?;
+        page.set_up(boot, clock.ahead_ns, clock.now_ns, marked.size_max, finding);
+        let is_provable = !matches!(image, Image::Unprovable);
+        let mark = Rc::new(Self {
+            page,
+            on: on.clone(),
+            image,
+            boot,
+            is_watched: Cell::new(!is_provable),
+            is_closed: Cell::new(false),
+            ending: Cell::new(0),
+            ending_sectors: Cell::new(0),
+            begun_at_tick: Cell::new(0),
+            last: Cell::new(None),
+        });
+        if is_provable && !mark.tick() {
+            mark.watch();
+        }
+        Ok((finding, Some(mark)))
+    }
+
+    /// Counts a write of so many sectors as begun. The kernel gets it next.
+    #[inline]
+    pub(super) fn begin(self: &Rc<Self>, sectors: u64) -> Begun {
+        if !self.is_watched.get() {
+            self.wake();
+        }
+        let page = &self.page;
+        page.store(Word::BegunSectors, page.load(Word::BegunSectors) + sectors);
+        page.store(Word::Begun, page.load(Word::Begun) + 1);
+        Begun {
+            mark: Rc::clone(self),
+            sectors,
+        }
+    }
+
+    /// Counts a write as ended, at the end of this turn of the loop.
+    #[inline]
+    fn end(self: &Rc<Self>, sectors: u64) {
+        let ending = self.ending.get();
+        if ending == 0 {
+            // One reading of the clock serves all that end in this turn.
+            self.on.call_at_turn_end(Rc::clone(self) as Rc<dyn TurnEnd>);
+        }
+        self.ending.set(ending + 1);
+        self.ending_sectors.set(self.ending_sectors.get() + sectors);
+    }
+
+    /// Announces that a write to come may give the file this size.
+    pub(super) fn may_grow_to(&self, size: u64) {
+        self.page.store(Word::SizeMax, self.page.load(Word::SizeMax).max(size));
+    }
+
+    /// Reports that the finding of this opening, and of those before, has been acted upon.
+    pub(super) fn acknowledge(&self) {
+        self.page.store(Word::Carried, Finding::Proven.code());
+    }
+
+    /// Something begins, and nothing has begun since the last capture.
+    #[cold]
+    fn wake(self: &Rc<Self>) {
+        if let (Image::File(_), Some(last)) = (&self.image, self.last.get())
+            && let (Ok(now), Some(then)) = (self.state(), last.file)
+            && let Some(now) = now.file
+            && now != then
+        {
+            let is_written = now.mtime_ns != then.mtime_ns || now.size != then.size;
+            self.record_foreign(if is_written {
+                Finding::Changed
+            } else {
+                Finding::Unproven
+            });
+        }
+        self.watch();
+    }
+
+    fn watch(self: &Rc<Self>) {
+        self.is_watched.set(true);
+        self.on.spawn(watch(self.on.clone(), Rc::downgrade(self)));
+    }
+
+    fn record_foreign(&self, finding: Finding) {
+        let known = Finding::of_code(self.page.load(Word::Foreign));
+        if finding > known {
+            self.page.store(Word::Foreign, finding.code());
+        }
+    }
+
+    /// Stores a heartbeat, and captures the state if nothing is in flight; whether it was captured, or never will be.
+    fn tick(&self) -> bool {
+        if self.is_closed.get() {
+            return true;
+        }
+        let (page, clock) = (&self.page, clock(self.boot));
+        let was_set = self.follow(clock);
+        page.store(Word::AliveAt, clock.now_ns as u64);
+        let begun = page.load(Word::Begun);
+        if begun != page.load(Word::Ended) {
+            return false;
+        }
+        // The counters of a device are read through the opener: not between two writes of a busy guest.
+        if matches!(self.image, Image::Block(_)) && self.begun_at_tick.replace(begun) != begun {
+            return false;
+        }
+        self.capture(clock, was_set)
+    }
+
+    /// Captures the state, if any later write is going to leave another one; whether that is so. Nothing is in flight.
+    fn capture(&self, clock: Clock, was_set: bool) -> bool {
+        let page = &self.page;
+        let coarse_ns = nanoseconds(ClockId::RealtimeCoarse);
+        let Ok(state) = self.state() else {
+            return true;
+        };
+        if let Some(file) = state.file {
+            let ended_at = page.load(Word::EndedAt) as i64;
+            let is_past = file.latest_ns() <= clock.now_ns;
+            if !was_set && is_past && file.latest_ns() > ended_at {
+                let is_written = file.mtime_ns > ended_at;
+                self.record_foreign(if is_written {
+                    Finding::Changed
+                } else {
+                    Finding::Unproven
+                });
+            }
+            // The next write gets a time of the coarse clock's, or a later one.
+            if file.latest_ns() >= coarse_ns && file.latest_ns() < clock.now_ns + FUTURE_NS {
+                return false;
+            }
+        }
+        let begun_sectors = page.load(Word::BegunSectors);
+        if let Some(disk) = &state.disk {
+            let last = Snapshot {
+                begun_sectors,
+                ended_sectors: begun_sectors,
+                is_inexact: page.load(Word::Inexact) != 0,
+                capture: self.last.get(),
+                ..Snapshot::default()
+            };
+            if last.capture.is_some() && !last.is_inexact {
+                self.record_foreign(block::judge_disk(&last, disk));
+            }
+        }
+        let capture = Capture {
+            begun: page.load(Word::Begun),
+            begun_sectors,
+            ahead_ns: clock.ahead_ns,
+            file: state.file,
+            disk: state.disk,
+        };
+        page.capture(&capture);
+        page.store(Word::Inexact, 0);
+        self.last.set(Some(capture));
+        true
+    }
+
+    /// Follows a clock that was set; whether it was. A kill in between leaves a mark of before, which proves less.
+    fn follow(&self, clock: Clock) -> bool {
+        let page = &self.page;
+        let was_set = (clock.ahead_ns - page.load(Word::Ahead) as i64).abs() > STEP_MIN_NS;
+        if was_set {
+            let ended_at = page.load(Word::EndedAt) as i64;
+            page.store(Word::AliveAt, clock.now_ns as u64);
+            page.store(Word::EndedAt, ended_at.min(clock.now_ns) as u64);
+            page.store(Word::Ahead, clock.ahead_ns as u64);
+        }
+        was_set
+    }
+
+    fn state(&self) -> io::Result<State> {
+        state_of(&self.image)
+    }
+
+    /// Captures the state for the last time. The image is still locked. Nothing is stored from now on.
+    pub(super) fn close(&self) {
+        if self.is_closed.replace(true) {
+            return;
+        }
+        self.turn();
+        let page = &self.page;
+        if !matches!(self.image, Image::Unprovable) && page.load(Word::Begun) == page.load(Word::Ended) {
+            let clock = clock(self.boot);
+            let was_set = self.follow(clock);
+            // If it is too early, the time of the last write's end does as well.
+            self.capture(clock, was_set);
+        }
+        page.detach();
+    }
+}
+
+impl TurnEnd for Mark {
+    fn turn(&self) {
+        let (ending, sectors) = (self.ending.take(), self.ending_sectors.take());
+        if ending == 0 {
+            return;
+        }
+        let page = &self.page;
+        // The time first: whatever has ended by then has a time of before.
+        page.store(Word::EndedAt, nanoseconds(ClockId::Realtime) as u64);
+        page.store(Word::EndedSectors, page.load(Word::EndedSectors) + sectors);
+        page.store(Word::Ended, page.load(Word::Ended) + ending);
+    }
+}
+
+async fn watch(on: Loop, mark: Weak<Mark>) {
+    loop {
+        on.sleep(HEARTBEAT).await;
+        let Some(mark) = mark.upgrade() else { return };
+        if mark.tick() {
+            mark.is_watched.set(false);
+            return;
+        }
+    }
+}
+
+/// A change of a file's allocation through io_uring, which goes on in the kernel when its future is dropped.
+pub(super) struct MarkedChange<'a> {
+    op: Option<RingOp>,
+    begun: Option<Begun>,
+    on: &'a Loop,
+}
+
+impl<'a> MarkedChange<'a> {
+    pub(super) fn start(on: &'a Loop, ring: &Ring, entry: squeue::Entry, begun: Option<Begun>) -> Self {
+        if let Some(begun) = &begun {
+            // Devices count some of these as writes, some as discards, and some not at all.
+            begun.is_inexact();
+        }
+        Self {
+            op: Some(ring.start_plain(entry)),
+            begun,
+            on,
+        }
+    }
+}
+
+impl Future for MarkedChange<'_> {
+    type Output = i32;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<i32> {
+        let Some(op) = self.op.as_mut() else {
+            return Poll::Pending;
+        };
+        let result = std::task::ready!(Pin::new(op).poll(context));
+        self.op = None;
+        self.begun = None;
+        Poll::Ready(result)
+    }
+}
+
+impl Drop for MarkedChange<'_> {
+    fn drop(&mut self) {
+        if let (Some(op), Some(begun)) = (self.op.take(), self.begun.take()) {
+            self.on.spawn(async move {
+                op.await;
+                drop(begun);
+            });
+        }
+    }
+}
+
+impl FileDevice {
+    /// Returns whether another program has written to the image since a process with [`super::FileOptions::mark`] last had it open.
+    /// `None` if the host was started anew since: then what the caller has recorded durably counts. `noted_boot` is the boot ID of
+    /// the host when the caller last recorded that, and tells a mark that was lost from one that the new start has taken away.
+    pub fn verdict(&self, noted_boot: Option<u128>) -> Option<Verdict> {
+        match self.finding? {
+            Finding::Proven => Some(Verdict::Proven),
+            Finding::Unproven => Some(Verdict::Unproven),
+            Finding::Changed => Some(Verdict::Changed),
+            Finding::NoMark => {
+                let is_same_boot = noted_boot.is_some() && noted_boot == boot_id().ok();
+                is_same_boot.then_some(Verdict::Unproven)
+            }
+        }
+    }
+
+    /// Reports that the verdict has been acted upon: nothing that is kept relies on older contents of the image. Until then the
+    /// next openings of the image have no better verdict than this one.
+    pub fn acknowledge_verdict(&self) {
+        if let Some(mark) = &self.mark {
+            mark.acknowledge();
+        }
+    }
+
+    /// Counts a write to `len` bytes as begun, if there is a mark.
+    pub(super) fn begin(&self, len: u64) -> Option<Begun> {
+        self.mark.as_ref().map(|mark| mark.begin(len / SECTOR))
+    }
+}
+
+/// Reads the host's clocks.
+fn clock(boot: u128) -> Clock {
+    let mut best = (i64::MAX, Clock::default());
+    for _ in 0..CLOCK_READS {
+        let before = nanoseconds(ClockId::Boottime);
+        let now_ns = nanoseconds(ClockId::Realtime);
+        let took = nanoseconds(ClockId::Boottime) - before;
+        if took < best.0 {
+            let ahead_ns = now_ns - before - took / 2;
+            best = (took, Clock { boot, now_ns, ahead_ns });
+        }
+        if took < CLOCK_READ_NS {
+            break;
+        }
+    }
+    best.1
+}
+
+fn nanoseconds(clock: ClockId) -> i64 {
+    let time = clock_gettime(clock);
+    time.tv_sec * 1_000_000_000 + time.tv_nsec
+}
+
+/// Returns where the state of an image is read, and what it is now.
+fn image_of(marked: &Marked<'_>, found: &Metadata) -> (Image, State) {
+    let image = match marked.kind {
+        Kind::Block if marked.is_direct => {
+            // What others have written through the page cache is counted when the kernel writes it to the device.
+            let all =
+                libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+            // SAFETY: a plain system call on an open descriptor.
+            let result = unsafe { libc::sync_file_range(marked.file.as_raw_fd(), 0, 0, all) };
+            match result {
+                0 => Image::Block(found.rdev()),
+                _ => Image::Unprovable,
+            }
+        }
+        Kind::Block => Image::Unprovable,
+        Kind::Regular | Kind::Tmpfs => {
+            let is_provable = rustix::fs::fstatfs(marked.file).is_ok_and(|found| is_local(&found));
+            // Another open file: the image's own one has the locks.
+            let own = format!("/proc/self/fd/{}", marked.file.as_raw_fd());
+            match rustix::fs::open(own, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
+                Ok(place) if is_provable => Image::File(place.into()),
+                _ => Image::Unprovable,
+            }
+        }
+    };
+    match state_of(&image) {
+        Ok(state) if state.is_provable => (image, state),
+        _ => (Image::Unprovable, State::default()),
+    }
+}
+
+fn state_of(image: &Image) -> io::Result<State> {
+    Ok(match image {
+        Image::File(place) => State {
+            file: Some(FileTimes::from(&place.metadata()?)),
+            disk: None,
+            is_provable: true,
+        },
+        Image::Block(device) => {
+            let disk = opener().disk_counters(*device)?;
+            State {
+                file: disk.backing,
+                disk: Some(disk),
+                is_provable: disk.is_reliable,
+            }
+        }
+        Image::Unprovable => State::default(),
+    })
+}
+
+/// Returns the name of an image's mark: the same for all names of the image, and for no other image at the same time.
+fn name(marked: &Marked<'_>, found: &Metadata) -> io::Result<PathBuf> {
+    if marked.kind == Kind::Block {
+        return Ok(format!("block-{:x}", found.rdev()).into());
+    }
+    let more = rustix::fs::statx(marked.file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME)?;
+    let made = &more.stx_btime;
+    Ok(format!(
+        "file-{:x}-{:x}-{:x}-{:x}",
+        found.dev(),
+        found.ino(),
+        made.tv_sec,
+        made.tv_nsec
+    )
+    .into())
+}
+
+/// Makes the directory, if it is missing and wanted, and checks that it is in the host's memory and this user's alone.
+fn prepare_directory(directory: &Path, is_wanted: bool) -> io::Result<()> {
+    let found = match directory.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && is_wanted => {
+            match DirBuilder::new().mode(0o700).create(directory) {
+                // Another device's opening was faster.
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => directory.symlink_metadata()?,
+            }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?,
+    };
+    let user = rustix::process::geteuid().as_raw();
+    if !found.is_dir() || found.uid() != user || found.mode() & 0o022 != 0 {
+        return Err(io::Error::other("it is no directory of this user alone"));
+    }
+    if !is_tmpfs(&rustix::fs::statfs(directory)?) {
+        return Err(io::Error::other("it is not on tmpfs"));
+    }
+    Ok(())
+}
+
+/// Opens a mark, and makes it if it is missing and wanted.
+fn open_mark(path: &Path, is_wanted: bool) -> io::Result<Option<File>> {
+    let flags = match is_wanted {
+        true => OFlags::RDWR | OFlags::CREATE,
+        false => OFlags::RDONLY,
+    };
+    let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+        Err(rustix::io::Errno::NOENT) => return Ok(None),
+        file => File::from(file?),
+    };
+    let found = file.metadata()?;
+    if !found.is_file() || found.uid() != rustix::process::geteuid().as_raw() {
+        return Err(io::Error::other("the mark is no file of this user's"));
+    }
+    Ok(Some(file))
+}

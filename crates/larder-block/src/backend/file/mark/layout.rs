@@ -1,0 +1,307 @@
+//! The page of a mark: 64-bit words in the byte order of the host, which alone reads them.
+//!
+//! ```text
+//! word  0  magic, written last when the page is set up
+//!       1  version
+//!     2-3  boot ID of the host
+//!       4  the host's clock less the time since boot, in ns, when the times below were stored
+//!       5  writes begun             6  writes ended
+//!       7  sectors begun            8  sectors ended
+//!       9  when the last write ended, in ns since 1970
+//!      10  the last heartbeat, in ns since 1970
+//!      11  the largest size that writes begun so far may give the file
+//!      12  carried finding: what earlier openings have found and no cache has acted upon
+//!      13  foreign finding: changes by others that this process has seen
+//!      14  1 while the sectors counted by this process are not exact
+//!      15  number of captures; the last one is in slot (number % 2)
+//!   32-47  slot 0              48-63  slot 1
+//! slot: writes begun, sectors begun, clock (as word 4), inode, size, mtime, ctime, diskseq, sectors written, sectors beside
+//! ```
+//!
+//! A process may be killed between any two stores. A page without its magic number is no mark. A capture goes to the slot that
+//! is not in use, and the store of word 15 puts it into use, so a killed process leaves one whole capture or none.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::verdict::{Capture, Finding, Snapshot};
+use crate::opener::{DiskCounters, FileTimes};
+
+/// The size of a mark in bytes: one page.
+pub(super) const PAGE: usize = 4096;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"LrdrMark");
+const VERSION: u64 = 1;
+const WORDS: usize = PAGE / 8;
+const SLOTS: usize = 32;
+const SLOT_WORDS: usize = 16;
+
+/// The words outside the slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(super) enum Word {
+    Magic = 0,
+    Version,
+    BootLow,
+    BootHigh,
+    Ahead,
+    Begun,
+    Ended,
+    BegunSectors,
+    EndedSectors,
+    EndedAt,
+    AliveAt,
+    SizeMax,
+    Carried,
+    Foreign,
+    Inexact,
+    Captures,
+}
+
+/// A mark's page in memory.
+pub(super) struct Page(NonNull<[AtomicU64; WORDS]>);
+
+impl Page {
+    /// Maps `file`, whose first [`PAGE`] bytes are allocated.
+    pub(super) fn map(file: &File) -> io::Result<Self> {
+        // SAFETY: a new shared mapping of an open file, at an address of the kernel's choice.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                PAGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        match NonNull::new(at.cast()) {
+            Some(page) if at != libc::MAP_FAILED => Ok(Self(page)),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    fn words(&self) -> &[AtomicU64; WORDS] {
+        // SAFETY: the mapping has WORDS words, is aligned to a page, and lives as long as this. Another process may store to it,
+        // which atomic words allow.
+        unsafe { self.0.as_ref() }
+    }
+
+    pub(super) fn load(&self, word: Word) -> u64 {
+        self.words()[word as usize].load(Ordering::Relaxed)
+    }
+
+    /// Stores after all that was stored before, as far as a process sees that runs when this one has ended.
+    pub(super) fn store(&self, word: Word, value: u64) {
+        self.words()[word as usize].store(value, Ordering::Release);
+    }
+
+    /// Makes this a new mark: nothing is begun, nothing captured.
+    pub(super) fn set_up(&self, boot: u128, ahead_ns: i64, now_ns: i64, size_max: u64, carried: Finding) {
+        self.store(Word::Magic, 0);
+        for word in &self.words()[1..] {
+            word.store(0, Ordering::Release);
+        }
+        self.store(Word::Version, VERSION);
+        self.store(Word::BootLow, boot as u64);
+        self.store(Word::BootHigh, (boot >> 64) as u64);
+        self.store(Word::Ahead, ahead_ns as u64);
+        self.store(Word::EndedAt, now_ns as u64);
+        self.store(Word::AliveAt, now_ns as u64);
+        self.store(Word::SizeMax, size_max);
+        self.store(Word::Carried, carried.code());
+        self.store(Word::Magic, MAGIC);
+    }
+
+    pub(super) fn capture(&self, capture: &Capture) {
+        let number = self.load(Word::Captures) + 1;
+        let slot = &self.words()[slot_of(number)];
+        let file = capture.file.unwrap_or_default();
+        let disk = capture.disk.unwrap_or_default();
+        let values = [
+            capture.begun,
+            capture.begun_sectors,
+            capture.ahead_ns as u64,
+            file.inode,
+            file.size,
+            file.mtime_ns as u64,
+            file.ctime_ns as u64,
+            disk.sequence,
+            disk.written,
+            disk.beside,
+            u64::from(capture.file.is_some()) | u64::from(capture.disk.is_some()) << 1,
+        ];
+        for (word, value) in slot.iter().zip(values) {
+            word.store(value, Ordering::Release);
+        }
+        self.store(Word::Captures, number);
+    }
+
+    /// Separates this page from the file, which keeps what was stored so far and gets nothing more.
+    pub(super) fn detach(&self) {
+        // SAFETY: replaces this mapping, which is of the same length, by zeros of this process's own. No reference to its words
+        // outlives a call, and atomic words may change at any time.
+        let at = unsafe {
+            libc::mmap(
+                self.0.as_ptr().cast(),
+                PAGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+                -1,
+                0,
+            )
+        };
+        // The kernel replaces one page by another at the same address, or changes nothing.
+        debug_assert!(at != libc::MAP_FAILED);
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map` with this length, and nothing refers to it any more.
+        unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE) };
+    }
+}
+
+fn slot_of(number: u64) -> std::ops::Range<usize> {
+    let start = SLOTS + (number % 2) as usize * SLOT_WORDS;
+    start..start + SLOT_WORDS
+}
+
+/// Reads a mark that an earlier process has left; `None` if this is none.
+pub(super) fn read(file: &File) -> io::Result<Option<Snapshot>> {
+    let mut bytes = [0; PAGE];
+    match file.read_exact_at(&mut bytes, 0) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        result => result?,
+    }
+    let mut words = [0; WORDS];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+        *word = u64::from_ne_bytes(*bytes);
+    }
+    Ok(parse(&words))
+}
+
+fn parse(words: &[u64; WORDS]) -> Option<Snapshot> {
+    let word = |word: Word| words[word as usize];
+    if word(Word::Magic) != MAGIC || word(Word::Version) != VERSION {
+        return None;
+    }
+    let number = word(Word::Captures);
+    let slot = &words[slot_of(number)];
+    let capture = (number > 0).then(|| Capture {
+        begun: slot[0],
+        begun_sectors: slot[1],
+        ahead_ns: slot[2] as i64,
+        file: (slot[10] & 1 != 0).then(|| FileTimes {
+            inode: slot[3],
+            size: slot[4],
+            mtime_ns: slot[5] as i64,
+            ctime_ns: slot[6] as i64,
+        }),
+        disk: (slot[10] & 2 != 0).then(|| DiskCounters {
+            sequence: slot[7],
+            written: slot[8],
+            beside: slot[9],
+            is_reliable: true,
+            backing: None,
+        }),
+    });
+    Some(Snapshot {
+        boot: u128::from(word(Word::BootHigh)) << 64 | u128::from(word(Word::BootLow)),
+        ahead_ns: word(Word::Ahead) as i64,
+        begun: word(Word::Begun),
+        ended: word(Word::Ended),
+        begun_sectors: word(Word::BegunSectors),
+        ended_sectors: word(Word::EndedSectors),
+        ended_at_ns: word(Word::EndedAt) as i64,
+        alive_at_ns: word(Word::AliveAt) as i64,
+        size_max: word(Word::SizeMax),
+        carried: Finding::of_code(word(Word::Carried)),
+        foreign: Finding::of_code(word(Word::Foreign)),
+        is_inexact: word(Word::Inexact) != 0,
+        capture,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn new_page() -> (File, Page) {
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file");
+        file.set_len(PAGE as u64).expect("its size");
+        let page = Page::map(&file).expect("a mapping");
+        (file, page)
+    }
+
+    fn capture_of(inode: u64) -> Capture {
+        Capture {
+            begun: inode,
+            begun_sectors: 8 * inode,
+            ahead_ns: -5,
+            file: Some(FileTimes {
+                inode,
+                size: 1 << 40,
+                mtime_ns: -1,
+                ctime_ns: 7,
+            }),
+            disk: None,
+        }
+    }
+
+    #[test]
+    fn stored_words_are_read_by_the_next_process() {
+        let (file, page) = new_page();
+        assert_eq!(read(&file).expect("reads"), None, "zeros are no mark");
+        let boot = u128::MAX - 5;
+        page.set_up(boot, -9, 1000, 4096, Finding::Unproven);
+        let empty = read(&file).expect("reads").expect("is a mark");
+        assert_eq!((empty.boot, empty.ahead_ns, empty.ended_at_ns), (boot, -9, 1000));
+        assert_eq!((empty.carried, empty.capture), (Finding::Unproven, None));
+        page.store(Word::Begun, 3);
+        for inode in 1..4 {
+            page.capture(&capture_of(inode));
+            let found = read(&file).expect("reads").expect("is a mark");
+            assert_eq!((found.begun, found.capture), (3, Some(capture_of(inode))));
+        }
+        page.detach();
+        page.store(Word::Begun, 4);
+        assert_eq!(read(&file).expect("reads").map(|found| found.begun), Some(3));
+    }
+
+    /// A kill between any two stores of a capture leaves the capture before it.
+    #[test]
+    fn torn_capture_leaves_the_one_before() {
+        let (_file, page) = new_page();
+        page.set_up(1, 0, 0, 0, Finding::Proven);
+        let words = || -> [u64; WORDS] { std::array::from_fn(|index| page.words()[index].load(Ordering::Relaxed)) };
+        page.capture(&capture_of(1));
+        let before = words();
+        page.capture(&capture_of(2));
+        let after = words();
+        let mut torn = before;
+        for index in (0..WORDS).filter(|index| *index != Word::Captures as usize) {
+            torn[index] = after[index];
+            assert_eq!(parse(&torn).and_then(|found| found.capture), Some(capture_of(1)));
+        }
+        assert_eq!(parse(&after).and_then(|found| found.capture), Some(capture_of(2)));
+    }
+
+    #[test]
+    fn unfinished_or_unknown_page_is_no_mark() {
+        let (file, page) = new_page();
+        page.set_up(1, 0, 0, 0, Finding::Proven);
+        page.store(Word::Version, VERSION + 1);
+        assert_eq!(read(&file).expect("reads"), None);
+        page.store(Word::Version, VERSION);
+        page.store(Word::Magic, 0);
+        assert_eq!(read(&file).expect("reads"), None);
+        file.set_len(100).expect("its size");
+        assert_eq!(read(&file).expect("reads"), None);
+    }
+}
