@@ -7,7 +7,7 @@
 
 use std::rc::Rc;
 
-use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
+use larder_block::range_lock::{Held, Mode as Hold, Ranges, Ticket};
 use larder_block::{ByteLen, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
@@ -65,6 +65,11 @@ impl Changes {
     pub(crate) async fn drained(&self) {
         let whole = ByteRange::new(0, u64::MAX >> 1);
         drop(self.ranges.enter(whole, Hold::Exclusive).await);
+    }
+
+    /// Keeps others from changing `range`.
+    pub(crate) async fn enter(&self, range: ByteRange, hold: Hold) -> Held<'_> {
+        self.ranges.enter(range, hold).await
     }
 
     /// A change that touches `range` is under way, or waits.
@@ -196,6 +201,8 @@ impl Cache {
     async fn write_alone(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         self.undone(Operation::Write, range).await?;
         self.load_range(range, Operation::Write).await?;
+        // A cache that fails here is seen to by what follows.
+        let _ = self.retract_unproven(range).await;
         if self.mode.get() == Mode::WriteBack && !self.has_failed() {
             return self.write_back(range, buffer, flags).await;
         }

@@ -115,6 +115,11 @@ impl Cleaning {
         self.asked.set(self.asked.get().wrapping_add(1));
     }
 
+    /// Requests of the guest so far.
+    pub(crate) fn asked(&self) -> u64 {
+        self.asked.get()
+    }
+
     /// Nothing is cleaned in the background any more, when this completes, nor will be.
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);

@@ -81,6 +81,15 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
     copy_lines(from, to, &shape, &batch).await.map_err(io)?;
     to.flush().await.map_err(io)?;
     let new = read_superblock(to).await?;
+    let new = Superblock {
+        sequence: new.sequence + 1,
+        unproven: old.unproven,
+        ..new
+    };
+    if new.unproven {
+        // Before there is a line that could be trusted.
+        write_superblock(to, &new).await.map_err(io)?;
+    }
     write_pages(to, &new, &places).await.map_err(io)?;
     let new = Superblock {
         sequence: new.sequence + 1,

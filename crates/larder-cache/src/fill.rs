@@ -139,6 +139,11 @@ impl Fills {
 }
 
 impl Fill {
+    /// A change of what it has read has begun since.
+    pub(crate) fn is_void(&self) -> bool {
+        self.void.get()
+    }
+
     /// Copies what has arrived; whether it could.
     pub(crate) fn copy(&self, range: ByteRange, buffer: ReadBuf<'_>) -> bool {
         let memory = self.memory.borrow();
@@ -219,11 +224,15 @@ impl Cache {
     }
 
     async fn store_part(&self, fill: &Fill, memory: &Rc<AlignedBuf>, part: Part) {
+        let from = (part.range.start.get() - fill.range.start.get()) as usize;
+        let bytes = from..from + part.range.len.as_usize();
+        let is_unproven = self.index.borrow().unproven.contains(part.line);
+        if is_unproven && !self.compare_filled(fill, &memory[bytes.clone()], part).await {
+            return;
+        }
         let Some(place) = self.place_for(part) else {
             return;
         };
-        let from = (part.range.start.get() - fill.range.start.get()) as usize;
-        let bytes = from..from + part.range.len.as_usize();
         let at = self.data_at(place.slot(), part.range.start);
         let written = self.fast.write(at, Rc::clone(memory), bytes, WriteFlags::NONE);
         match written.await {

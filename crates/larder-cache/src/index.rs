@@ -60,6 +60,8 @@ pub(crate) struct Index {
     /// All cached lines.
     pub(crate) lines: LineSet,
     pub(crate) dirty: DirtyLines,
+    /// Lines whose clean sectors are not to be used before they were compared with the disk: see [`crate::compare`].
+    pub(crate) unproven: LineSet,
 }
 
 impl Index {
@@ -74,6 +76,7 @@ impl Index {
             pinned: HashMap::new(),
             lines: LineSet::default(),
             dirty: DirtyLines::default(),
+            unproven: LineSet::default(),
         }
     }
 
@@ -212,6 +215,7 @@ impl Index {
             self.dirty.remove(line);
         }
         self.lines.remove(line);
+        self.unproven.remove(line);
         self.sets.set_tag(slot, 0);
         self.sets.set_valid(slot, 0);
         if self.sets.dirty(slot) != 0 {
@@ -259,7 +263,10 @@ impl Index {
 
     /// What readers may have of a slot.
     pub(crate) fn visible(&self, slot: Slot) -> Sectors {
-        let valid = self.valid(slot);
+        let valid = match self.unproven.is_empty() || !self.unproven.contains(self.line(slot)) {
+            true => self.valid(slot),
+            false => self.dirty(slot),
+        };
         match self.pinned.is_empty() {
             true => valid,
             false => valid & !self.pinned.get(&slot).map_or(0, |pins| pins.hidden),

@@ -8,6 +8,7 @@
 //! - A read never finds an older byte than the last completed write, also after a crash, and also after the line has left
 //!   the cache: what the cache holds without being dirty is what the disk holds, durably, or it is marked as not to be
 //!   believed before they can differ ([`change`]).
+//! - What may not be what the disk has is compared with it before it is used ([`compare`]).
 //! - A slot gets another line only when a crash would leave it empty ([`place`]).
 //! - A line is written down only after its data has been flushed ([`settle`]).
 //! - The cache device is never waited for where the disk can answer; if it fails, the disk is all there is.
@@ -16,6 +17,7 @@ mod apart;
 mod change;
 mod clean;
 mod commit;
+mod compare;
 mod copies;
 mod copy;
 mod device;
@@ -59,6 +61,7 @@ use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, LoopTime, Operation};
 
 pub use clean::CleanOptions;
+pub use compare::Verdict;
 pub use copy::copy;
 pub use offline::{Damage, Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
@@ -68,6 +71,7 @@ pub use superblock::{DiskId, Superblock, SuperblockError};
 use change::Changes;
 use clean::Cleaning;
 use commit::Commits;
+use compare::Comparing;
 use fill::Fills;
 use flushing::Flushing;
 use index::Index;
@@ -169,6 +173,9 @@ pub struct Statistics {
     pub dirty_lines: u64,
     /// Lines of which a crash would leave something else than is in the cache now.
     pub unsettled: u64,
+    /// Bytes in cached lines that are not compared with the disk yet, and not used before ([`Verdict::Unproven`]); as far as
+    /// the lines are loaded.
+    pub unproven: u64,
 }
 
 /// A place apart from the cache device, where it can be noted what of the cache is not to be believed any more: the device
@@ -232,6 +239,7 @@ pub struct Cache {
     /// Data that writes have put into the cache, and that only it has.
     kept: Flushing,
     cleaning: Cleaning,
+    comparing: Comparing,
     /// The disk's size in bytes, as far as it is known, and the change that it is of.
     size: Cell<u64>,
     /// Behind this there is nothing in the cache.
@@ -276,6 +284,7 @@ impl Cache {
             lines: index.lines.len(),
             dirty_lines: index.dirty.len(),
             unsettled: self.ledger.borrow().len() as u64,
+            unproven: index.unproven.len() << self.shape.line_bits,
             cleaned: self.cleaning.written.get(),
             disk_read: self.usage.disk.read().get(),
             disk_written: self.usage.disk.written().get(),

@@ -264,6 +264,9 @@ impl Cache {
                 if kept[way] {
                     let line = self.shape.line_of(set, entry.tag);
                     index.insert(slot, line, valid, dirty);
+                    if self.comparing.is_enabled() && valid & !dirty != 0 {
+                        index.unproven.insert(line);
+                    }
                     hotness.push((way as u8, entry.hotness));
                 }
                 if !kept[way] || (valid, dirty) != (entry.valid, entry.dirty) || entry.open {

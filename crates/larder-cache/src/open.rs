@@ -17,6 +17,7 @@ use larder_block::{
 use crate::change::Changes;
 use crate::clean::{CleanOptions, Cleaning};
 use crate::commit::Commits;
+use crate::compare::{Comparing, Verdict};
 use crate::fill::Fills;
 use crate::flushing::Flushing;
 use crate::index::Index;
@@ -59,6 +60,8 @@ pub struct OpenOptions {
     pub mode: Option<Mode>,
     /// The disk that it is opened for, as it is now.
     pub disk: DiskId,
+    /// Whether the disk is as the cache knows it.
+    pub verdict: Verdict,
     /// The disk's stamp once it has been closed.
     pub stamp: Box<dyn Fn() -> Vec<u8>>,
     /// What a [`Witness`] has noted, if it has.
@@ -151,6 +154,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Resu
         mode: options.mode,
         clean: true,
         may_be_dirty: false,
+        unproven: false,
         session: 0,
         journal_end: 1,
         boot: [0; 16],
@@ -253,8 +257,10 @@ impl Cache {
         let shape = superblock.shape;
         // Somebody else has written to the disk: to which state, nobody knows. Part of a disk may have no times, and times
         // can be put back.
-        let is_other = superblock.clean
-            && (superblock.disk.stamp != options.disk.stamp || !samples::are_there(&lower, &superblock.samples).await);
+        let is_other = options.verdict == Verdict::Changed
+            || superblock.clean
+                && (superblock.disk.stamp != options.disk.stamp
+                    || !samples::are_there(&lower, &superblock.samples).await);
         if is_other && superblock.may_be_dirty && options.detached.is_none() {
             return Err(OpenError::Diverged { cache: cache(), disk });
         }
@@ -269,6 +275,7 @@ impl Cache {
         let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
         read.map_err(io)?;
         let was_left = superblock.was_left(options.boot);
+        let mut is_unproven = superblock.unproven || options.verdict == Verdict::Unproven;
         let contents = match journal::read(&shape, superblock.seed(), bytes.to_vec(), was_left) {
             Err(journal::Damaged) if superblock.may_be_dirty => {
                 return Err(OpenError::Damaged { cache: cache(), disk });
@@ -282,6 +289,7 @@ impl Cache {
                 };
                 tracing::warn!("{disk}: cache {}: {why}; it begins anew, empty", fast.name());
                 wipe(&fast, &shape).await.map_err(io)?;
+                is_unproven = false;
                 journal::Contents {
                     session: superblock.session,
                     tail: 1,
@@ -328,6 +336,7 @@ impl Cache {
             sequence: superblock.sequence + 1,
             mode,
             clean: false,
+            unproven: is_unproven,
             session: contents.session.max(superblock.session) + 1,
             boot: options.boot,
             disk_size: size,
@@ -335,6 +344,12 @@ impl Cache {
             ..superblock
         };
         write_superblock(&fast, &superblock).await.map_err(io)?;
+        if is_unproven {
+            tracing::info!(
+                "{disk}: it is not known whether it was changed without its cache {}, so each line is compared with it before it is used",
+                fast.name()
+            );
+        }
         let written = samples::Written::before(&superblock.samples);
         let loading = Loading::new(contents.records, contents.tail);
         let mut index = Index::new(shape, options.endurance.map(ByteLen::get));
@@ -366,6 +381,7 @@ impl Cache {
             written,
             kept: Flushing::default(),
             cleaning: Cleaning::new(options.cleaning),
+            comparing: Comparing::new(is_unproven),
             size: Cell::new(size.get()),
             reach: Cell::new(size.get()),
             size_generation: Cell::new(generation),
@@ -396,13 +412,17 @@ impl Cache {
             let attached = opened.witness.attach().await;
             attached.map_err(|source| OpenError::Witness { cache: cache(), source })?;
         }
-        if was_dirty || options.load_ahead {
+        if was_dirty || options.load_ahead || is_unproven {
             let loads = Rc::downgrade(&opened);
             opened.spawn(async move {
                 let Some(cache) = loads.upgrade() else { return };
                 match cache.load_ahead().await {
                     Ok(()) => cache.clean_in_time(),
                     Err(error) => cache.fail(&error),
+                }
+                drop(cache);
+                if is_unproven {
+                    Self::compare_all(loads).await;
                 }
             });
         }
@@ -448,6 +468,7 @@ impl Cache {
     async fn stop_background(&self) {
         self.fills.idle().await;
         self.stop_loading().await;
+        self.comparing.stop().await;
         self.stop_settling().await;
     }
 

@@ -28,7 +28,7 @@ struct WholeHit {
 }
 
 /// Keeps a slot from being given to another line while it is read from.
-struct Pin<'a> {
+pub(crate) struct Pin<'a> {
     cache: &'a Cache,
     slot: Slot,
 }
@@ -249,7 +249,7 @@ impl Cache {
         })
     }
 
-    fn pin(&self, slot: Slot) -> Pin<'_> {
+    pub(crate) fn pin(&self, slot: Slot) -> Pin<'_> {
         self.index.borrow_mut().pin(slot, Use::Read);
         Pin { cache: self, slot }
     }

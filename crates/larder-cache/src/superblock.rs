@@ -6,7 +6,7 @@
 //! ```text
 //! byte 0    magic "LRDRCACH"
 //!      8    version, u32                   12   CRC32C of the rest, u32
-//!      16   features, u64: none is known   24   sequence, u64
+//!      16   features, u64                  24   sequence, u64
 //!      32   identity of the cache, 16 bytes
 //!      48   log2 of a line's bytes, u32    52   sets, u32
 //!      56   ways, u32                      60   mode, u32
@@ -20,7 +20,11 @@
 //!      128  name, identity, stamp, samples, up to byte 4096; a sample is a place on the disk, u64, and the CRC32C of
 //!           the sector there when the cache was closed, u32
 //! ```
-//! All numbers are little-endian.
+//! All numbers are little-endian. A program refuses a cache with a feature that it does not know:
+//!
+//! | feature | says |
+//! | --- | --- |
+//! | 1, unproven | the disk may have been changed without the cache: clean lines are compared with it before they are used |
 
 use larder_block::ByteLen;
 
@@ -31,6 +35,8 @@ use crate::shape::{SUPERBLOCK_LEN, Shape};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
 const VERSION: u32 = 3;
+/// Clean lines are to be compared with the disk before they are used.
+const FEATURE_UNPROVEN: u64 = 1;
 const FLAG_CLEAN: u32 = 1;
 const FLAG_DIRTY: u32 = 2;
 const BOOT_AT: usize = 112;
@@ -65,6 +71,8 @@ pub struct Superblock {
     pub clean: bool,
     /// There may be data that only the cache has.
     pub may_be_dirty: bool,
+    /// Clean lines are to be compared with the disk before they are used.
+    pub unproven: bool,
     /// Grows by one with every opening.
     pub session: u32,
     /// At a clean stop.
@@ -121,6 +129,8 @@ impl Superblock {
         bytes[..8].copy_from_slice(MAGIC);
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
         put(8, &VERSION.to_le_bytes());
+        let features = if self.unproven { FEATURE_UNPROVEN } else { 0 };
+        put(16, &features.to_le_bytes());
         put(24, &self.sequence.to_le_bytes());
         put(32, &self.uuid);
         put(48, &self.shape.line_bits.to_le_bytes());
@@ -166,8 +176,9 @@ impl Superblock {
         if word(12) != checksum(bytes) {
             return Err(SuperblockError::Damaged);
         }
-        if long(16) != 0 {
-            return Err(SuperblockError::Features(long(16)));
+        let unknown = long(16) & !FEATURE_UNPROVEN;
+        if unknown != 0 {
+            return Err(SuperblockError::Features(unknown));
         }
         let mut parts = [const { Vec::new() }; 4];
         let mut at = NAMES_AT;
@@ -201,6 +212,7 @@ impl Superblock {
             mode: Mode::from_number(word(60)).ok_or(SuperblockError::Damaged)?,
             clean: word(80) & FLAG_CLEAN != 0,
             may_be_dirty: word(80) & FLAG_DIRTY != 0,
+            unproven: long(16) & FEATURE_UNPROVEN != 0,
             session: word(84),
             journal_end: long(88),
             boot,
@@ -256,6 +268,7 @@ mod tests {
             mode: Mode::WriteAround,
             clean: true,
             may_be_dirty: true,
+            unproven: true,
             session: 3,
             journal_end: 99,
             boot: [5; 16],

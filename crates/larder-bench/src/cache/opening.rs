@@ -20,7 +20,7 @@ use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Filter, Geometry, Io, Loop, ReadBuf, WriteBuf,
     WriteFlags,
 };
-use larder_cache::{Cache, CleanOptions, OpenOptions, SettleOptions, Witness, read_superblock};
+use larder_cache::{Cache, CleanOptions, OpenOptions, SettleOptions, Verdict, Witness, read_superblock};
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 
 use super::Arguments;
@@ -391,6 +391,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
     let options = OpenOptions {
         mode: None,
         disk: superblock.disk,
+        verdict: Verdict::Proven,
         stamp: Box::new(move || stamp.clone()),
         detached: None,
         witness: Box::new(NoWitness),

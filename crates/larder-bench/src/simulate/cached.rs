@@ -13,7 +13,7 @@ use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
 use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Verdict, Witness, create,
 };
 
 use super::stack::{Disk, Opened, Outcome, Poke, Stack};
@@ -119,9 +119,14 @@ impl Place {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
             lines_max: Some(random.pick(&[1, 4, 16, 64])),
         };
+        let verdict = match random.chance(500) {
+            true => Verdict::Proven,
+            false => Verdict::Unproven,
+        };
         let options = OpenOptions {
             mode,
             disk: DiskId::default(),
+            verdict,
             stamp: Box::new(Vec::new),
             detached,
             witness: Box::new(noted),

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteRange, Loop};
 use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Verdict, Witness, create,
 };
 
 pub(crate) const LINE: usize = 4096;
@@ -79,6 +79,7 @@ pub(crate) fn options(notes: &Notes) -> OpenOptions {
     OpenOptions {
         mode: None,
         disk: DiskId::default(),
+        verdict: Verdict::Proven,
         stamp: Box::new(Vec::new),
         detached: notes.detached(),
         witness: Box::new(notes.clone()),

@@ -7,4 +7,5 @@ mod failed_device;
 mod handed_over;
 mod hanging;
 mod kills;
+mod unproven;
 mod warm;

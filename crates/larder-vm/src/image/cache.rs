@@ -16,7 +16,7 @@ use larder_block::opener::{self, Access, NamedBy, opener};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
-    SuperblockError, read_superblock,
+    SuperblockError, Verdict, read_superblock,
 };
 
 use rustix::process::{Resource, getrlimit};
@@ -627,6 +627,7 @@ async fn open_on(
     let open = OpenOptions {
         mode: wish.mode,
         disk: disk_id,
+        verdict: Verdict::Proven,
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
         detached,
         witness: Box::new(made.clone()),

@@ -1,0 +1,402 @@
+//! Another program may have changed the disk after a kill: clean lines are compared with it before they are used.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice, Stop};
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Io, Loop, Operation, ReadBuf, WriteBuf,
+    WriteFlags, join,
+};
+use larder_cache::{Cache, Mode, OpenError, OpenOptions, SettleOptions, Superblock, Verdict, copy, read_superblock};
+use smallvec::SmallVec;
+
+use super::devices::{self, LINE, Notes, device, make};
+
+const SECTOR: usize = 512;
+const PER_LINE: usize = LINE / SECTOR;
+/// Twice as many as are compared at once.
+const LINES: usize = 128;
+const DISK: ByteLen = ByteLen::mib(1);
+const FAST: ByteLen = ByteLen::mib(2);
+const MODES: [Mode; 3] = [Mode::WriteThrough, Mode::WriteAround, Mode::WriteBack];
+
+fn at(sector: usize) -> ByteOffset {
+    ByteOffset::new((sector * SECTOR) as u64)
+}
+
+fn options(verdict: Verdict) -> OpenOptions {
+    OpenOptions {
+        verdict,
+        settling: SettleOptions {
+            lines_max: Some(4096),
+            ..SettleOptions::default()
+        },
+        ..devices::options(&Notes::default())
+    }
+}
+
+/// A disk with a cache, and what each of its sectors must hold: all its bytes are alike.
+struct Rig {
+    on: Loop,
+    disk: Rc<SimulatedDevice>,
+    fast: Rc<SimulatedDevice>,
+    cache: Rc<Cache>,
+    wanted: Vec<u8>,
+}
+
+impl Rig {
+    /// Lines 0 to [`LINES`] are in the cache, clean and settled.
+    fn new(mode: Mode) -> Self {
+        let on = Loop::simulated().expect("no kernel is needed");
+        let [disk, fast] = [DISK, FAST].map(|size| device(&on, Medium::new(size, 512)));
+        on.block_on(make(&fast, 1, mode, DISK));
+        let cache = on.block_on(devices::open(&on, &disk, &fast, options(Verdict::Proven)));
+        let mut rig = Self {
+            on,
+            disk,
+            fast,
+            cache,
+            wanted: vec![0; DISK.as_usize() / SECTOR],
+        };
+        for line in 0..LINES {
+            rig.write(line * PER_LINE, PER_LINE, 1);
+            rig.read(line * PER_LINE, PER_LINE);
+        }
+        rig.on.block_on(rig.cache.clean()).expect("clean");
+        rig.on.block_on(rig.cache.flush()).expect("flushed");
+        rig.sleep(10);
+        assert_eq!(rig.hits(), LINES as u64);
+        rig
+    }
+
+    fn sleep(&self, seconds: u64) {
+        self.on.block_on(self.on.sleep(Duration::from_secs(seconds)));
+    }
+
+    fn write(&mut self, sector: usize, count: usize, byte: u8) {
+        let bytes = vec![byte; count * SECTOR];
+        let written = self.cache.write(at(sector), WriteBuf::new(&bytes), WriteFlags::NONE);
+        self.on.block_on(written).expect("both devices work");
+        self.wanted[sector..sector + count].fill(byte);
+    }
+
+    /// What is read must be right.
+    fn read(&self, sector: usize, count: usize) {
+        let mut bytes = vec![0xee; count * SECTOR];
+        let read = self.cache.read(at(sector), ReadBuf::new(&mut bytes));
+        self.on.block_on(read).expect("both devices work");
+        for (index, found) in bytes.chunks(SECTOR).enumerate() {
+            let (sector, wanted) = (sector + index, self.wanted[sector + index]);
+            assert_eq!(found, [wanted; SECTOR], "sector {sector}, {:?}", self.cache.mode());
+        }
+    }
+
+    fn read_all(&self) {
+        (0..self.wanted.len() / PER_LINE).for_each(|line| self.read(line * PER_LINE, PER_LINE));
+    }
+
+    /// Reads all lines that were cached; how many of these the cache had all of.
+    fn hits(&self) -> u64 {
+        let before = self.cache.statistics().hits;
+        (0..LINES).for_each(|line| self.read(line * PER_LINE, PER_LINE));
+        self.cache.statistics().hits - before
+    }
+
+    /// The process is killed, something else changes these sectors of the disk, and the cache is opened again.
+    fn restart(&mut self, changed: &[usize], byte: u8, verdict: Verdict) {
+        let (mut disk, fast) = (self.disk.stop(Stop::Kill), self.fast.stop(Stop::Kill));
+        for sector in changed {
+            disk.write_durably(at(*sector), &[byte; SECTOR]);
+            self.wanted[*sector] = byte;
+        }
+        self.disk = device(&self.on, disk);
+        self.fast = device(&self.on, fast);
+        // The first read of the disk is of the first piece that is compared.
+        let late = Fault::once(Effect::Delay(Duration::from_secs(60)));
+        self.disk.inject(late.on(Operation::Read));
+        let opened = devices::open(&self.on, &self.disk, &self.fast, options(verdict));
+        self.cache = self.on.block_on(opened);
+        self.on.block_on(self.on.sleep(Duration::from_millis(1)));
+    }
+
+    fn superblock(&self) -> Superblock {
+        let fast: Rc<dyn BlockDevice> = Rc::clone(&self.fast) as _;
+        self.on.block_on(read_superblock(&fast)).expect("a cache")
+    }
+
+    fn unproven(&self) -> u64 {
+        self.cache.statistics().unproven
+    }
+
+    /// Waits until all is compared.
+    fn compared(&self) {
+        self.sleep(120);
+        assert_eq!((self.unproven(), self.superblock().unproven), (0, false));
+    }
+}
+
+/// Sectors in both pieces, one of them of a line whose other sectors are read first.
+const CHANGED: [usize; 4] = [3 * PER_LINE + 2, 17 * PER_LINE, 70 * PER_LINE + 1, 127 * PER_LINE + 7];
+
+/// Neither before a line is compared nor after that is it read as it was.
+#[test]
+fn changed_sectors_are_never_read_old() {
+    for mode in MODES {
+        let mut rig = Rig::new(mode);
+        rig.restart(&CHANGED, 9, Verdict::Unproven);
+        assert_eq!(rig.unproven(), (LINES * LINE) as u64);
+        assert!(rig.superblock().unproven);
+        rig.read_all();
+        // What reads have brought was compared at once, in the piece that the task had not begun.
+        assert_eq!(rig.unproven(), (LINES / 2 * LINE) as u64);
+        rig.compared();
+        rig.read_all();
+        // The next process trusts what is left.
+        rig.restart(&[], 0, Verdict::Proven);
+        assert_eq!(rig.unproven(), 0);
+        rig.read_all();
+    }
+}
+
+/// If nothing was changed, comparing costs no line.
+#[test]
+fn unchanged_cache_hits_always_after_comparing() {
+    for mode in MODES {
+        let mut rig = Rig::new(mode);
+        rig.restart(&[], 0, Verdict::Unproven);
+        rig.compared();
+        assert_eq!(rig.hits(), LINES as u64, "{mode:?}");
+        rig.restart(&[], 0, Verdict::Proven);
+        assert_eq!((rig.hits(), rig.unproven()), (LINES as u64, 0), "{mode:?}");
+    }
+}
+
+/// Only sectors that differ are dropped.
+#[test]
+fn comparing_keeps_equal_sectors_of_changed_lines() {
+    let mut rig = Rig::new(Mode::WriteThrough);
+    rig.restart(&CHANGED, 9, Verdict::Unproven);
+    rig.compared();
+    let before = rig.cache.statistics().hits;
+    for sector in (0..LINES * PER_LINE).filter(|sector| !CHANGED.contains(sector)) {
+        rig.read(sector, 1);
+    }
+    let hits = rig.cache.statistics().hits - before;
+    assert_eq!(hits, (LINES * PER_LINE - CHANGED.len()) as u64);
+}
+
+/// Whatever the caller says the next time, what was not compared is not trusted.
+#[test]
+fn kill_during_comparing_keeps_lines_unproven() {
+    for mode in MODES {
+        let mut rig = Rig::new(mode);
+        rig.restart(&CHANGED, 9, Verdict::Unproven);
+        for _ in 0..2 {
+            rig.restart(&[], 0, Verdict::Proven);
+            assert!(rig.superblock().unproven);
+            assert!(rig.unproven() > 0);
+            rig.read_all();
+        }
+        rig.compared();
+        rig.read_all();
+    }
+}
+
+/// A clean stop in the midst trusts no line that was not compared.
+#[test]
+fn clean_stop_during_comparing_keeps_lines_unproven() {
+    let mut rig = Rig::new(Mode::WriteThrough);
+    rig.restart(&CHANGED, 9, Verdict::Unproven);
+    rig.on.block_on(rig.cache.close()).expect("both devices work");
+    let superblock = rig.superblock();
+    assert!(superblock.clean && superblock.unproven);
+    rig.restart(&[], 0, Verdict::Proven);
+    assert!(rig.unproven() > 0);
+    rig.read_all();
+    rig.compared();
+    rig.read_all();
+}
+
+/// A cache of another size is as unproven as the one that it was made of.
+#[test]
+fn copied_cache_stays_unproven() {
+    let mut rig = Rig::new(Mode::WriteThrough);
+    rig.restart(&CHANGED, 9, Verdict::Unproven);
+    rig.on.block_on(rig.cache.close()).expect("both devices work");
+    let old: Rc<dyn BlockDevice> = device(&rig.on, rig.fast.stop(Stop::Kill)) as _;
+    let larger = device(&rig.on, Medium::new(ByteLen::mib(4), 512));
+    let to: Rc<dyn BlockDevice> = Rc::clone(&larger) as _;
+    rig.on.block_on(copy(&old, &to, [2; 16])).expect("has room");
+    rig.fast = larger;
+    assert!(rig.superblock().unproven);
+    rig.restart(&[], 0, Verdict::Proven);
+    assert!(rig.unproven() > 0);
+    rig.read_all();
+}
+
+/// What only the cache has is trusted, and the rest of the same line is not.
+#[test]
+fn dirty_sectors_survive_unproven_opening() {
+    let mut rig = Rig::new(Mode::WriteBack);
+    rig.write(4 * PER_LINE, 4 * PER_LINE, 2);
+    rig.write(70 * PER_LINE + 3, 1, 2);
+    rig.on.block_on(rig.cache.flush()).expect("flushed");
+    rig.restart(&CHANGED, 9, Verdict::Unproven);
+    rig.read_all();
+    rig.write(17 * PER_LINE + 1, 1, 3);
+    rig.read_all();
+    rig.compared();
+    rig.read_all();
+    rig.on.block_on(rig.cache.clean()).expect("clean");
+    for (sector, wanted) in rig.wanted.iter().enumerate() {
+        let mut found = [0; SECTOR];
+        let read = rig.disk.read(at(sector), ReadBuf::new(&mut found));
+        rig.on.block_on(read).expect("the disk works");
+        assert_eq!(found, [*wanted; SECTOR], "sector {sector}");
+    }
+}
+
+/// A write that a kill interrupts leaves what the disk had, or what was written, never what the cache had.
+#[test]
+fn interrupted_write_leaves_nothing_stale() {
+    for mode in MODES {
+        let mut rig = Rig::new(mode);
+        let sector = 70 * PER_LINE;
+        rig.restart(&[sector, sector + 1], 9, Verdict::Unproven);
+        // The data does not reach the cache device, nor the disk.
+        let data = ByteRange::new(128 << 10, FAST.get() - (128 << 10));
+        let stuck = Fault::always(Effect::Stick).on(Operation::Write);
+        rig.fast.inject(stuck.within(data));
+        rig.disk.inject(stuck);
+        let cache = Rc::clone(&rig.cache);
+        rig.on.spawn(async move {
+            let bytes = [2; SECTOR];
+            let _ = cache.write(at(sector), WriteBuf::new(&bytes), WriteFlags::NONE).await;
+        });
+        rig.sleep(1);
+        rig.restart(&[], 0, Verdict::Proven);
+        let mut found = [0; SECTOR];
+        let read = rig.cache.read(at(sector), ReadBuf::new(&mut found));
+        rig.on.block_on(read).expect("both devices work");
+        assert!(found.iter().all(|byte| [2, 9].contains(byte)), "{mode:?}: {found:?}");
+        rig.read(sector + 1, 1);
+    }
+}
+
+/// A disk that cannot be read proves nothing; the lines are compared once it can be.
+#[test]
+fn unreadable_lines_are_compared_later() {
+    let mut rig = Rig::new(Mode::WriteThrough);
+    rig.restart(&CHANGED, 9, Verdict::Unproven);
+    rig.disk
+        .inject(Fault::always(Effect::Fail(Failure::Os(5))).on(Operation::Read));
+    rig.sleep(100);
+    assert!(rig.unproven() > 0 && rig.superblock().unproven);
+    let mut bytes = [0; SECTOR];
+    let read = rig.cache.read(at(CHANGED[0]), ReadBuf::new(&mut bytes));
+    assert!(rig.on.block_on(read).is_err());
+    rig.disk.heal();
+    rig.compared();
+    rig.read_all();
+}
+
+/// A disk that was certainly changed is as one whose stamp differs.
+#[test]
+fn changed_verdict_begins_anew_or_refuses() {
+    let mut rig = Rig::new(Mode::WriteThrough);
+    rig.restart(&CHANGED, 9, Verdict::Changed);
+    assert_eq!((rig.cache.statistics().lines, rig.unproven()), (0, 0));
+    rig.read_all();
+    let mut rig = Rig::new(Mode::WriteBack);
+    rig.write(0, 1, 2);
+    let disk = device(&rig.on, rig.disk.stop(Stop::Kill));
+    let fast = device(&rig.on, rig.fast.stop(Stop::Kill));
+    let opened = Cache::open(&rig.on, disk, fast, options(Verdict::Changed));
+    let refused = rig.on.block_on(opened).err();
+    assert!(matches!(refused, Some(OpenError::Diverged { .. })), "{refused:?}");
+}
+
+/// Changes by the guest and kills at any moment while lines are compared, and another program's changes in between: of the
+/// half of the disk that the guest only reads.
+#[test]
+fn writes_race_with_comparing() {
+    let sectors = DISK.as_usize() / SECTOR;
+    for mode in MODES {
+        let on = Loop::simulated().expect("no kernel is needed");
+        let timed = |medium: Medium| {
+            let options = Options {
+                latency: Latency::VARIED,
+                ..Options::default()
+            };
+            SimulatedDevice::open(&on, medium, options)
+        };
+        let [mut disk, mut fast] = [DISK, FAST].map(|size| timed(Medium::new(size, 512)));
+        on.block_on(make(&fast, 1, mode, DISK));
+        let wanted = RefCell::new(vec![0_u8; sectors]);
+        for round in 0..40_usize {
+            let cache = on.block_on(devices::open(&on, &disk, &fast, options(Verdict::Unproven)));
+            let tasks: SmallVec<[Io<'_>; 8]> = (0..8)
+                .map(|task| {
+                    let (cache, wanted) = (&cache, &wanted);
+                    Io::task(async move {
+                        let mut state = (round * 8 + task) as u32;
+                        let mut random = |below: usize| {
+                            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                            (state >> 8) as usize % below
+                        };
+                        for _ in 0..60 {
+                            if task < 4 {
+                                let (part, count) = (sectors / 8, 1 + random(12));
+                                let sector = task * part + random(part - count);
+                                let byte = 1 + random(255) as u8;
+                                let bytes = vec![byte; count * SECTOR];
+                                cache.write(at(sector), WriteBuf::new(&bytes), WriteFlags::NONE).await?;
+                                wanted.borrow_mut()[sector..sector + count].fill(byte);
+                                let wanted = wanted.borrow()[sector..sector + count].to_vec();
+                                check(cache, &wanted, sector).await;
+                            } else {
+                                let count = 1 + random(12);
+                                let sector = sectors / 2 + random(sectors / 2 - count);
+                                let wanted = wanted.borrow()[sector..sector + count].to_vec();
+                                check(cache, &wanted, sector).await;
+                            }
+                        }
+                        Ok(())
+                    })
+                })
+                .collect();
+            on.block_on(join(tasks)).expect("both devices work");
+            if round % 2 == 0 {
+                on.block_on(on.sleep(Duration::from_secs(20)));
+            }
+            drop(cache);
+            let mut medium = disk.stop(Stop::Kill);
+            for step in 0..20 {
+                let sector = sectors / 2 + (round * 7919 + step * 104_729) % (sectors / 2);
+                let byte = 1 + ((round + step) % 255) as u8;
+                medium.write_durably(at(sector), &[byte; SECTOR]);
+                wanted.borrow_mut()[sector] = byte;
+            }
+            disk = timed(medium);
+            fast = timed(fast.stop(Stop::Kill));
+        }
+    }
+}
+
+/// Reads sectors that nobody writes meanwhile.
+async fn check(cache: &Cache, wanted: &[u8], sector: usize) {
+    let mut bytes = AlignedBuf::zeroed(wanted.len() * SECTOR);
+    let read = cache.read(at(sector), ReadBuf::new(&mut bytes)).await;
+    read.expect("both devices work");
+    for (index, (found, wanted)) in bytes.chunks(SECTOR).zip(wanted).enumerate() {
+        assert_eq!(
+            found,
+            [*wanted; SECTOR],
+            "sector {}, {:?}",
+            sector + index,
+            cache.mode()
+        );
+    }
+}
