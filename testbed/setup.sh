@@ -34,7 +34,7 @@ test_packages=(
   libvirt-daemon-system libvirt-clients                    # a libvirtd of the tests' own
   gnutls-bin openssl                                       # certificates for TLS tests
   prometheus chromium chromium-driver                      # what looks at larder host
-  valgrind python3-venv                                    # instruction counts; lint tools
+  valgrind strace python3-venv                             # instruction counts, system calls; lint tools
   libisal2                                                 # deflate for migration
   shellcheck socat tmux
 )

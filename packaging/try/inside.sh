@@ -144,17 +144,6 @@ step "upgrade, while the guest works"
 before=$(main_pid larder@web)
 run systemctl start larder-host
 host_before=$(main_pid larder-host)
-token=/var/lib/larder-host/host-token
-until [ -e "$token" ]; do sleep 0.1; done
-[ "$(stat -c '%U %a' "$token")" = 'larder-host 600' ] || fail "the token is not larder-host's alone"
-status_of() { curl -sS -o /tmp/metrics -w '%{http_code}' "$@" http://localhost:9178/metrics; }
-[ "$(status_of)" = 401 ] || fail "larder-host asks for no token"
-[ "$(status_of --oauth2-bearer "$(cat "$token")")" = 200 ] || fail "larder-host does not take its token"
-grep -q '^larder_vm_up{domain="web"} 1$' /tmp/metrics || fail "larder-host does not see the VM"
-as_reader() { setpriv --reuid larder-host --regid larder-read --clear-groups curl -sS -o /tmp/answer -w '%{http_code}' --unix-socket /run/larder/web.sock "$@"; }
-[ "$(as_reader http://localhost/v1/disks)" = 200 ] || fail "larder-host may not read"
-[ "$(as_reader -X PATCH -d '{"limits":{"iops-total":1}}' http://localhost/v1/disks/data)" = 403 ] || fail "larder-host may change a VM"
-ok "larder-host asks for its token, sees the VM and may not change it"
 # Another VM, whose file becomes wrong while it is served.
 run truncate -s 64M "$images/wrong.raw"
 printf '[[disk]]\nimage = "%s/wrong.raw"\nformat = "raw"\n' "$images" >/etc/larder/vms/wrong.toml
@@ -173,6 +162,17 @@ run systemctl is-active larder@web larder-host
 ok "larder@web was started anew: process $before, now $(main_pid larder@web)"
 further_rounds 2
 ok "the guest goes on"
+token=/var/lib/larder-host/host-token
+until [ -e "$token" ]; do sleep 0.1; done
+[ "$(stat -c '%U %a' "$token")" = 'larder-host 600' ] || fail "the token is not larder-host's alone"
+status_of() { curl -sS -o /tmp/metrics -w '%{http_code}' "$@" http://localhost:9178/metrics; }
+[ "$(status_of)" = 401 ] || fail "larder-host asks for no token"
+[ "$(status_of --oauth2-bearer "$(cat "$token")")" = 200 ] || fail "larder-host does not take its token"
+grep -q '^larder_vm_up{domain="web"} 1$' /tmp/metrics || fail "larder-host does not see the VM"
+as_reader() { setpriv --reuid larder-host --regid larder-read --clear-groups curl -sS -o /tmp/answer -w '%{http_code}' --unix-socket /run/larder/web.sock "$@"; }
+[ "$(as_reader http://localhost/v1/disks)" = 200 ] || fail "larder-host may not read"
+[ "$(as_reader -X PATCH -d '{"limits":{"iops-total":1}}' http://localhost/v1/disks/data)" = 403 ] || fail "larder-host may change a VM"
+ok "larder-host asks for its token, sees the VM and may not change it"
 [ "$(main_pid larder@wrong)" = "$wrong_before" ] || fail "a VM with a wrong file has lost its server"
 grep -q '^larder: VM wrong: .*no-such-key.*systemctl restart larder@wrong$' /tmp/upgrade.log || fail "apt does not tell of a VM with a wrong file"
 [ "$(grep -c '^larder: VM' /tmp/upgrade.log)" = 1 ] || fail "apt tells of a VM that was started anew"
@@ -248,7 +248,7 @@ diff /tmp/before /tmp/after || fail "files are left behind, or gone"
 [ -z "$(systemctl --no-legend --all list-units 'larder*')" ] || fail "units are left behind"
 ok "nothing is left behind"
 step "purge, with a note that is still needed"
-apt install /try/old.deb
+apt install /try/new.deb
 install -d /var/lib/larder-libvirt
 echo '<domain/>' >/var/lib/larder-libvirt/domain.xml
 apt purge larder

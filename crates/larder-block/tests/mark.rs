@@ -18,6 +18,9 @@ use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Loop
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
 
+/// What the tests call their use of an image.
+const USE: u64 = 77;
+
 /// How long a foreign program waits after the kill.
 const FOREIGN_AFTER: Duration = Duration::from_millis(100);
 
@@ -87,8 +90,8 @@ impl Bed {
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
         on.block_on(async {
             let device = FileDevice::open(&on, &self.image, self.options()).await.expect("opens");
-            let verdict = device.verdict(boot_id().ok());
-            device.acknowledge_verdict();
+            let verdict = device.verdict(boot_id().ok(), &[USE]);
+            device.acknowledge_verdict(USE);
             device.close().await.expect("closes");
             verdict
         })
@@ -138,7 +141,7 @@ fn writer_for_other_tests() {
     let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
     on.block_on(async {
         let device = FileDevice::open(&on, Path::new(&image), options).await.expect("opens");
-        device.acknowledge_verdict();
+        device.acknowledge_verdict(USE);
         let data = AlignedBuf::zeroed(BLOCK as usize);
         for block in 0..8 {
             let at = ByteOffset::new(block * BLOCK);
@@ -278,7 +281,7 @@ fn closed_image_is_proven_until_others_write() {
         for _ in 0..20 {
             on.block_on(async {
                 let device = FileDevice::open(&on, &bed.image, bed.options()).await.expect("opens");
-                assert_eq!(device.verdict(None), Some(Verdict::Proven));
+                assert_eq!(device.verdict(None, &[USE]), Some(Verdict::Proven));
                 let data = AlignedBuf::zeroed(BLOCK as usize);
                 let written = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
                 written.await.expect("writes");
@@ -296,6 +299,27 @@ fn closed_image_is_proven_until_others_write() {
     }
 }
 
+/// Another user of the image, who keeps the same mark, says nothing about what somebody has kept of it before.
+#[test]
+fn mark_of_another_use_proves_nothing() {
+    let bed = Bed::of_file("/dev/shm", Caching::Auto);
+    let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
+    let open = |uses: &[u64], next: u64| {
+        on.block_on(async {
+            let device = FileDevice::open(&on, &bed.image, bed.options()).await.expect("opens");
+            let verdict = device.verdict(boot_id().ok(), uses);
+            device.acknowledge_verdict(next);
+            device.close().await.expect("closes");
+            verdict
+        })
+    };
+    assert_eq!(open(&[], 1), Some(Verdict::Unproven), "there is no mark");
+    assert_eq!(open(&[1], 2), Some(Verdict::Proven));
+    assert_eq!(open(&[1], 3), Some(Verdict::Unproven), "use 2 was in between");
+    assert_eq!(open(&[2, 3], 4), Some(Verdict::Proven));
+    assert_eq!(open(&[0], 5), Some(Verdict::Unproven));
+}
+
 /// A finding that was not acted upon stays, also if nothing is written.
 #[test]
 fn verdict_is_carried_until_acknowledged() {
@@ -304,9 +328,9 @@ fn verdict_is_carried_until_acknowledged() {
     let open = |is_acknowledged: bool| {
         on.block_on(async {
             let device = FileDevice::open(&on, &bed.image, bed.options()).await.expect("opens");
-            let verdict = device.verdict(None);
+            let verdict = device.verdict(None, &[USE]);
             if is_acknowledged {
-                device.acknowledge_verdict();
+                device.acknowledge_verdict(USE);
             }
             device.close().await.expect("closes");
             verdict
@@ -329,7 +353,7 @@ fn verdict_is_carried_until_acknowledged() {
     };
     on.block_on(async {
         let device = FileDevice::open(&on, &bed.image, reader).await.expect("opens");
-        assert_eq!(device.verdict(None), Some(Verdict::Changed));
+        assert_eq!(device.verdict(None, &[USE]), Some(Verdict::Changed));
         device.close().await.expect("closes");
     });
     assert_eq!(
@@ -345,7 +369,7 @@ fn foreign_write_between_own_writes_is_changed() {
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
         on.block_on(async {
             let device = FileDevice::open(&on, &bed.image, bed.options()).await.expect("opens");
-            device.acknowledge_verdict();
+            device.acknowledge_verdict(USE);
             let data = AlignedBuf::zeroed(BLOCK as usize);
             on.sleep(FOREIGN_AFTER).await;
             bed.write_as_other();

@@ -42,18 +42,6 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 /// When lines that could not be read from the disk are tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// Whether the disk is as the cache knows it, which the caller finds out before it opens a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Verdict {
-    /// Nothing but the cache has changed the disk.
-    #[default]
-    Proven,
-    /// That is not known: each clean line is compared with the disk before it is used. Dirty lines are trusted.
-    Unproven,
-    /// Something else has changed the disk: the cache begins anew, or is refused if it may have dirty lines.
-    Changed,
-}
-
 /// How far the comparing is.
 #[derive(Default)]
 pub(crate) struct Comparing {

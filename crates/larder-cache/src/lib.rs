@@ -61,8 +61,8 @@ use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, LoopTime, Operation};
 
 pub use clean::CleanOptions;
-pub use compare::Verdict;
 pub use copy::copy;
+pub use larder_block::backend::file::Verdict;
 pub use offline::{Damage, Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
 pub use shape::Shape;

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::backend::file::Verdict;
 use larder_block::budget::Budget;
 use larder_block::event_loop::WeakLoop;
 use larder_block::filter::meter::metered;
@@ -17,7 +18,7 @@ use larder_block::{
 use crate::change::Changes;
 use crate::clean::{CleanOptions, Cleaning};
 use crate::commit::Commits;
-use crate::compare::{Comparing, Verdict};
+use crate::compare::Comparing;
 use crate::fill::Fills;
 use crate::flushing::Flushing;
 use crate::index::Index;

@@ -34,6 +34,7 @@ pub mod journal;
 mod needed;
 mod open_cache;
 mod prefetch_memory;
+mod proof;
 mod replaced;
 
 pub(crate) use address::driver_in;
@@ -396,6 +397,7 @@ async fn open_cache(
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
+        proof: std::mem::take(&mut opened.proof),
         lacks_times: opened.lacks_times,
         used: match options.comes {
             true => cache::Used::Elsewhere,
@@ -512,7 +514,7 @@ pub async fn open_bytes(
     container: bool,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     match image {
-        ImageAddress::Path(path) => Ok(in_guest_blocks(open_file(on, path, options, container).await?)),
+        ImageAddress::Path(path) => Ok(in_guest_blocks(open_file(on, path, options, container, None).await?)),
         ImageAddress::Nbd(uri) => Ok(in_guest_blocks(open_export(on, uri, options).await?)),
     }
 }
@@ -522,6 +524,7 @@ async fn open_file(
     path: &Path,
     options: &ImageOptions,
     container: bool,
+    mark: Option<PathBuf>,
 ) -> Result<Rc<FileDevice>, ImageError> {
     if container {
         refuse_too_short(path)?;
@@ -534,7 +537,7 @@ async fn open_file(
         claim: options.claim,
         caching: options.caching,
         container,
-        mark: None,
+        mark,
     };
     Ok(FileDevice::open(on, path, file).await?)
 }

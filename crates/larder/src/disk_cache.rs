@@ -107,6 +107,12 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         (None, false) => "not closed: its server was killed, or is on another host".to_owned(),
     };
     said.line("state", state);
+    if superblock.unproven {
+        said.line(
+            "compared",
+            "not with all of the disk, since a kill: each line is, before it is used",
+        );
+    }
     if let Some(damage) = lines.and_then(|lines| damage_text(lines.damage, superblock)) {
         said.line("damaged", damage);
     }
@@ -152,6 +158,7 @@ fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
         "may_be_dirty": superblock.may_be_dirty,
         "damaged": lines.map(|lines| lines.damage != Damage::default()),
         "closed": superblock.clean,
+        "unproven": superblock.unproven,
         "in_use": report.is_used,
     })
 }

@@ -201,6 +201,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
         line: arguments.cache_line,
         mode: arguments.cache_mode,
         endurance: arguments.cache_endurance,
+        exclusive: arguments.cache_exclusive,
     };
     let cache = cache.options(arguments.share).map_err(|error| anyhow!("--{error}"))?;
     Ok(DiskConfig {

@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -182,13 +182,79 @@ fn function_and_cost(line: &str) -> Option<(Function, f64)> {
     Some((function, cost))
 }
 
+/// How the server of a measurement is run.
+#[derive(Clone, Copy)]
+struct Served<'a> {
+    program: &'a Path,
+    image: &'a Path,
+    format: &'a str,
+    prefetch: &'a str,
+    /// With a cache in write-through.
+    is_cached: bool,
+}
+
+impl Served<'_> {
+    /// Instructions of one request.
+    fn of_each(&self, place: &Place, requests: &Requests, count: u64) -> anyhow::Result<Costs> {
+        let of = |count| counted(place, self, requests, count);
+        Ok(of(2 * count)?.over(&of(count)?).divided(count))
+    }
+}
+
+/// Compares this program with another one.
+fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], other: &Path) -> anyhow::Result<()> {
+    let (own, count) = (larder()?, arguments.count.unwrap_or(COUNT));
+    println!(
+        "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests\n"
+    );
+    println!(
+        "| | {} | this one | ratio |\n| --- | --- | --- | --- |",
+        other.display()
+    );
+    for (format, image) in images {
+        for is_cached in [false, true] {
+            for requests in &REQUESTS {
+                let of = |program: &Path| {
+                    let served = Served {
+                        program,
+                        image,
+                        format,
+                        prefetch: "off",
+                        is_cached,
+                    };
+                    Ok::<_, anyhow::Error>(served.of_each(place, requests, count)?.total())
+                };
+                let (mut others, mut ours) = (Vec::new(), Vec::new());
+                for _ in 0..arguments.rounds(1) {
+                    others.push(of(other)?);
+                    ours.push(of(&own)?);
+                }
+                let ratios = ratios(&ours, &others);
+                println!(
+                    "| {format}{}, {} | {:.0} | {:.0} | {:.3} ({}) |",
+                    if is_cached { " with a cache" } else { "" },
+                    requests.name,
+                    median(&others),
+                    median(&ours),
+                    median(&ratios),
+                    spread(&ratios, 3)
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let place = arguments.place()?;
     let images = [
         ("raw", place.raw_image(IMAGE_BYTES)?),
         ("qcow2", place.qcow2_image(IMAGE_BYTES)?),
     ];
-    let count = arguments.count.unwrap_or(COUNT);
+    if let Some(other) = &arguments.against {
+        return compare(arguments, &place, &images, other);
+    }
+    let (program, count) = (larder()?, arguments.count.unwrap_or(COUNT));
     println!(
         "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests"
     );
@@ -197,10 +263,15 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             let (mut off, mut on) = (Vec::new(), Vec::new());
             let mut last = Costs::default();
             for _ in 0..arguments.rounds(1) {
-                // Instructions of one request.
-                let of_each = |prefetch| -> anyhow::Result<Costs> {
-                    let of = |count| counted(&place, image, format, prefetch, requests, count);
-                    Ok(of(2 * count)?.over(&of(count)?).divided(count))
+                let of_each = |prefetch| {
+                    let served = Served {
+                        program: &program,
+                        image,
+                        format,
+                        prefetch,
+                        is_cached: false,
+                    };
+                    served.of_each(&place, requests, count)
                 };
                 let (without, with) = (of_each("off")?, of_each("4MiB")?);
                 off.push(without.total());
@@ -221,30 +292,20 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Instructions of a server from its start to its end.
-fn counted(
-    place: &Place,
-    image: &Path,
-    format: &str,
-    prefetch: &str,
-    requests: &Requests,
-    count: u64,
-) -> anyhow::Result<Costs> {
+fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) -> anyhow::Result<Costs> {
     let (socket, profile) = (place.unused("socket"), place.unused("callgrind"));
     let mut command = mortal("valgrind");
     command
         .args(["-q", "--fair-sched=yes", "--tool=callgrind"])
         .arg(format!("--callgrind-out-file={}", profile.display()))
-        .arg(larder()?)
-        .args([
-            "disk",
-            "serve",
-            text(image)?,
-            "--format",
-            format,
-            "--prefetch",
-            prefetch,
-        ])
+        .arg(served.program)
+        .args(["disk", "serve", text(served.image)?, "--format", served.format])
+        .args(["--prefetch", served.prefetch])
         .args(["--poll-us", "0", "--socket", text(&socket)?]);
+    let cache = place.unused("cache");
+    if served.is_cached {
+        command.args(["--cache", text(&cache)?, "--cache-size", "128MiB", "--cache-mode", "wt"]);
+    }
     let mut server = Process::start(command)?;
     server.wait_for("serving", LIMIT)?;
     let mut client = Client::connect_with(&socket, true, CLIENT_MEMORY)?;
@@ -269,5 +330,8 @@ fn counted(
     ensure!(status.success(), "{status}:\n{}", server.output());
     let costs = Costs::read(&profile)?;
     std::fs::remove_file(&profile)?;
+    if served.is_cached {
+        std::fs::remove_file(&cache)?;
+    }
     Ok(costs)
 }

@@ -51,6 +51,9 @@ pub(crate) struct Arguments {
     /// How many times as fast a trace with times is replayed
     #[arg(long, default_value_t = 10.0)]
     speed_up: f64,
+    /// Another larder, such as that of the version before: the instructions of both are compared, with and without a cache
+    #[arg(long, value_name = "PROGRAM")]
+    against: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]

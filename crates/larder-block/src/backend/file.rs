@@ -30,7 +30,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use extents::KnownData;
 pub use held::{Displaced, HeldFile};
 pub use mark::Verdict;
-use mark::{Begun, Finding, Mark, MarkedChange};
+use mark::{Begun, Found, Mark, MarkedChange};
 pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, claim_device};
 use pieces::Pieces;
 
@@ -108,7 +108,7 @@ pub struct FileDevice {
     /// Runs of data found so far.
     known_data: KnownData,
     /// See [`FileOptions::mark`]: what the mark proved when the file was opened, and the mark since then.
-    finding: Option<Finding>,
+    found: Option<Found>,
     mark: Option<Rc<Mark>>,
 }
 

@@ -447,6 +447,13 @@ pub(super) const FAMILIES: &[Family] = &[
         Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unsettled))),
     ),
     family(
+        "larder_cache_unproven_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes in the cache that are compared with the disk before they are used, after a kill",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unproven))),
+    ),
+    family(
         "larder_cache_cleaned_bytes",
         Kind::Counter,
         Some("bytes"),

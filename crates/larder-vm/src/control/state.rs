@@ -234,6 +234,10 @@ pub struct CacheState {
     /// Bytes, in whole lines, of which a crash now would leave something else than the cache has; what it would leave is
     /// right, but may be less.
     pub unsettled: u64,
+    /// Bytes that are compared with the disk before they are used, because nothing proves that no other program has written to the
+    /// disk since a kill; those of lines that are loaded.
+    #[serde(default)]
+    pub unproven: u64,
     /// Reads that the cache had all of.
     pub hits: u64,
     /// Reads that it had a part of.
@@ -400,6 +404,7 @@ impl CacheState {
                 error: place.work.error(),
             },
             unsettled: in_lines(done.unsettled),
+            unproven: done.unproven,
             hits: done.hits,
             partial_hits: done.partial_hits,
             misses: done.misses,

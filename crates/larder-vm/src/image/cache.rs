@@ -26,6 +26,7 @@ use super::cache_note::{Lock, Made, Note, Other, Says};
 use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
 use super::open_cache::OpenCache;
+use super::proof::Proof;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 use crate::occupied::{self, Occupied};
 
@@ -176,6 +177,8 @@ pub(super) struct Cached {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
+    /// Of the files, since the disk was used last.
+    pub(super) proof: Proof,
     /// Part of it is on a device or an export, of which no file's times tell who has written to it.
     pub(super) lacks_times: bool,
     pub(super) used: Used,
@@ -200,6 +203,7 @@ impl Cached {
             device: Rc::clone(&self.device),
             identity: self.identity.clone(),
             files: self.files.iter().map(DiskFile::again).collect(),
+            proof: self.proof.clone(),
             lacks_times: self.lacks_times,
             used: Used::Here,
         }
@@ -561,11 +565,23 @@ async fn open_on(
         return Err(CacheError::Older { file, newer });
     }
     let says = match superblock.clean {
-        true => Says::Believe,
-        false => match note.says(superblock, &disk.files) {
-            Says::Believe | Says::Detached(_) if disk.used == Used::Elsewhere => Says::Changed,
+        true => Says::Believe(Verdict::Proven),
+        false => match note.says(superblock, &disk.files, &disk.proof) {
+            Says::Believe(_) | Says::Detached(_) if disk.used == Used::Elsewhere => Says::Changed,
             says => says,
         },
+    };
+    let verdict = match says {
+        Says::Believe(Verdict::Unproven) if wish.exclusive => Verdict::Proven,
+        Says::Believe(verdict) => verdict,
+        // What is not believed is given up below.
+        _ => Verdict::Proven,
+    };
+    let believed_after_kill = match says {
+        _ if superblock.clean => None,
+        Says::Believe(Verdict::Proven) => Some("nothing else has written to the disk since"),
+        Says::Believe(_) if wish.exclusive => Some("nothing else writes to the disk, as was said (cache-exclusive)"),
+        _ => None,
     };
     let mut detached = detached(superblock, says, &note, disk, wish)?;
     let closed = superblock.clean.then(|| note.says_of_closed(superblock));
@@ -601,7 +617,12 @@ async fn open_on(
         disk_id.stamp = USED_STAMP.to_vec();
     }
     let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
-    let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files);
+    let of_use =
+        u128::from_le_bytes(random().map_err(|error| CacheError::Cache(format!("getrandom(2): {error}")))?) as u64;
+    // Until the last mark is of this use, marks of the one before speak for the cache.
+    let mut uses = disk.proof.uses_of_marks(&note.uses(superblock));
+    uses.push(of_use);
+    let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files, uses);
     let made = match made {
         Ok(made) => made,
         Err(error) if is_dirty => {
@@ -627,7 +648,7 @@ async fn open_on(
     let open = OpenOptions {
         mode: wish.mode,
         disk: disk_id,
-        verdict: Verdict::Proven,
+        verdict,
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
         detached,
         witness: Box::new(made.clone()),
@@ -644,7 +665,15 @@ async fn open_on(
             let _ = made.take_back();
         }
     })?;
+    disk.proof.acknowledge(of_use);
     made.is_opened();
+    if let Some(why) = believed_after_kill {
+        tracing::info!(
+            "{}: its cache {} was not closed; {why}, so all that it has is used",
+            disk.image,
+            wish.file
+        );
+    }
     on.spawn(made.clone().keep(on.clone(), Rc::downgrade(&cache)));
     Ok((cache, made))
 }
@@ -705,7 +734,7 @@ fn detached(
     let file = || wish.file.to_string();
     let is_refused = superblock.may_be_dirty && !wish.force;
     match says {
-        Says::Believe => return Ok(None),
+        Says::Believe(_) => return Ok(None),
         Says::Detached(detached) => {
             tracing::warn!(
                 "{}: its cache {} had failed, so of it nothing is believed but what the disk has not",

@@ -4,11 +4,14 @@
 //! not failed, which then could not be told itself. Where it did fail, the note says besides which parts of what only the
 //! cache has are superseded by what the disk has.
 //!
-//! It also has the stamps of the disk's files, and new ones soon after the server has changed them ([`Made::keep`]): so
-//! it is found out if others have written to the disk since the server was killed, such as a server without the cache.
-//! On a busy file system soon may be too late; so the same is written without waiting to the user's folder in the host's
-//! memory, which outlives the server, each time that they are looked at: the time of that file says that the server was
-//! alive then, and that what was changed before was changed by it.
+//! It also names the uses of the disk whose marks prove for this cache that nobody else has written to the disk since the
+//! server was killed ([`super::proof`]). A cache for which that is proven is believed; otherwise each of its clean lines is
+//! compared with the disk before it is used.
+//!
+//! What is not proven is not believed at all if the times of the disk's files speak against it: it has their stamps, and new
+//! ones soon after the server has changed them ([`Made::keep`]). On a busy file system soon may be too late; so the same is
+//! written without waiting to the user's folder in the host's memory, which outlives the server, each time that they are
+//! looked at: the time of that file says that the server was alive then, and that what was changed before was changed by it.
 //!
 //! When the cache is closed, its note is taken back; but if part of the disk is on a device or an export, whose writers
 //! leave no time, it stays. Such a cache is believed only if the note is there. A server or command of this user that opens
@@ -25,6 +28,7 @@
 //! disk 72617720...         the disk's identity, hexadecimal
 //! cache 2f737364...        what the cache is on, as a path or URI, hexadecimal
 //! clock 5f3c... 1700000000 when the stamps were noted: the host's boot ID, and the clock's seconds less those since boot
+//! uses 5be1... 20c3...     of the disk, whose marks speak for this cache, hexadecimal
 //! stamp 0000002a...        for each file of the disk, hexadecimal; `written` of one that the server writes to
 //! dirty                    the cache may have what the disk has not
 //! used                     its server has given it up: the disk is used without the cache since
@@ -45,13 +49,14 @@ use std::time::SystemTime;
 use larder_block::ByteRange;
 use larder_block::opener::{Access, NamedBy, opener};
 use larder_block::small_file::{self, STATE_BYTES_MAX};
-use larder_cache::{Detached, Superblock};
+use larder_cache::{Detached, Superblock, Verdict};
 pub(super) use made::Made;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile, FileStamp};
 use super::host_clock::HostClock;
+use super::proof::Proof;
 use super::{ImageAddress, absolute};
 use crate::opener::helper;
 use crate::private_folder;
@@ -104,22 +109,32 @@ impl Note {
     }
 
     /// What it says of the cache since it was last used, for a disk of these files.
-    pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile]) -> Says {
+    pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile], proof: &Proof) -> Says {
         let Some(noted) = self.read_of(superblock) else {
             return Says::Nothing;
         };
-        let are_ours_lately = || {
+        let may_be_ours_lately = || {
             let (lately, alive) = self.read_lately().ok()?;
             let is_of_it = lately.sessions.contains(&superblock.session);
-            is_of_it.then(|| lately.are_only_ours(files, Some(alive)))
+            is_of_it.then(|| lately.may_be_only_ours(files, Some(alive)))
         };
-        let are_ours = noted.are_only_ours(files, None) || are_ours_lately() == Some(true);
-        let is_ours = !noted.is_used && are_ours;
-        match (is_ours, noted.detached) {
-            (false, _) => Says::Changed,
-            (true, None) => Says::Believe,
-            (true, Some(superseded)) => Says::Detached(Detached { superseded }),
+        let may_be_ours = || noted.may_be_only_ours(files, None) || may_be_ours_lately() == Some(true);
+        let boot = noted.clock.map(|clock| clock.boot);
+        let verdict = match proof.verdict(files, &noted.stamps, boot, &noted.uses) {
+            _ if noted.is_used => Verdict::Changed,
+            Verdict::Unproven if !may_be_ours() => Verdict::Changed,
+            verdict => verdict,
+        };
+        match (verdict, noted.detached) {
+            (Verdict::Changed, _) => Says::Changed,
+            (verdict, None) => Says::Believe(verdict),
+            (_, Some(superseded)) => Says::Detached(Detached { superseded }),
         }
+    }
+
+    /// Returns the uses of the disk that it names for the cache's last session.
+    pub(super) fn uses(&self, superblock: &Superblock) -> Vec<u64> {
+        self.read_of(superblock).map_or_else(Vec::new, |noted| noted.uses)
     }
 
     /// What it says of a cache that was closed.
@@ -129,7 +144,7 @@ impl Note {
             // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted
             // already.
             Some(noted) if noted.is_used || noted.detached.is_some() => Says::Changed,
-            Some(_) => Says::Believe,
+            Some(_) => Says::Believe(Verdict::Proven),
         }
     }
 
@@ -178,7 +193,7 @@ impl Note {
     }
 
     /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was
-    /// `detached`.
+    /// `detached`. The last of `uses` is about to begin, too.
     ///
     /// # Errors
     /// The host's; if there is an old one, that speaks for the last session alone.
@@ -189,6 +204,7 @@ impl Note {
         is_dirty: bool,
         detached: Option<&Detached>,
         files: &[DiskFile],
+        uses: Vec<u64>,
     ) -> io::Result<Made> {
         let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
@@ -201,6 +217,7 @@ impl Note {
             is_dirty,
             detached: detached.map(|detached| detached.superseded.clone()),
             clock: HostClock::now(),
+            uses,
             stamps: disk_id::stamps_of_all(files),
         };
         noted.write(path)?;
@@ -315,9 +332,9 @@ impl Note {
 /// What a note says of a cache that was not closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Says {
-    /// It worked to its end, and nobody else has written to the disk since.
-    Believe,
-    /// Its device failed, and nobody else has written to the disk since.
+    /// It worked to its end; and whether nobody else has written to the disk since, which is never [`Verdict::Changed`].
+    Believe(Verdict),
+    /// Its device failed, and nobody else has written to the disk since, as far as is known.
     Detached(Detached),
     /// Somebody has.
     Changed,
@@ -342,6 +359,8 @@ pub(super) struct Noted {
     detached: Option<Vec<ByteRange>>,
     /// When the stamps were noted.
     clock: Option<HostClock>,
+    /// Of the disk, whose marks speak for the cache.
+    uses: Vec<u64>,
     /// Of the disk's files.
     stamps: Vec<FileStamp>,
 }
@@ -365,6 +384,7 @@ impl Noted {
             is_dirty: false,
             detached: None,
             clock: None,
+            uses: Vec::new(),
             stamps: Vec::new(),
         };
         let (lines, rest) = text.split_once("\nend\n")?;
@@ -391,6 +411,10 @@ impl Noted {
                         ahead_seconds: ahead.parse().ok()?,
                     });
                 }
+                "uses" => {
+                    let uses = values.split(' ').map(|of_use| u64::from_str_radix(of_use, 16));
+                    noted.uses = uses.collect::<Result<_, _>>().ok()?;
+                }
                 "detached" => {
                     noted.detached.get_or_insert_default();
                 }
@@ -415,6 +439,10 @@ impl Noted {
         );
         if let Some(HostClock { boot, ahead_seconds }) = self.clock {
             text.push_str(&format!("clock {boot:x} {ahead_seconds}\n"));
+        }
+        if !self.uses.is_empty() {
+            let uses: String = self.uses.iter().map(|of_use| format!(" {of_use:x}")).collect();
+            text.push_str(&format!("uses{uses}\n"));
         }
         for stamp in &self.stamps {
             let word = if stamp.is_written { "written" } else { "stamp" };
@@ -445,16 +473,18 @@ impl Noted {
         self.stamps = stamps;
     }
 
-    /// Returns true if only the disk's server has written to its files since; `alive` is its last sign of life, if known.
-    fn are_only_ours(&self, files: &[DiskFile], alive: Option<SystemTime>) -> bool {
+    /// Returns whether perhaps only the disk's server has written to its files since; `alive` is its last sign of life, if known.
+    fn may_be_only_ours(&self, files: &[DiskFile], alive: Option<SystemTime>) -> bool {
         let step = self.clock.map_or(0, HostClock::step);
-        disk_id::are_only_ours_since(files, &self.stamps, alive, step)
+        disk_id::may_be_only_ours_since(files, &self.stamps, alive, step)
     }
 
     /// What was before the last session is over: a copy of the cache from then is not believed.
     fn drop_old_sessions(&mut self) {
         let last = self.sessions.len().saturating_sub(1);
         self.sessions.drain(..last);
+        let last = self.uses.len().saturating_sub(1);
+        self.uses.drain(..last);
     }
 
     /// A range is superseded; what touches it becomes one with it.
@@ -708,6 +738,7 @@ mod tests {
                 boot: 0x5f3c,
                 ahead_seconds: -12,
             }),
+            uses: detached.map_or_else(Vec::new, |_| vec![0x77, u64::MAX]),
             stamps: vec![
                 FileStamp {
                     is_written: true,
@@ -739,6 +770,8 @@ mod tests {
             ("6 7", "6 x"),
             ("-12", "12x"),
             ("clock 5f3c ", "clock "),
+            ("uses 77 ", "uses 77  "),
+            ("uses 77", "uses 7x"),
             ("sessions", "session"),
         ] {
             assert!(text.contains(old));

@@ -110,6 +110,7 @@ impl CachePlace {
             line: None,
             mode: Some(old.layer.mode()),
             endurance: old.layer.endurance(),
+            exclusive: false,
             force: false,
             exactly: true,
         };

@@ -213,6 +213,7 @@ pub async fn flush_cache(
             line: None,
             mode: None,
             endurance: None,
+            exclusive: false,
             force: wish.force,
             exactly: true,
         }),

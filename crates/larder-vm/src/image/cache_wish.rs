@@ -2,6 +2,8 @@
 
 use larder_block::ByteLen;
 use larder_cache::Mode;
+#[cfg(doc)]
+use larder_cache::Verdict;
 
 use super::ImageAddress;
 use super::cache::{CacheError, may_write_back};
@@ -99,6 +101,8 @@ pub struct CacheWish {
     pub mode: Option<Mode>,
     /// What may be written to it in a day.
     pub endurance: Option<ByteLen>,
+    /// Nothing but its server writes to the disk.
+    pub exclusive: bool,
 }
 
 /// Why a wish contradicts itself. The names are those of the options, with or without dashes.
@@ -125,6 +129,7 @@ impl CacheWish {
                 ("cache-line", self.line.is_some()),
                 ("cache-mode", self.mode.is_some()),
                 ("cache-endurance", self.endurance.is_some()),
+                ("cache-exclusive", self.exclusive),
             ];
             return match alone.iter().find(|(_, is_there)| *is_there) {
                 Some((name, _)) => Err(CacheWishError::NoFile(name)),
@@ -139,6 +144,7 @@ impl CacheWish {
                 line: self.line,
                 mode: self.mode,
                 endurance: self.endurance,
+                exclusive: self.exclusive,
                 force: false,
                 exactly: false,
             })),
@@ -159,6 +165,8 @@ pub struct CacheOptions {
     pub mode: Option<Mode>,
     /// What may be written to it in a day; see [`OpenOptions::endurance`].
     pub endurance: Option<ByteLen>,
+    /// Nothing but its server writes to the disk, says the user: what is not proven ([`Verdict::Unproven`]) is believed.
+    pub exclusive: bool,
     /// What only the cache has is right, also if the disk seems to have been changed without it.
     pub force: bool,
     /// This one, and no other that has taken its place while the disk was used.

@@ -18,6 +18,7 @@ use super::cache_note::Note;
 use super::disk_id::{self, DiskFile};
 use super::journal::{self, Journals};
 use super::needed;
+use super::proof::{self, Proof};
 use super::{
     Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
     refuse_dirty,
@@ -35,7 +36,9 @@ pub(super) struct Opened {
     pub(super) files: Vec<DiskFile>,
     /// All of them, with those of NBD servers.
     pub(super) parts: Vec<ChainPart>,
-    /// Part of it is on a block device or an NBD export: nothing tells when somebody has written to that.
+    /// What tells of the files whether somebody else has written to them.
+    pub(super) proof: Proof,
+    /// Part of it is on a block device or an NBD export: no file's times tell when somebody has written to that.
     pub(super) lacks_times: bool,
 }
 
@@ -51,6 +54,7 @@ pub(super) async fn open(
         options,
         opened: Vec::new(),
         files: Vec::new(),
+        proof: Proof::default(),
         parts: Vec::new(),
         held,
         metadata_memory: MetadataMemory::new(options.metadata_memory),
@@ -69,6 +73,7 @@ pub(super) async fn open(
         format,
         lacks_times: opener.is_past_server || opener.files.iter().any(DiskFile::lacks_times),
         files: opener.files,
+        proof: opener.proof,
         parts: opener.parts,
     })
 }
@@ -107,6 +112,7 @@ struct Opener<'a> {
     opened: Vec<ImageAddress>,
     /// See [`Opened`].
     files: Vec<DiskFile>,
+    proof: Proof,
     parts: Vec<ChainPart>,
     held: &'a mut Vec<HeldFile>,
     metadata_memory: Rc<MetadataMemory>,
@@ -181,7 +187,8 @@ impl Opener<'_> {
         }
         let (device, author) = match image {
             ImageAddress::Path(path) => {
-                let file = open_file(self.on, path, &options, format != Format::Raw).await?;
+                let marks = (options.cache.is_some() && !options.trial).then(proof::marks_folder);
+                let file = open_file(self.on, path, &options, format != Format::Raw, marks).await?;
                 let found = file.metadata().map_err(|source| OpenError::Os {
                     path: path.clone(),
                     what: "finding whose it is",
@@ -190,6 +197,7 @@ impl Opener<'_> {
                 let author = Author::of_file(&found, is_guessed);
                 // It is locked now, and nothing has been written.
                 self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
+                self.proof.add_file(&file);
                 if options.trial {
                     self.held.push(file.hold().map_err(|source| OpenError::Os {
                         path: path.clone(),
@@ -201,6 +209,7 @@ impl Opener<'_> {
             }
             ImageAddress::Nbd(uri) => {
                 self.is_past_server = true;
+                self.proof.add_export();
                 let export = open_export(self.on, uri, &options).await?;
                 (export as Rc<dyn BlockDevice>, Author::Server)
             }
@@ -406,7 +415,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
             role,
             ..ImageOptions::default()
         };
-        let file: Rc<dyn BlockDevice> = open_file(on, path, &options, true).await?;
+        let file: Rc<dyn BlockDevice> = open_file(on, path, &options, true, None).await?;
         let header = larder_qcow2::read_header(&in_guest_blocks(file)).await;
         let header = header.map_err(ImageError::Qcow2)?;
         if let Some(name) = header.data_file.as_deref().filter(|_| header.shape.data_file) {

@@ -170,11 +170,17 @@ impl DiskFile {
         }
     }
 
-    /// Whether nobody but its server has written to it since it had the stamp `then`, which was noted while that server
-    /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out.
+    /// Whether it has the same stamp as then.
+    pub(super) fn is_as_at(&self, then: &FileStamp) -> bool {
+        self.stamp == then.bytes
+    }
+
+    /// Whether perhaps nobody but its server has written to it since it had the stamp `then`, which was noted while that server
+    /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out: see
+    /// [`super::proof`] for what is proven.
     /// That server was alive at `alive`, in seconds of the host's clock, if that is known, which has been set by `step` seconds
     /// since.
-    fn is_only_ours_since(&self, then: &FileStamp, alive: Option<i64>, step: i64) -> bool {
+    fn may_be_only_ours_since(&self, then: &FileStamp, alive: Option<i64>, step: i64) -> bool {
         if !then.is_written || self.stamp == then.bytes {
             return self.stamp == then.bytes;
         }
@@ -197,9 +203,9 @@ impl DiskFile {
 /// So long after the last stamp that was noted our own changes may have been made: longer than is waited to note one.
 const OURS_FOR_SECONDS: i64 = 30;
 
-/// Whether nobody but its server, which was `alive` then if that is known, has written to a disk since its files had these
-/// stamps; see [`stamps_of_all`]. The host's clock has been set by `step` seconds since.
-pub(super) fn are_only_ours_since(
+/// Whether perhaps nobody but its server, which was `alive` then if that is known, has written to a disk since its files had
+/// these stamps; see [`stamps_of_all`]. The host's clock has been set by `step` seconds since.
+pub(super) fn may_be_only_ours_since(
     files: &[DiskFile],
     then: &[FileStamp],
     alive: Option<SystemTime>,
@@ -207,7 +213,7 @@ pub(super) fn are_only_ours_since(
 ) -> bool {
     let alive = alive.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     let alive = alive.map(|since| since.as_secs() as i64);
-    let is_ours = |(file, then): (&DiskFile, &FileStamp)| file.is_only_ours_since(then, alive, step);
+    let is_ours = |(file, then): (&DiskFile, &FileStamp)| file.may_be_only_ours_since(then, alive, step);
     files.len() == then.len() && files.iter().zip(then).all(is_ours)
 }
 
@@ -363,7 +369,7 @@ mod tests {
             let bytes = then.clone();
             // How it is opened now does not matter.
             let files = [disk_file(&path, !is_written)];
-            are_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
+            may_be_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));
@@ -379,10 +385,10 @@ mod tests {
                 bytes,
             }];
             let alive = modified + std::time::Duration::from_secs(seconds);
-            are_only_ours_since(&[disk_file(&path, true)], &noted, Some(alive), 0)
+            may_be_only_ours_since(&[disk_file(&path, true)], &noted, Some(alive), 0)
         };
         assert!(alive(101) && alive(80) && !alive(60));
-        assert!(!are_only_ours_since(&[disk_file(&path, true)], &[], None, 0));
+        assert!(!may_be_only_ours_since(&[disk_file(&path, true)], &[], None, 0));
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
@@ -390,6 +396,6 @@ mod tests {
             is_written: true,
             bytes: then,
         };
-        assert!(!are_only_ours_since(&[disk_file(&other, true)], &[then], None, 0));
+        assert!(!may_be_only_ours_since(&[disk_file(&other, true)], &[then], None, 0));
     }
 }

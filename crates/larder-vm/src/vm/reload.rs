@@ -287,6 +287,7 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
         ("metadata-memory", *metadata_memory != old.metadata_memory),
         ("cache", *cache != old.cache || has_cache(wish) != has_cache(old)),
         ("cache-line", disk_cache.line != old.disk_cache.line),
+        ("cache-exclusive", disk_cache.exclusive != old.disk_cache.exclusive),
         ("readonly", *read_only != old.read_only),
         ("share", *share != old.share),
         ("queues", *queues != old.queues),

@@ -11,7 +11,7 @@ use crate::run::keyval::{KeyValues, parse_bool};
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-pub(crate) const KEYS: [&str; 20] = [
+pub(crate) const KEYS: [&str; 21] = [
     "format",
     "metadata-memory",
     "prefetch",
@@ -25,6 +25,7 @@ pub(crate) const KEYS: [&str; 20] = [
     "cache-line",
     "cache-mode",
     "cache-endurance",
+    "cache-exclusive",
     "queues",
     "queue-size",
     "serial",
@@ -154,6 +155,7 @@ pub(crate) fn set(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Pro
         "cache-line" => disk.disk_cache.line = Some(parse_cache_line(value).map_err(wanted)?),
         "cache-mode" => disk.disk_cache.mode = Some(parse_cache_mode(value).map_err(wanted)?),
         "cache-endurance" => disk.disk_cache.endurance = Some(parse_cache_endurance(value).map_err(wanted)?),
+        "cache-exclusive" => disk.disk_cache.exclusive = switch()?,
         "block-size" => {
             let bytes = value.parse().ok().filter(|bytes| matches!(bytes, 512 | 4096));
             disk.block_size = Some(bytes.ok_or_else(|| wanted("give 512 or 4096"))?);
@@ -243,7 +245,7 @@ mod tests {
     #[test]
     fn every_option_of_a_server_can_be_given() {
         let disk = parse_disk(
-            "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,cache=/x,,y,cache-size=1G,cache-line=8k,cache-mode=wa,cache-endurance=1g,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
+            "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,cache=/x,,y,cache-size=1G,cache-line=8k,cache-mode=wa,cache-endurance=1g,cache-exclusive=on,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
         );
         let disk = disk.expect("is right");
         assert_eq!(disk.queue_size, Some(1024));
@@ -251,7 +253,7 @@ mod tests {
         let line = crate::run::shell::command_line(&arguments);
         assert_eq!(
             line,
-            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --prefetch-ahead 2097152 --prefetch-largest-read 32768 --cache=/x,y --cache-size 1073741824 --cache-line 8192 --cache-mode wa --cache-endurance 1073741824 --control=/c,d --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --prefetch-ahead 2097152 --prefetch-largest-read 32768 --cache=/x,y --cache-size 1073741824 --cache-line 8192 --cache-mode wa --cache-endurance 1073741824 --cache-exclusive --control=/c,d --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
              --nbd-reconnect 5"
         );
         assert!(parse_disk("/a,discard=unmap").expect("is right").discard);

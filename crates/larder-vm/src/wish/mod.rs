@@ -255,6 +255,9 @@ impl DiskWish {
         if let Some(endurance) = wish.endurance {
             arguments.extend(["--cache-endurance".into(), endurance.get().to_string().into()]);
         }
+        if wish.exclusive {
+            arguments.push("--cache-exclusive".into());
+        }
         arguments
     }
 

@@ -221,8 +221,8 @@ pub(crate) struct LibvirtHookArguments {
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode
-    /// and cache-endurance, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
+    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode,
+    /// cache-endurance and cache-exclusive=on, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
     /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<DiskWish>,
@@ -608,6 +608,10 @@ pub(crate) struct ServeArguments {
     /// Write no more to the cache's device in a day: an SSD wears out
     #[arg(long, value_name = "SIZE", value_parser = parse_cache_endurance)]
     pub(crate) cache_endurance: Option<ByteLen>,
+    /// Nothing but this server writes to the disk, also while it is away: after a kill the cache is used without a comparison
+    /// with the disk
+    #[arg(long)]
+    pub(crate) cache_exclusive: bool,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

@@ -126,6 +126,9 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         lines.line("    cleaned", format!("{} so far", human(cache.cleaned)));
     }
     lines.line("  not settled", human(cache.unsettled));
+    if cache.unproven > 0 {
+        lines.line("  not compared", human(cache.unproven));
+    }
     let kinds = [
         ("    had all", cache.hits),
         ("    had a part", cache.partial_hits),

@@ -1,7 +1,7 @@
 //! A domain whose disks Larder serves, from its definition to the end, under a real libvirtd.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use larder_bench::campaign::guest::{initramfs, test_bed};
 use tempfile::TempDir;
@@ -18,6 +18,9 @@ verify() {
 }
 [ "$(cat /sys/block/vda/serial)" = SYSTEM ]
 [ "$(cat /sys/block/vdb/ro)" = 0 ]
+at() { dd if=/dev/vda bs=1M skip=$1 count=1 2>/dev/null | head -c 4; }
+[ "$(at 60)" = BASE ]
+[ "$(at 61)" = OVER ]
 verify vda
 verify vdb
 echo "GUEST-WROTE"
@@ -27,6 +30,27 @@ while [ ! -e /never ]; do verify vdb; echo "GUEST-ROUND"; usleep 200000; done
 struct Domain {
     host: Host,
     images: TempDir,
+}
+
+/// `system.qcow2` over `over.qcow2` over `base.raw`. Each of the two below has something that the guest looks for.
+pub(crate) fn chain(folder: &Path) {
+    let at = |name: &str| folder.join(name).display().to_string();
+    let (base, over, system) = (at("base.raw"), at("over.qcow2"), at("system.qcow2"));
+    tool("qemu-img", &["create", "-q", "-f", "raw", &base, "64M"]);
+    let overlay = |below: &str, format: &str, image: &str| {
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-b", below, "-F", format, image],
+        );
+    };
+    overlay(&base, "raw", &over);
+    for (image, format, place, words) in [(&base, "raw", "60M", "BASE"), (&over, "qcow2", "61M", "OVER")] {
+        let said = folder.join("words");
+        fs::write(&said, words).expect("writes");
+        let write = format!("write -q -s {} {place} 512", said.display());
+        tool("qemu-io", &["-f", format, "-c", &write, image]);
+    }
+    overlay(&over, "qcow2", &system);
 }
 
 impl Domain {
@@ -41,10 +65,7 @@ impl Domain {
         let made = initramfs(SCRIPT, domain.images.path()).expect("the test bed");
         copy_for_qemu(&made, &folder.join("initrd"));
         copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
-        tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", &domain.image("system.qcow2"), "64M"],
-        );
+        chain(domain.images.path());
         tool(
             "qemu-img",
             &["create", "-q", "-f", "raw", &domain.image("data.raw"), "32M"],
@@ -111,6 +132,8 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         "+    <source type='memfd'/>",
         "serial = \"SYSTEM\"",
         "socket-owner = \"libvirt-qemu\"",
+        "over.qcow2\", format = \"qcow2\"",
+        "base.raw\", format = \"raw\"",
         "sda is left alone: a CD-ROM drive",
         "Nothing has been changed",
     ] {

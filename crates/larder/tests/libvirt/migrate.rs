@@ -8,12 +8,31 @@ use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::vm::counted;
 use larder_bench::campaign::process::{Process, mortal};
 
+use crate::guest::chain;
 use crate::host::{Host, copy_for_qemu};
-use crate::support::{LIMIT, on_disk, run};
+use crate::support::{LIMIT, on_disk, run, tool};
 
 /// What QEMU connects to on the host that the domain leaves, and where QEMU listens on the other one: libvirt has the same
 /// path for both. The folder is that of QEMU's user.
 const SOCKET: &str = "/var/lib/libvirt/qemu/web.migrate";
+
+/// The disk of [`chain`].
+const CHAIN_XML: &str = r#"
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' cache='none'/>
+      <source file='IMAGES/system.qcow2'/>
+      <backingStore type='file'>
+        <format type='qcow2'/>
+        <source file='IMAGES/over.qcow2'/>
+        <backingStore type='file'>
+          <format type='raw'/>
+          <source file='IMAGES/base.raw'/>
+          <backingStore/>
+        </backingStore>
+      </backingStore>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+"#;
 
 /// It counts, and changes its memory and checks it.
 const SCRIPT: &str = "exec guest-load mixed --size 32 --rate 10 --check 1\n";
@@ -114,6 +133,62 @@ fn a_domain_moves_to_another_libvirt_and_back() {
     moves(&there, &here, &["--parallel", "--parallel-connections", "2"]);
     verifies(&here);
     counted(&[before, console(&there), console(&here)]).expect("it has counted on");
+}
+
+/// What it reads of each image is right, and what it writes.
+const DISK_SCRIPT: &str = r#"
+set -e
+at() { dd if=/dev/vda bs=1M skip=$1 count=1 2>/dev/null | head -c 4; }
+while :; do
+  [ "$(at 60)" = BASE ]
+  [ "$(at 61)" = OVER ]
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=8 --rw=randwrite --bs=4k --size=4m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --filename=/dev/vda --name=a >/fio 2>&1 || { cat /fio; exit 1; }
+  echo "GUEST-ROUND"
+done
+"#;
+
+/// The disk's files, which both hosts reach, are named by the VM's file on each.
+#[test]
+fn a_domain_moves_with_a_disk_of_three_images() {
+    let hosts = [Host::with_libvirtd(), Host::with_libvirtd()];
+    let [here, there] = &hosts;
+    let (folder, images) = (here.folder.path(), on_disk());
+    chain(images.path());
+    let made = initramfs(DISK_SCRIPT, images.path()).expect("the test bed");
+    copy_for_qemu(&made, &folder.join("initrd"));
+    copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
+    let disk = CHAIN_XML.replace("IMAGES", &images.path().display().to_string());
+    let xml = include_str!("migrate.xml")
+        .replace("FOLDER", &folder.display().to_string())
+        .replace("memory-backend-ram,", "memory-backend-memfd,share=on,")
+        .replace("    <serial type", &format!("{disk}    <serial type"));
+    here.define(&xml);
+    here.larder(&["libvirt", "attach", "web", "--apply"]);
+    let file = "/etc/larder/vms/web.toml";
+    let named = fs::read_to_string(here.inside(file)).expect("is there");
+    assert!(named.contains("over.qcow2") && named.contains("base.raw"), "{named}");
+    fs::create_dir_all(there.inside("/etc/larder/vms")).expect("a folder");
+    fs::write(there.inside(file), named).expect("writes");
+    here.virsh(&["start", "web"]);
+    wait_for_more(here, "GUEST-ROUND", 1);
+
+    there.larder(&["vm", "web", "--expect"]);
+    moves(here, there, &["--persistent"]);
+    here.wait_until("the server here has ended", || {
+        here.run(&["larder", "status", "/run/larder/web.sock"]).0 != Some(0)
+    });
+    there.larder(&["vm", "web", "--take"]);
+    wait_for_more(there, "GUEST-ROUND", 2);
+    let told = there.larder(&["status", "/run/larder/web.sock"]);
+    assert!(told.contains("vda"), "{told}");
+    there.virsh(&["destroy", "web"]);
+    here.larder(&["libvirt", "detach", "web", "--apply"]);
+    assert!(here.xml("web").contains("system.qcow2"), "{}", here.xml("web"));
+    tool(
+        "qemu-img",
+        &["check", "-q", &images.path().join("system.qcow2").display().to_string()],
+    );
 }
 
 #[test]

@@ -12,7 +12,7 @@ use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::{Process, mortal};
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, works};
+use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, wait_until, works};
 use crate::{ends, text};
 
 /// What is done in the namespace first. `$1` is the test's folder. The control groups are systemd's of the first version, which the
@@ -75,7 +75,7 @@ END
 
 struct Host {
     _namespace: Process,
-    _opener: Process,
+    opener: Process,
     /// The first process in it.
     init: u32,
     folder: TempDir,
@@ -109,7 +109,7 @@ impl Host {
             .expect("systemd-socket-activate listens; testbed/setup.sh installs what the tests need");
         Self {
             _namespace: namespace,
-            _opener: opener,
+            opener,
             init,
             folder,
             images,
@@ -314,6 +314,98 @@ fn the_opener_opens_nothing_else() {
     assert!(code != Some(0) || said.contains("closed"), "{said}");
     ends(one.process);
     ends(two.process);
+}
+
+/// What programs open, make and connect to, with the words of a header in it: each of these has `secret` in its name.
+const TRACE: &str = "strace -f -qq -s 4096 -e trace=%file,connect -o";
+
+/// Whoever takes a server over may write any header to its image, and kill it: the next one opens nothing that the VM's file does not
+/// name, and neither does the opener.
+#[test]
+fn a_rewritten_header_leads_to_nothing() {
+    let mut host = Host::new();
+    let mut service = host.service("one", USERS[0]);
+    let image = host.images.path().join(format!("{}.qcow2", service.name));
+    let at = |what: &str| text(&host.images.path().join(what)).to_owned();
+    fs::write(at("secret.raw"), [0x5e; 1 << 20]).expect("writes");
+    let device = at("secret.device");
+    crate::tool("mknod", &[&device, "b", "7", "0"]);
+    let socket = at("secret.sock");
+    let _server = std::os::unix::net::UnixListener::bind(&socket).expect("listens");
+    let mut guest = host.disk(&service.name, "vdb");
+    works(&mut guest, 1);
+    drop(guest);
+    let traces = host.folder.path().join("traces");
+    fs::create_dir(&traces).expect("a folder");
+    let opener = text(&traces.join("opener")).to_owned();
+    let tracer = format!("exec {TRACE} \"$1\" -p {}", host.opener.id());
+    let _tracer = Process::start(inside(host.init, &tracer, &[&opener])).expect("strace starts");
+
+    let headers: [(&str, Vec<String>); 4] = [
+        (
+            "backing",
+            ["-b", &at("secret.raw"), "-F", "raw"].map(str::to_owned).to_vec(),
+        ),
+        ("backing", ["-b", &device, "-F", "raw"].map(str::to_owned).to_vec()),
+        (
+            "backing",
+            ["-b", &format!("nbd+unix:///?socket={socket}"), "-F", "raw"]
+                .map(str::to_owned)
+                .to_vec(),
+        ),
+        ("data-file", Vec::new()),
+    ];
+    for (number, (key, words)) in headers.into_iter().enumerate() {
+        service.process.kill();
+        let before = fs::read(&image).expect("is there");
+        match key {
+            "backing" => {
+                let words = words.iter().map(String::as_str);
+                let words: Vec<&str> = ["rebase", "-u", "-f", "qcow2"].into_iter().chain(words).collect();
+                crate::tool("qemu-img", &[&words[..], &[text(&image)]].concat());
+            }
+            _ => {
+                let options = format!("data_file={},data_file_raw=on", at("secret.data"));
+                crate::tool(
+                    "qemu-img",
+                    &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "8M"],
+                );
+            }
+        }
+        // A server that follows headers opens it: the trace tells.
+        let trace = traces.join(format!("followed-{number}"));
+        let tracer_beside = TRACE.replace("strace", "strace -D");
+        let follow = format!("exec {tracer_beside} \"$1\" larder disk serve --socket /tmp/followed.sock \"$2\"");
+        let follows = Process::start(inside(host.init, &follow, &[text(&trace), text(&image)])).expect("strace starts");
+        wait_until(&format!("{key}: a server follows the header"), || {
+            fs::read_to_string(&trace).is_ok_and(|trace| trace.contains("secret"))
+        });
+        drop(follows);
+
+        let trace = text(&traces.join(format!("service-{number}"))).to_owned();
+        let traced = SERVICE.replace("exec setpriv", &format!("exec {TRACE} \"$3\" setpriv"));
+        let user = USERS[0].to_string();
+        let (code, said) = run(inside(host.init, &traced, &[&service.name, &user, &trace]));
+        assert!(code.is_some_and(|code| code != 0), "{key}: it serves: {said}");
+        assert!(
+            said.contains("secret") && said.contains(&format!("{key} = ")),
+            "{key}: what would allow it is told: {said}"
+        );
+        let opened = fs::read_to_string(&trace).expect("it was traced");
+        assert!(opened.contains("larder-open.sock"), "{opened}");
+        let of_others: Vec<&str> = opened.lines().filter(|line| line.contains("secret")).collect();
+        assert!(of_others.is_empty(), "{key}: {of_others:?}");
+
+        fs::write(&image, before).expect("is ours");
+        service.process = host.start(&service.name, USERS[0]);
+        let mut guest = host.disk(&service.name, "vdb");
+        works(&mut guest, number as u64 + 2);
+    }
+    let opened = fs::read_to_string(&opener).expect("it was traced");
+    assert!(opened.contains(text(&image)), "the opener is traced: {opened}");
+    let of_others: Vec<&str> = opened.lines().filter(|line| line.contains("secret")).collect();
+    assert!(of_others.is_empty(), "{of_others:?}");
+    ends(service.process);
 }
 
 #[cfg(target_arch = "x86_64")]

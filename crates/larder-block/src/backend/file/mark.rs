@@ -43,7 +43,8 @@ use crate::boot::{boot_id, is_local, is_tmpfs};
 use crate::event_loop::{Loop, Ring, RingOp, TurnEnd};
 use crate::opener::{FileTimes, opener};
 use layout::{PAGE, Page, Word};
-pub(super) use verdict::Finding;
+use verdict::Finding;
+pub(super) use verdict::Found;
 pub use verdict::Verdict;
 use verdict::{Capture, Clock, HEARTBEAT_NS, STEP_MIN_NS, Snapshot, State, judge};
 
@@ -127,25 +128,28 @@ impl Mark {
     ///
     /// # Errors
     /// The directory is not in the host's memory or not this user's alone, or the host's memory is full.
-    pub(super) fn open(on: &Loop, directory: &Path, marked: &Marked<'_>) -> io::Result<(Finding, Option<Rc<Self>>)> {
+    pub(super) fn open(on: &Loop, directory: &Path, marked: &Marked<'_>) -> io::Result<(Found, Option<Rc<Self>>)> {
         let boot = boot_id()?;
-        let found = marked.file.metadata()?;
+        let metadata = marked.file.metadata()?;
         prepare_directory(directory, marked.is_kept)?;
-        let path = directory.join(name(marked, &found)?);
+        let path = directory.join(name(marked, &metadata)?);
         let Some(file) = open_mark(&path, marked.is_kept)? else {
-            return Ok((Finding::NoMark, None));
+            return Ok((Found::NO_MARK, None));
         };
         let snapshot = layout::read(&file)?;
-        let (image, state) = image_of(marked, &found);
+        let (image, state) = image_of(marked, &metadata);
         let clock = clock(boot);
-        let finding = judge(snapshot.as_ref(), &state, clock);
-        tracing::debug!(path = %path.display(), ?snapshot, ?state, ?clock, ?finding, "mark");
+        let found = Found {
+            finding: judge(snapshot.as_ref(), &state, clock),
+            of_use: snapshot.as_ref().map_or(0, |mark| mark.of_use),
+        };
+        tracing::debug!(path = %path.display(), ?snapshot, ?state, ?clock, ?found, "mark");
         if !marked.is_kept {
-            return Ok((finding, None));
+            return Ok((found, None));
         }
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, PAGE as u64)?;
         let page = Page::map(&file)?;
-        page.set_up(boot, clock.ahead_ns, clock.now_ns, marked.size_max, finding);
+        page.set_up(boot, clock.ahead_ns, clock.now_ns, marked.size_max, &found);
         let is_provable = !matches!(image, Image::Unprovable);
         let mark = Rc::new(Self {
             page,
@@ -162,7 +166,7 @@ impl Mark {
         if is_provable && !mark.tick() {
             mark.watch();
         }
-        Ok((finding, Some(mark)))
+        Ok((found, Some(mark)))
     }
 
     /// Counts a write of so many sectors as begun. The kernel gets it next.
@@ -197,8 +201,9 @@ impl Mark {
         self.page.store(Word::SizeMax, self.page.load(Word::SizeMax).max(size));
     }
 
-    /// Reports that the finding of this opening, and of those before, has been acted upon.
-    pub(super) fn acknowledge(&self) {
+    /// Reports that the finding of this opening, and of those before, has been acted upon. The mark belongs to this use from now on.
+    pub(super) fn acknowledge(&self, of_use: u64) {
+        self.page.store(Word::Use, of_use);
         self.page.store(Word::Carried, Finding::Proven.code());
     }
 
@@ -406,26 +411,30 @@ impl Drop for MarkedChange<'_> {
 }
 
 impl FileDevice {
-    /// Returns whether another program has written to the image since a process with [`super::FileOptions::mark`] last had it open.
+    /// Returns whether another program has written to the image since one of these `uses` of it began ([`Self::acknowledge_verdict`]).
     /// `None` if the host was started anew since: then what the caller has recorded durably counts. `noted_boot` is the boot ID of
     /// the host when the caller last recorded that, and tells a mark that was lost from one that the new start has taken away.
-    pub fn verdict(&self, noted_boot: Option<u128>) -> Option<Verdict> {
-        match self.finding? {
+    pub fn verdict(&self, noted_boot: Option<u128>, uses: &[u64]) -> Option<Verdict> {
+        let found = self.found?;
+        match found.finding {
+            // The mark is kept by whoever used the image last, perhaps without what the caller has kept of it.
+            Finding::NoMark => None,
+            _ if !uses.contains(&found.of_use) => None,
             Finding::Proven => Some(Verdict::Proven),
             Finding::Unproven => Some(Verdict::Unproven),
             Finding::Changed => Some(Verdict::Changed),
-            Finding::NoMark => {
-                let is_same_boot = noted_boot.is_some() && noted_boot == boot_id().ok();
-                is_same_boot.then_some(Verdict::Unproven)
-            }
         }
+        .or_else(|| {
+            let is_same_boot = noted_boot.is_some() && noted_boot == boot_id().ok();
+            is_same_boot.then_some(Verdict::Unproven)
+        })
     }
 
-    /// Reports that the verdict has been acted upon: nothing that is kept relies on older contents of the image. Until then the
-    /// next openings of the image have no better verdict than this one.
-    pub fn acknowledge_verdict(&self) {
+    /// Reports that the verdict has been acted upon, and that a new use of the image begins, to which the caller has given a random
+    /// number. Until then the next openings of the image have no better verdict than this one.
+    pub fn acknowledge_verdict(&self, of_use: u64) {
         if let Some(mark) = &self.mark {
-            mark.acknowledge();
+            mark.acknowledge(of_use);
         }
     }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::super::image_lock::{self, Claim, LockError, Sharing};
 use super::mark::Marked;
 use super::{
-    FileDevice, Finding, InCall, Kind, KnownData, Mark, NO_TURN, SECTOR, size_of, visible_size, watch,
+    FileDevice, Found, InCall, Kind, KnownData, Mark, NO_TURN, SECTOR, size_of, visible_size, watch,
     workers_worth_having,
 };
 use crate::boot::is_tmpfs;
@@ -196,7 +196,7 @@ impl FileDevice {
             is_kept: !options.read_only && !options.share,
             size_max: size.next_multiple_of(unit),
         };
-        let (finding, mark) = open_mark(on, path, options.mark.as_deref(), &marked);
+        let (found, mark) = open_mark(on, path, options.mark.as_deref(), &marked);
         let device = Rc::new(Self {
             name: path.display().to_string().into(),
             path: path.to_owned(),
@@ -222,7 +222,7 @@ impl FileDevice {
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
             known_data: KnownData::default(),
-            finding,
+            found,
             mark,
         });
         on.spawn(watch(on.clone(), Rc::downgrade(&device)));
@@ -236,12 +236,12 @@ fn open_mark(
     path: &Path,
     directory: Option<&Path>,
     marked: &Marked<'_>,
-) -> (Option<Finding>, Option<Rc<Mark>>) {
+) -> (Option<Found>, Option<Rc<Mark>>) {
     let Some(directory) = directory else {
         return (None, None);
     };
     match Mark::open(on, directory, marked) {
-        Ok((finding, mark)) => (Some(finding), mark),
+        Ok((found, mark)) => (Some(found), mark),
         Err(error) => {
             tracing::warn!(
                 "{}: no mark of its writes can be kept in {}: {error}; after a kill of this server nothing proves that no other \
@@ -249,7 +249,7 @@ fn open_mark(
                 path.display(),
                 directory.display()
             );
-            (Some(Finding::NoMark), None)
+            (Some(Found::NO_MARK), None)
         }
     }
 }

@@ -14,6 +14,7 @@
 //!      13  foreign finding: changes by others that this process has seen
 //!      14  1 while the sectors counted by this process are not exact
 //!      15  number of captures; the last one is in slot (number % 2)
+//!      16  use of the image that the mark belongs to, as the caller numbers it; 0: none
 //!   32-47  slot 0              48-63  slot 1
 //! slot: writes begun, sectors begun, clock (as word 4), inode, size, mtime, ctime, diskseq, sectors written, sectors beside
 //! ```
@@ -28,7 +29,7 @@ use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::verdict::{Capture, Finding, Snapshot};
+use super::verdict::{Capture, Finding, Found, Snapshot};
 use crate::opener::{DiskCounters, FileTimes};
 
 /// The size of a mark in bytes: one page.
@@ -60,6 +61,7 @@ pub(super) enum Word {
     Foreign,
     Inexact,
     Captures,
+    Use,
 }
 
 /// A mark's page in memory.
@@ -100,8 +102,8 @@ impl Page {
         self.words()[word as usize].store(value, Ordering::Release);
     }
 
-    /// Makes this a new mark: nothing is begun, nothing captured.
-    pub(super) fn set_up(&self, boot: u128, ahead_ns: i64, now_ns: i64, size_max: u64, carried: Finding) {
+    /// Makes this a new mark: nothing is begun, nothing captured. What was `found` is carried, and belongs to the same use as before.
+    pub(super) fn set_up(&self, boot: u128, ahead_ns: i64, now_ns: i64, size_max: u64, found: &Found) {
         self.store(Word::Magic, 0);
         for word in &self.words()[1..] {
             word.store(0, Ordering::Release);
@@ -113,7 +115,8 @@ impl Page {
         self.store(Word::EndedAt, now_ns as u64);
         self.store(Word::AliveAt, now_ns as u64);
         self.store(Word::SizeMax, size_max);
-        self.store(Word::Carried, carried.code());
+        self.store(Word::Carried, found.finding.code());
+        self.store(Word::Use, found.of_use);
         self.store(Word::Magic, MAGIC);
     }
 
@@ -224,6 +227,7 @@ fn parse(words: &[u64; WORDS]) -> Option<Snapshot> {
         carried: Finding::of_code(word(Word::Carried)),
         foreign: Finding::of_code(word(Word::Foreign)),
         is_inexact: word(Word::Inexact) != 0,
+        of_use: word(Word::Use),
         capture,
     })
 }
@@ -259,10 +263,17 @@ mod tests {
         let (file, page) = new_page();
         assert_eq!(read(&file).expect("reads"), None, "zeros are no mark");
         let boot = u128::MAX - 5;
-        page.set_up(boot, -9, 1000, 4096, Finding::Unproven);
+        let found = Found {
+            finding: Finding::Unproven,
+            of_use: 77,
+        };
+        page.set_up(boot, -9, 1000, 4096, &found);
         let empty = read(&file).expect("reads").expect("is a mark");
         assert_eq!((empty.boot, empty.ahead_ns, empty.ended_at_ns), (boot, -9, 1000));
-        assert_eq!((empty.carried, empty.capture), (Finding::Unproven, None));
+        assert_eq!(
+            (empty.carried, empty.of_use, empty.capture),
+            (Finding::Unproven, 77, None)
+        );
         page.store(Word::Begun, 3);
         for inode in 1..4 {
             page.capture(&capture_of(inode));
@@ -278,7 +289,7 @@ mod tests {
     #[test]
     fn torn_capture_leaves_the_one_before() {
         let (_file, page) = new_page();
-        page.set_up(1, 0, 0, 0, Finding::Proven);
+        page.set_up(1, 0, 0, 0, &Found::default());
         let words = || -> [u64; WORDS] { std::array::from_fn(|index| page.words()[index].load(Ordering::Relaxed)) };
         page.capture(&capture_of(1));
         let before = words();
@@ -295,7 +306,7 @@ mod tests {
     #[test]
     fn unfinished_or_unknown_page_is_no_mark() {
         let (file, page) = new_page();
-        page.set_up(1, 0, 0, 0, Finding::Proven);
+        page.set_up(1, 0, 0, 0, &Found::default());
         page.store(Word::Version, VERSION + 1);
         assert_eq!(read(&file).expect("reads"), None);
         page.store(Word::Version, VERSION);

@@ -10,14 +10,16 @@
 use super::block::judge_disk;
 use crate::opener::{DiskCounters, FileTimes};
 
-/// Whether another program has written to an image since a Larder process last had it open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whether another program has written to an image since a Larder process last had it open; the later one outweighs the earlier ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// No other program has written.
+    #[default]
     Proven,
-    /// Another program may have written: compare cached data before use.
+    /// Another program may have written: a cache compares each clean line with the image before it uses it. Dirty lines are trusted.
     Unproven,
-    /// Another program has written, or another file has taken the image's place.
+    /// Another program has written, or another file has taken the image's place: a cache begins anew, or is refused if it may have
+    /// dirty lines.
     Changed,
 }
 
@@ -48,6 +50,21 @@ impl Finding {
     }
 }
 
+/// What a mark has proved when an image was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::backend::file) struct Found {
+    pub(in crate::backend::file) finding: Finding,
+    /// The use that the mark belonged to; 0: none.
+    pub(in crate::backend::file) of_use: u64,
+}
+
+impl Found {
+    pub(in crate::backend::file) const NO_MARK: Self = Self {
+        finding: Finding::NoMark,
+        of_use: 0,
+    };
+}
+
 /// A mark as it was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Snapshot {
@@ -63,6 +80,7 @@ pub(super) struct Snapshot {
     pub(super) carried: Finding,
     pub(super) foreign: Finding,
     pub(super) is_inexact: bool,
+    pub(super) of_use: u64,
     pub(super) capture: Option<Capture>,
 }
 
