@@ -93,7 +93,10 @@ impl Cache {
             sleep.await;
             if let Some(cache) = this.upgrade() {
                 cache.settling.timed.set(false);
-                cache.start_settle();
+                // Many lines do not wait for the timer. A settled cache needs no flush.
+                if cache.ledger.borrow().len() > 0 {
+                    cache.start_settle();
+                }
             }
         });
     }

@@ -3,13 +3,14 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::rc::Rc;
+use std::time::Duration;
 
 use larder_block::backend::simulated::{Effect, Fault, Medium, Options, SimulatedDevice, Stop};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags, join,
 };
-use larder_cache::{Cache, Mode, OpenOptions};
+use larder_cache::{Cache, Mode, OpenOptions, SettleOptions};
 use smallvec::SmallVec;
 
 use super::devices::{self, Notes, make};
@@ -70,7 +71,7 @@ impl Stack {
 
     /// What comes of a request, which must not take longer than any guest waits.
     fn wait<T>(&self, request: impl Future<Output = IoResult<T>>) -> IoResult<T> {
-        let limit = std::time::Duration::from_secs(60);
+        let limit = Duration::from_secs(60);
         self.on.block_on(self.on.timeout(limit, request)).expect("it hangs")
     }
 
@@ -97,7 +98,7 @@ impl Stack {
     fn answer(&self) {
         self.fast.heal();
         self.fast.release();
-        self.on.block_on(self.on.sleep(std::time::Duration::from_secs(2)));
+        self.on.block_on(self.on.sleep(Duration::from_secs(2)));
     }
 
     fn on_disk(&self, line: u64) -> u8 {
@@ -129,7 +130,7 @@ fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
     stack.on.spawn(async move {
         theirs.set(read(&*cache, line).await.ok());
     });
-    stack.on.block_on(stack.on.sleep(std::time::Duration::from_millis(1)));
+    stack.on.block_on(stack.on.sleep(Duration::from_millis(1)));
     found
 }
 
@@ -194,7 +195,7 @@ fn reads_that_come_while_others_wait_go_to_the_disk() {
     let stack = Stack::new(Mode::WriteThrough);
     stack.hang(Some(Operation::Read));
     let found = spawn_read(&stack, 5);
-    stack.on.block_on(stack.on.sleep(std::time::Duration::from_secs(5)));
+    stack.on.block_on(stack.on.sleep(Duration::from_secs(5)));
     assert!(stack.cache.works());
     assert_eq!(stack.read(6).expect("read"), 1);
     assert!(stack.cache.works() && found.get().is_none());
@@ -293,6 +294,35 @@ fn flushes_that_fail_together_do_not_wait_for_each_other() {
     stack
         .wait(join(flushes.collect::<SmallVec<[_; 2]>>()))
         .expect_err("not durable");
+}
+
+/// A server that stops may have to wait for such a flush, which no guest has asked for.
+#[test]
+fn settled_cache_flushes_no_more() {
+    let on = Loop::simulated().expect("a loop");
+    on.block_on(async {
+        let disk = devices::device(&on, Medium::new(ByteLen::mib(1), 512));
+        let fast = devices::device(&on, Medium::new(ByteLen::kib(512), 512));
+        make(&fast, 1, Mode::WriteThrough, disk.geometry().size).await;
+        let options = OpenOptions {
+            settling: SettleOptions {
+                after: Duration::from_secs(5),
+                lines_max: Some(2),
+            },
+            ..devices::options(&Notes::default())
+        };
+        let cache = devices::open(&on, &disk, &fast, options).await;
+        // The first line starts the timer. The second one is too many, and both settle at once.
+        for line in 0..2 {
+            write(&*cache, line, 1).await.expect("written");
+        }
+        on.sleep(Duration::from_secs(1)).await;
+        let counts = cache.statistics();
+        assert_eq!((counts.lines, counts.unsettled), (2, 0));
+        fast.inject(Fault::always(Effect::Stick).on(Operation::Flush));
+        on.sleep(Duration::from_secs(60)).await;
+        assert!(cache.works(), "a flush has no answer");
+    });
 }
 
 /// Line 9 and most of line 3 are as they were when the device began to hang, and what was written since is there.
