@@ -8,7 +8,6 @@ mod moving;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use larder_block::event_loop::POLL_MAX_DEFAULT;
@@ -138,7 +137,7 @@ pub enum DiskError {
 
 /// A disk that is being served.
 pub struct Disk {
-    thread: JoinHandle<Result<(), DiskError>>,
+    thread: DiskThread,
     stop: Latch<Stop>,
     inquiry: DiskInquiry,
     opened: Opened,
@@ -153,7 +152,7 @@ struct Opened {
 /// A disk whose sockets are listened on, and that has what a process must have before it gives up its rights; nothing of its
 /// image was read yet.
 pub struct PreparedDisk {
-    thread: JoinHandle<Result<(), DiskError>>,
+    thread: DiskThread,
     stop: Latch<Stop>,
     inquiry: DiskInquiry,
     begin: mpsc::Sender<()>,
@@ -182,7 +181,7 @@ impl Disk {
         let theirs = stop.clone();
         let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
         let (report, ready) = mpsc::channel();
-        let thread = thread(move || {
+        let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             serve(&on, config, None, &theirs, inquiries, &report)
         })?;
@@ -200,7 +199,7 @@ impl Disk {
         let (report, ready) = mpsc::channel();
         let (prepared, is_prepared) = mpsc::channel();
         let (begin, begun) = mpsc::channel();
-        let thread = thread(move || {
+        let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             let sockets = Sockets::bind(&config.exports)?;
             // Whoever waits may have given up, and then does not begin.
@@ -219,12 +218,12 @@ impl Disk {
                 begin,
                 ready,
             }),
-            Err(mpsc::RecvError) => Err(why_ended(thread)),
+            Err(mpsc::RecvError) => Err(thread.failure()),
         }
     }
 
     fn when_ready(
-        thread: JoinHandle<Result<(), DiskError>>,
+        thread: DiskThread,
         stop: Latch<Stop>,
         inquiry: DiskInquiry,
         ready: &mpsc::Receiver<Opened>,
@@ -236,7 +235,7 @@ impl Disk {
                 inquiry,
                 opened,
             }),
-            Err(mpsc::RecvError) => Err(why_ended(thread)),
+            Err(mpsc::RecvError) => Err(thread.failure()),
         }
     }
 
@@ -274,24 +273,38 @@ impl Disk {
     /// # Errors
     /// The export failed, or the thread died.
     pub fn wait(self) -> Result<(), DiskError> {
-        self.thread.join().unwrap_or(Err(DiskError::Died))
+        self.thread.result()
     }
 }
 
-fn thread(
-    work: impl FnOnce() -> Result<(), DiskError> + Send + 'static,
-) -> Result<JoinHandle<Result<(), DiskError>>, DiskError> {
-    let thread = std::thread::Builder::new()
-        .name("larder-disk".to_owned())
-        .stack_size(STACK_BYTES);
-    thread.spawn(work).map_err(DiskError::Thread)
-}
+/// The thread of a disk, whose result can be waited for without its exit.
+///
+/// The kernel lets a thread exit once the workers of its rings have ended, and a worker that flushes a device ends when the
+/// device answers. A flush of a cache device that hangs would hold up whatever joins the thread.
+struct DiskThread(mpsc::Receiver<Result<(), DiskError>>);
 
-/// Why a disk's thread has ended before it was ready.
-fn why_ended(thread: JoinHandle<Result<(), DiskError>>) -> DiskError {
-    match thread.join() {
-        Ok(Err(error)) => error,
-        Ok(Ok(())) | Err(_) => DiskError::Died,
+impl DiskThread {
+    fn start(work: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> Result<Self, DiskError> {
+        let (report, result) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("larder-disk".to_owned())
+            .stack_size(STACK_BYTES);
+        let steps = move || {
+            // The disk may have been dropped.
+            let _ = report.send(work());
+        };
+        thread.spawn(steps).map_err(DiskError::Thread)?;
+        Ok(Self(result))
+    }
+
+    /// Waits for the result, which the thread reports after it has dropped all that it used.
+    fn result(self) -> Result<(), DiskError> {
+        self.0.recv().unwrap_or(Err(DiskError::Died))
+    }
+
+    /// Returns why the thread has ended before it was ready.
+    fn failure(self) -> DiskError {
+        self.result().err().unwrap_or(DiskError::Died)
     }
 }
 

@@ -307,6 +307,53 @@ fn a_read_that_gets_no_answer_holds_up_neither_others_nor_the_end() {
     }
 }
 
+/// Returns whether one of the kernel's workers for io_uring, which are threads of the process, waits for a device.
+fn has_waiting_worker(process: u32) -> bool {
+    let threads = fs::read_dir(format!("/proc/{process}/task")).expect("procfs");
+    threads.flatten().any(|thread| {
+        // A worker may have exited since the directory was read.
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.contains("(iou-wrk-") && stat.contains(") D ")
+    })
+}
+
+/// The kernel lets no thread exit whose worker waits for a device, and a worker makes each flush.
+#[test]
+fn unanswered_flush_does_not_hold_up_stop() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Stoppable::start(&place);
+    let mut served = place.start(place.serve_command(&image, text(&fast.device.0), &[]));
+    let process = served.process.id();
+    // Lines are flushed up to five seconds after they are filled. On a slow machine that may be before the device is stopped.
+    let has_flush = (0..8).any(|at| {
+        served.io(&[format!("read -P 7 {at}M 64k")]);
+        wait_until("the lines are filled", || served.count("occupancy") == (at + 1) << 16);
+        fast.stop();
+        wait_until("the lines are flushed", || {
+            has_waiting_worker(process) || served.count("unsettled") == 0
+        });
+        let has_flush = has_waiting_worker(process);
+        if !has_flush {
+            fast.go_on();
+        }
+        has_flush
+    });
+    assert!(has_flush, "no flush waits for the device");
+    served
+        .process
+        .wait_for("has not answered for 15 s", LIMIT)
+        .expect("the cache fails");
+    served.io(&["write -P 9 0 4k", "flush"]);
+    served.process.signal(libc::SIGTERM);
+    wait_until("the control socket is removed", || !served.control.exists());
+    // The process exits when the kernel has its answer.
+    fast.go_on();
+    let status = served.process.wait(LIMIT).expect("exits");
+    assert!(status.success(), "{}", served.process.output());
+    crate::qemu_io("raw", text(&image), &["read -P 9 0 4k", "read -P 7 4k 60k"]);
+}
+
 /// The locks of a killed server last until its last I/O has ended. Its successor waits for that, not for a time.
 #[test]
 fn successor_waits_while_killed_server_exists() {
