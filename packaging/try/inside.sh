@@ -158,6 +158,11 @@ grep -q 'web.toml: web: disk data: format = "qcow2"$' /tmp/upgrade.log || fail "
 [ "$(main_pid larder@web)" != "$before" ] || fail "larder@web still runs the old program"
 [ "$(main_pid larder-host)" != "$host_before" ] || fail "larder-host still runs the old program"
 run systemctl is-active larder@web larder-host
+for service in larder@web larder-host; do
+  nsenter --target "$(main_pid "$service")" --mount test ! -e /run/systemd/journal/socket \
+    || fail "$service sees the journal's sockets"
+done
+ok "the journal's sockets are hidden from them"
 [ "$(systemctl is-active larder@idle || true)" = inactive ] || fail "a VM that was not served is served"
 ok "larder@web was started anew: process $before, now $(main_pid larder@web)"
 further_rounds 2
