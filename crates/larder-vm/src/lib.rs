@@ -2,6 +2,7 @@
 
 pub mod confine;
 pub mod control;
+mod data_limit;
 pub mod disk;
 pub mod exports;
 pub mod image;

@@ -143,7 +143,9 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     let name = is(0, libc::PR_SET_NAME as u64)?;
     rules.insert(SYS_prctl, vec![SeccompRule::new(vec![name])?]);
     let looks = vec![is(0, 0)?, is_long(2, 0)?];
-    rules.insert(SYS_prlimit64, vec![SeccompRule::new(looks)?]);
+    // The limit of private memory rises with a larger cache (`data_limit`).
+    let raises = vec![is(0, 0)?, is(1, u64::from(libc::RLIMIT_DATA))?];
+    rules.insert(SYS_prlimit64, vec![SeccompRule::new(looks)?, SeccompRule::new(raises)?]);
     let fcntls: Result<Vec<_>, _> = FCNTLS
         .iter()
         .map(|it| SeccompRule::new(vec![is(1, *it as u64)?]))

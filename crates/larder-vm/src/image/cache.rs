@@ -28,6 +28,7 @@ use super::disk_id::DiskFile;
 use super::open_cache::OpenCache;
 use super::proof::Proof;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
+use crate::data_limit::Share;
 use crate::occupied::{self, Occupied};
 
 /// Whether a cache on `file` can be the only place that has something.
@@ -164,6 +165,13 @@ fn what_of_other_size(is_file: bool) -> &'static str {
 
 /// What a file that is made is a multiple of, in bytes: every way to do direct I/O goes with that.
 const FILE_UNIT: u64 = 4096;
+
+/// The memory of a cache: its journal, copies of writes, fills and what a move asks of it, in bytes; and...
+const CACHE_MEMORY_BASE: u64 = 192 << 20;
+/// ...for each line, of which the tables take about 12 bytes, and sets of lines up to 8, twice as much while they grow.
+const CACHE_MEMORY_PER_LINE: u64 = 32;
+/// Bytes of the shortest line.
+const CACHE_LINE_MIN: u64 = 4096;
 
 /// How long a cache on an NBD export is waited for: its disk has all that is needed, and the guest waits.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -323,11 +331,14 @@ impl Prepared {
         disk: &Cached,
         instead: Option<&OpenCache>,
     ) -> Result<OpenCache, CacheError> {
+        let size = self.fast.geometry().size;
+        let memory = Share::new(memory_of(size));
         let opened = open_on(on, &self, disk, instead).await;
         let (layer, note) = opened.inspect_err(|_| self.was.undo(&self.wish.file))?;
         Ok(OpenCache {
             layer,
-            size: self.fast.geometry().size,
+            size,
+            _memory: memory,
             fast: self.fast,
             file: self.wish.file,
             note,
@@ -335,6 +346,11 @@ impl Prepared {
             lock: RefCell::new(self.lock),
         })
     }
+}
+
+/// Memory that a cache of this size takes at most, whatever the length of its lines, in bytes.
+fn memory_of(size: ByteLen) -> u64 {
+    CACHE_MEMORY_BASE + size.get() / CACHE_LINE_MIN * CACHE_MEMORY_PER_LINE
 }
 
 /// Locks a cache that is used, if it is on what cannot be locked itself.

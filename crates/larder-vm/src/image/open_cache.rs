@@ -9,6 +9,7 @@ use larder_cache::{Cache, Mode};
 use super::ImageAddress;
 use super::cache::{may_write_back, no_note};
 use super::cache_note::{Lock, Made};
+use crate::data_limit::Share;
 
 /// A cache that is open.
 pub struct OpenCache {
@@ -18,6 +19,8 @@ pub struct OpenCache {
     pub file: ImageAddress,
     /// How large that is.
     pub size: ByteLen,
+    /// Room for what the server keeps of it in memory.
+    pub(super) _memory: Share,
     pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
     /// The note stays when the cache is closed, for a server or command that uses the disk without it: part of the disk is

@@ -13,6 +13,7 @@ pub(crate) mod front_end;
 pub mod look;
 mod moving;
 mod needs;
+mod private_memory;
 mod reload;
 
 use std::collections::VecDeque;
@@ -36,7 +37,7 @@ use crate::inherited::Inherited;
 use crate::latch::Latch;
 use crate::listen::same_place;
 use crate::runtime_folder::runtime_folder;
-use crate::{opener, private_folder};
+use crate::{data_limit, opener, private_folder};
 
 /// Why a VM cannot be served, or is not any more.
 #[derive(Debug, thiserror::Error)]
@@ -200,6 +201,9 @@ impl Vm {
             prepared.push((&wish.name, disk));
         }
         if is_confined {
+            if let Err(error) = data_limit::enforce(private_memory::of(&config)) {
+                tracing::warn!("this server's private memory cannot be limited: {error}");
+            }
             // From here on nothing that guests and images' authors have written can make use of rights that this process had.
             confine(&needs::of(&config))?;
         }

@@ -248,6 +248,33 @@ mod taken_over {
         answers
     }
 
+    /// An allocation past the limit of private memory is refused, and the server goes on.
+    #[test]
+    fn memory_past_limit_is_refused() {
+        let vm = two();
+        let mapping = [
+            number(0),
+            number(1_i64 << 40),
+            number(libc::PROT_READ | libc::PROT_WRITE),
+            number(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
+            number(-1),
+            number(0),
+        ];
+        let answer = |process: &Process| {
+            let victim = Victim::new(process.id());
+            victim.call(process.id() as i32, libc::SYS_mmap, &mapping)
+        };
+        let free = vm.start();
+        assert!(answer(&free) > Some(0), "nothing would be shown by its failure");
+        drop(free);
+        let process = start(&vm);
+        assert_eq!(answer(&process), Some(i64::from(-libc::ENOMEM)));
+        let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+        works(&mut guest, 1);
+        drop(guest);
+        ends(process);
+    }
+
     #[test]
     fn whoever_takes_a_confined_server_over_reaches_nothing_else() {
         need_root("to take a server over");
@@ -282,6 +309,41 @@ mod taken_over {
         ends(process);
         ends(other.process);
     }
+}
+
+/// The soft limit of a process's private memory in bytes; `None` if there is none.
+fn data_limit(process: u32) -> Option<u64> {
+    let limits = fs::read_to_string(format!("/proc/{process}/limits")).expect("it runs");
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max data size"));
+    let soft = line.and_then(|line| line.split_whitespace().next()).expect("a limit");
+    (soft != "unlimited").then(|| soft.parse().expect("a number"))
+}
+
+/// A server has a limit of private memory with room for all that it does, and the limit rises with a larger cache.
+#[test]
+fn private_memory_of_confined_server_is_limited() {
+    let vm = two();
+    let free = vm.start();
+    assert_eq!(data_limit(free.id()), None);
+    ends(free);
+
+    let process = start(&vm);
+    let limit = data_limit(process.id()).expect("there is a limit");
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    data_io(&vm, &["write -P 9 0 4M", "flush"]);
+    let used = status(process.id(), process.id() as i32, "VmData");
+    let used: u64 = used.trim_end_matches(" kB").trim().parse().expect("a number");
+    assert!(limit > used * 1024 + (1 << 30), "{limit} bytes, {used} kB used");
+
+    vm.write(&TWO.replace("system.cache", "another.cache").replace("16MiB", "256MiB"));
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(0), "{said}");
+    let raised = data_limit(process.id()).expect("there is a limit");
+    assert!(raised > limit, "{raised} after {limit}");
+    works(&mut guest, 2);
+    drop(guest);
+    ends(process);
 }
 
 /// An NBD server for an image, at a port of its own.

@@ -1,0 +1,111 @@
+//! The limit of a server's private memory (`RLIMIT_DATA`): what its disks may use, so that a fault by which a guest or an image
+//! has the server take more and more memory ends in this server, and not in the host's OOM killer.
+//!
+//! The limit of a control group (`MemoryMax=`) is no substitute: guest memory that the server touches first is charged to the
+//! server's group. `RLIMIT_DATA` counts private writable mappings: the heap and the stacks, whether they have been touched or not.
+//!
+//! Invariants:
+//! - Each layer whose memory depends on a size that is not known before confinement takes a [`Share`] before it allocates: the
+//!   limit has room for it. All else is in the sum with which the limit is set ([`enforce`]).
+//! - The limit never falls: memory that a layer has freed may still be in the heap.
+//! - Only the soft limit is set, so that a later share can raise it. It is never raised past the soft limit that the process was
+//!   started with.
+//!
+//! What a guest asks for comes from bounded pools, all of which are in the sum, so no request fails by the limit. An allocation
+//! past it aborts the process, and the next one goes on with the guest. A server that was taken over can raise the limit, and can
+//! take shared memory, which the limit does not count.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// What all shares take together, and the limit once there is one.
+struct State {
+    /// Bytes of the shares that are there.
+    shared: u64,
+    limit: Option<Limit>,
+}
+
+struct Limit {
+    /// Bytes that are allowed besides shares.
+    base: u64,
+    /// What the limit was last raised to, if the process was not started with a lower one.
+    wanted: u64,
+    /// The limits that the process was started with.
+    before: Rlimit,
+}
+
+static STATE: Mutex<State> = Mutex::new(State { shared: 0, limit: None });
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bytes of private memory that a layer may use, as long as this exists.
+#[derive(Debug)]
+pub(crate) struct Share(u64);
+
+impl Share {
+    /// Makes room for `bytes`.
+    pub(crate) fn new(bytes: u64) -> Self {
+        let mut state = state();
+        state.shared = state.shared.saturating_add(bytes);
+        if let Err(error) = state.raise() {
+            tracing::warn!("the limit of this server's private memory cannot be raised: {error}");
+        }
+        Self(bytes)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut state = state();
+        state.shared = state.shared.saturating_sub(self.0);
+    }
+}
+
+impl State {
+    /// Raises the limit to what the shares need by now.
+    fn raise(&mut self) -> io::Result<()> {
+        let Some(limit) = &mut self.limit else { return Ok(()) };
+        let wanted = limit.base.saturating_add(self.shared);
+        if wanted <= limit.wanted {
+            return Ok(());
+        }
+        limit.set(wanted)
+    }
+}
+
+impl Limit {
+    fn set(&mut self, wanted: u64) -> io::Result<()> {
+        let soft = self.before.current.map_or(wanted, |before| before.min(wanted));
+        let maximum = self.before.maximum;
+        setrlimit(
+            Resource::Data,
+            Rlimit {
+                current: Some(soft),
+                maximum,
+            },
+        )?;
+        self.wanted = wanted;
+        tracing::debug!("this server's private memory is limited to {} MiB", soft >> 20);
+        Ok(())
+    }
+}
+
+/// Limits this process's private memory to `base` bytes and what the shares take, now and later.
+///
+/// # Errors
+/// The kernel refuses; there is no limit then.
+pub(crate) fn enforce(base: u64) -> io::Result<()> {
+    let mut state = state();
+    let mut limit = Limit {
+        base,
+        wanted: 0,
+        before: getrlimit(Resource::Data),
+    };
+    limit.set(base.saturating_add(state.shared))?;
+    state.limit = Some(limit);
+    Ok(())
+}
