@@ -1,6 +1,7 @@
 //! The memory of a VM, kept within a budget on a thread of its own.
 
 pub mod approach;
+mod deciders;
 mod qemu_ram;
 pub mod range;
 pub mod service;
@@ -59,6 +60,9 @@ pub const QUARANTINE_DEFAULT: Duration = Duration::from_secs(2);
 pub struct MemoryConfig {
     /// Whose.
     pub pid: Pid,
+    /// When that process was started, in ticks since the host was: no later one of the same number is meant. `None` if it is
+    /// whichever has the number.
+    pub started: Option<u64>,
     /// How much memory may be used for it in all.
     pub budget: ByteLen,
     /// How much of that may be compressed pages; by default half, or a 16th with a swap cache or a slow store.
@@ -90,6 +94,7 @@ impl MemoryConfig {
     pub fn new(pid: Pid, budget: ByteLen) -> Self {
         Self {
             pid,
+            started: None,
             budget,
             compressed: None,
             range: BudgetRange::default(),
@@ -367,6 +372,10 @@ fn serve(
             ..Options::default()
         };
         let target = Target::examine(config.pid, &options)?;
+        // From here on it is held by a pidfd.
+        if config.started.is_some_and(|started| started != target.started()) {
+            return Err(TargetError::Ended { pid: config.pid }.into());
+        }
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
         let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed, config.has_disk())?;
         config.range.check(bytes, limit_bytes).map_err(BudgetError::from)?;

@@ -11,14 +11,13 @@ use anyhow::{Context, anyhow, bail};
 use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_memory::service::DetachError;
-use larder_memory::target::pid_of_qmp;
 use larder_vm::control::memory::{BudgetRange, MemoryPatch, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{
     ControlServer, FetchError, Subject, cancel_detach, detach_memory, fetch_memory, limit_memory,
 };
 use larder_vm::image::ImageAddress;
-use larder_vm::memory::approach::Process;
+use larder_vm::memory::approach::{Process, listening_at};
 use larder_vm::memory::wish::MemoryWish;
 use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, tell_end};
 use larder_vm::vm::config::path_of;
@@ -87,7 +86,10 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     }
     let pid = match (arguments.pid, &arguments.qmp) {
         (Some(pid), _) => pid_of(pid)?,
-        (None, Some(path)) => pid_of_qmp(path)?,
+        (None, Some(path)) => match listening_at(path)? {
+            Some(process) => process.pid,
+            None => bail!("{}: the process that listened there has just ended", path.display()),
+        },
         (None, None) => bail!(WHOSE),
     };
     let signals = crate::signals::block()?;

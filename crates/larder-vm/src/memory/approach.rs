@@ -19,8 +19,9 @@ use larder_memory::state::{COMPRESSED_NAME, PAGES_NAME};
 use larder_memory::target::{QmpError, pid_of_qmp};
 use rustix::process::Pid;
 
-use super::{BudgetError, ManagedMemory, MemoryConfig, MemoryError, SwapError};
+use super::{BudgetError, ManagedMemory, MemoryConfig, MemoryError, SwapError, deciders};
 use crate::vm::config::QemuAt;
+use crate::vm::front_end::other_domain_of;
 
 /// The time between two looks at memory that should be the same.
 const SETTLING: Duration = Duration::from_millis(250);
@@ -119,6 +120,10 @@ pub enum FindError {
     Qmp(#[from] QmpError),
     #[error("pid file {path}: {why}")]
     PidFile { path: String, why: String },
+    #[error("QMP socket {path}: {why}")]
+    Socket { path: String, why: String },
+    #[error("{at} names process {process}, which is the QEMU of another domain: {other}")]
+    OtherDomain { at: String, process: i32, other: String },
 }
 
 /// A state of a file. States are compared for equality only: the clock behind the times may be set.
@@ -140,6 +145,22 @@ impl FileState {
     }
 }
 
+/// The process that listens at QEMU's QMP socket; `None` if it has just ended.
+///
+/// # Errors
+/// There is none, or somebody else than root and its user could have had it named.
+pub fn listening_at(path: &Path) -> Result<Option<Process>, FindError> {
+    let pid = pid_of_qmp(path)?;
+    let Some(process) = Process::alive(pid) else {
+        return Ok(None);
+    };
+    deciders::check(path, pid).map_err(|why| FindError::Socket {
+        path: path.display().to_string(),
+        why,
+    })?;
+    Ok(Some(process))
+}
+
 /// Finds a VM's QEMU, one after the other.
 ///
 /// A killed QEMU leaves its pid file behind, and its number may become another process's. The file's times do not show that,
@@ -154,23 +175,34 @@ pub struct QemuFinder {
 }
 
 impl QemuFinder {
-    /// The process of a VM's QEMU; `None` if it does not run.
+    /// The process of a VM's QEMU; `None` if it does not run. If the VM has a UUID, it is no process of another domain of
+    /// libvirt's, as far as the host tells.
     ///
     /// # Errors
-    /// The process cannot be determined.
-    pub fn find(&mut self, qemu: &QemuAt) -> Result<Option<Process>, FindError> {
-        match qemu {
+    /// The process cannot be determined, or somebody else than root and its user could have had it named.
+    pub fn find(&mut self, qemu: &QemuAt, uuid: Option<&str>) -> Result<Option<Process>, FindError> {
+        let process = match qemu {
             QemuAt::PidFile(path) => self.named_by(path).map_err(|why| FindError::PidFile {
                 path: path.display().to_string(),
                 why,
-            }),
-            QemuAt::Qmp(path) => match pid_of_qmp(path) {
-                Ok(pid) => Ok(Process::alive(pid)),
+            })?,
+            QemuAt::Qmp(path) => match listening_at(path) {
+                Ok(process) => process,
                 // It does not run, or has left its socket behind.
-                Err(QmpError::NoFile { error, .. }) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                Err(QmpError::NobodyListens { unreadable: 0, .. }) => Ok(None),
-                Err(error) => Err(error.into()),
+                Err(FindError::Qmp(QmpError::NoFile { error, .. })) if error.kind() == io::ErrorKind::NotFound => None,
+                Err(FindError::Qmp(QmpError::NobodyListens { unreadable: 0, .. })) => None,
+                Err(error) => return Err(error),
             },
+        };
+        let Some(process) = process else { return Ok(None) };
+        let number = process.pid.as_raw_pid();
+        match uuid.and_then(|uuid| other_domain_of(number, uuid)) {
+            Some(other) => Err(FindError::OtherDomain {
+                at: qemu.to_string(),
+                process: number,
+                other,
+            }),
+            None => Ok(Some(process)),
         }
     }
 
@@ -204,6 +236,7 @@ impl QemuFinder {
         let Some(process) = Process::alive(pid) else {
             return Ok(None);
         };
+        deciders::check(path, pid)?;
         let state = FileState::of(&found);
         let name = path.file_name().unwrap_or_default();
         if !process.has_open(name, &state) && !process.is_waiting() {
@@ -288,7 +321,11 @@ impl Approach {
         if !is_waiting && !self.has_settled() {
             return Step::Later(SETTLING);
         }
-        let error = match start(config, is_waiting) {
+        let config = MemoryConfig {
+            started: Some(self.process.started),
+            ..config.clone()
+        };
+        let error = match start(&config, is_waiting) {
             Ok(managed) => return Step::Attached(managed),
             Err(error) => error,
         };
@@ -432,7 +469,7 @@ mod tests {
 
     #[test]
     fn pid_file_on_disk_must_be_open() {
-        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder on a disk");
+        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder on a disk");
         let path = folder.path().join("pid");
         let us = this_process();
         fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");

@@ -246,11 +246,12 @@ impl MemoryService {
         let mut pause = LOOK;
         let mut told = None;
         loop {
-            let qemu = match &self.whose {
+            let (qemu, uuid) = match &self.whose {
                 Whose::Process(process) => return Some(*process),
-                Whose::Once(qemu) | Whose::Vm(_, _, qemu) => qemu.clone(),
+                Whose::Once(qemu) => (qemu.clone(), None),
+                Whose::Vm(config, _, qemu) => (qemu.clone(), config.uuid.clone()),
             };
-            match self.finder.find(&qemu) {
+            match self.finder.find(&qemu, uuid.as_deref()) {
                 Ok(Some(process)) if self.let_go != Some(process) => return Some(process),
                 Ok(Some(process)) => self.tell(tell, Progress::LetGo(process.pid.as_raw_pid())),
                 Ok(None) => {

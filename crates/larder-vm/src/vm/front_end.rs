@@ -52,6 +52,16 @@ pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result
     }
 }
 
+/// Says of which other domain than that of this UUID a process is the QEMU, as far as the host tells.
+pub(crate) fn other_domain_of(process: i32, uuid: &str) -> Option<String> {
+    let label = fs::read_to_string(format!("/proc/{process}/attr/current")).unwrap_or_default();
+    if let Some(other) = uuid_in_label(label.trim_end_matches(['\0', '\n'])).filter(|other| *other != uuid) {
+        return Some(format!("{other} by its label"));
+    }
+    let (name, other) = domain_of(Path::new(DOMAINS), process)?;
+    (other != uuid).then(|| format!("{name} ({other})"))
+}
+
 /// Returns the label of the process at the other end (`SO_PEERSEC`), if a security module labels processes.
 fn label_of(connection: BorrowedFd<'_>) -> Option<String> {
     let mut label = vec![0_u8; LABEL_BYTES_MAX];

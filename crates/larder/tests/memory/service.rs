@@ -318,6 +318,25 @@ fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
     next.stop().expect("all is as it was written");
 }
 
+/// A user who can write the pid file could name any process of the host, for root to manage.
+#[test]
+fn pid_file_of_another_user_is_refused() {
+    const OTHER: u32 = 12345;
+    let vm = Vm::new("foreign");
+    let qemu = vm.boot();
+    let path = vm.folder.path().join("qemu.pid");
+    let of = |user| std::os::unix::fs::chown(&path, Some(user), None).expect("root may");
+    of(OTHER);
+    let service = vm.serve();
+    let why = format!("user {OTHER} can change what is there");
+    service.wait_for(&why, LIMIT).expect("it says why");
+    assert!(vm.state().is_none(), "it is not managed");
+    of(0);
+    vm.wait_for_budget(&service, &qemu);
+    ends(service);
+    qemu.stop().expect("all is as it was written");
+}
+
 /// The clock is set after the pid file was written: a process is attached to, and its killed pager has a successor.
 #[test]
 fn times_of_pid_file_do_not_matter() {

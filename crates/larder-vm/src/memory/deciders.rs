@@ -1,0 +1,217 @@
+//! Users who decide which process a pid file or a QMP socket names.
+//!
+//! The pager stops threads of that process and shares its memory, as root. So a path counts only if nobody decides what is
+//! there but root and the user of the process itself: a user who could name a process of another user would have root manage it.
+//! A pager of another user is kept by the kernel to processes of that user.
+//!
+//! Whoever owns a directory, a symbolic link or the file on the way decides, and so does whoever may write to such a directory or
+//! file. In a directory with the sticky bit only the owner of an entry can replace it, and its owner counts by itself. A
+//! user who decides is found whatever is changed meanwhile: to change the way takes a directory or a link of that user's.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::process::{Pid, geteuid};
+
+/// Links that a path leads through, at most, as the kernel has it.
+const LINKS_MAX: usize = 40;
+
+/// Users besides root who decide what is at a path.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Deciders {
+    /// By their numbers.
+    users: BTreeSet<u32>,
+    /// What a group, or all users, may write to.
+    open_to_others: Option<PathBuf>,
+}
+
+/// Checks that nobody but root and the user of a process decides what is at `path`, which names that process.
+///
+/// # Errors
+/// Why not, for people.
+pub(super) fn check(path: &Path, process: Pid) -> Result<(), String> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    let deciders = deciders(path).map_err(|error| error.to_string())?;
+    let of_process =
+        users_of(process).map_err(|error| format!("the user of process {process} is not known: {error}"))?;
+    match deciders.refusal(&of_process) {
+        Some(why) => Err(format!(
+            "it names process {process}, but {why}; keep it where only root, or the user of that process, can write"
+        )),
+        None => Ok(()),
+    }
+}
+
+impl Deciders {
+    /// Says why somebody could name a process of these users for whom it is another user's, if that is so.
+    fn refusal(&self, of_process: &[u32]) -> Option<String> {
+        if let Some(path) = &self.open_to_others {
+            return Some(format!("more users than its owner may write to {}", path.display()));
+        }
+        let is_other = |user: &u32| of_process.iter().any(|of_process| of_process != user);
+        let user = self.users.iter().find(|user| is_other(user))?;
+        let of_process = of_process.first().copied().unwrap_or_default();
+        Some(format!(
+            "user {user} can change what is there, and the process is of user {of_process}"
+        ))
+    }
+
+    /// Counts what was found at `path`.
+    fn count(&mut self, path: &Path, found: &Stat) {
+        if found.st_uid != 0 {
+            self.users.insert(found.st_uid);
+        }
+        let others_may = match FileType::from_raw_mode(found.st_mode) {
+            FileType::Directory => found.st_mode & libc::S_ISVTX == 0,
+            FileType::RegularFile => true,
+            // To write to a socket is to connect to it.
+            _ => false,
+        };
+        if others_may && found.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
+            self.open_to_others.get_or_insert_with(|| path.to_owned());
+        }
+    }
+}
+
+/// The real, effective, saved and file system user of a process.
+fn users_of(process: Pid) -> io::Result<Vec<u32>> {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_pid()))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let users: Vec<u32> = line
+        .into_iter()
+        .flat_map(str::split_whitespace)
+        .filter_map(|user| user.parse().ok())
+        .collect();
+    match users.is_empty() {
+        true => Err(io::ErrorKind::InvalidData.into()),
+        false => Ok(users),
+    }
+}
+
+fn deciders(path: &Path) -> io::Result<Deciders> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let path = std::path::absolute(path)?;
+    let root = || -> io::Result<OwnedFd> { Ok(rustix::fs::open("/", flags, Mode::empty())?) };
+    let mut deciders = Deciders::default();
+    let mut above: Vec<(OwnedFd, PathBuf)> = vec![(root()?, PathBuf::from("/"))];
+    deciders.count(Path::new("/"), &rustix::fs::fstat(&above[0].0)?);
+    let mut left = components(&path);
+    let mut links = 0;
+    while let Some(name) = left.pop() {
+        if name == Path::new("..") {
+            if above.len() > 1 {
+                above.pop();
+            }
+            continue;
+        }
+        let (folder, folder_path) = &above[above.len() - 1];
+        let place = folder_path.join(&name);
+        let next = rustix::fs::openat(folder, &name, flags, Mode::empty())?;
+        let found = rustix::fs::fstat(&next)?;
+        deciders.count(&place, &found);
+        if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
+            above.push((next, place));
+            continue;
+        }
+        links += 1;
+        if links > LINKS_MAX {
+            return Err(io::Error::from_raw_os_error(libc::ELOOP));
+        }
+        let target = rustix::fs::readlinkat(&next, "", Vec::new())?;
+        let target = Path::new(OsStr::from_bytes(target.as_bytes()));
+        if target.is_absolute() {
+            above.truncate(1);
+        }
+        left.extend(components(target));
+    }
+    Ok(deciders)
+}
+
+/// The names in a path, the last one first.
+fn components(path: &Path) -> Vec<PathBuf> {
+    let names = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(PathBuf::from(name)),
+        Component::ParentDir => Some(PathBuf::from("..")),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    let mut names: Vec<PathBuf> = names.collect();
+    names.reverse();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
+
+    use super::*;
+
+    const ALICE: u32 = 12345;
+    const BOB: u32 = 12346;
+
+    /// Every owner on the way to a file decides, and a directory that others may write to is told.
+    #[test]
+    fn owners_on_way_to_file_decide() {
+        if !geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let set = |name: &str, mode| fs::set_permissions(at(name), Permissions::from_mode(mode)).expect("is ours");
+        let users = |name: &str| {
+            deciders(&at(name))
+                .expect("is there")
+                .users
+                .into_iter()
+                .collect::<Vec<_>>()
+        };
+        fs::create_dir(at("d")).expect("a folder");
+        fs::write(at("d/pid"), "1").expect("a file");
+        set("d/pid", 0o644);
+        symlink("d/pid", at("link")).expect("a link");
+        assert_eq!(deciders(&at("link")).expect("is there"), Deciders::default());
+
+        lchown(at("link"), Some(ALICE), None).expect("root may");
+        assert_eq!(users("link"), [ALICE]);
+        assert_eq!(users("d/pid"), [0_u32; 0]);
+        chown(at("d"), Some(BOB), None).expect("root may");
+        assert_eq!(users("link"), [ALICE, BOB]);
+        assert_eq!(users("d/../link"), [ALICE, BOB]);
+        chown(at("d/pid"), Some(ALICE), None).expect("root may");
+        assert_eq!(users("d/pid"), [ALICE, BOB]);
+
+        for (mode, is_open) in [(0o755, false), (0o775, true), (0o757, true), (0o1777, false)] {
+            set("d", mode);
+            let found = deciders(&at("d/pid")).expect("is there").open_to_others;
+            assert_eq!(found, is_open.then(|| at("d")), "{mode:o}");
+        }
+        set("d/pid", 0o664);
+        let found = deciders(&at("d/pid")).expect("is there").open_to_others;
+        assert_eq!(found, Some(at("d/pid")));
+    }
+
+    /// A user names processes of that user only, and none that has changed its user.
+    #[test]
+    fn user_names_own_processes_only() {
+        let of = |users: &[u32]| Deciders {
+            users: users.iter().copied().collect(),
+            open_to_others: None,
+        };
+        let is_refused = |deciders: &Deciders, process: [u32; 4]| deciders.refusal(&process).is_some();
+        assert!(!is_refused(&of(&[]), [0; 4]));
+        assert!(!is_refused(&of(&[]), [ALICE; 4]));
+        assert!(!is_refused(&of(&[ALICE]), [ALICE; 4]));
+        assert!(is_refused(&of(&[ALICE]), [0; 4]));
+        assert!(is_refused(&of(&[ALICE]), [BOB; 4]));
+        assert!(is_refused(&of(&[ALICE, BOB]), [ALICE; 4]));
+        assert!(is_refused(&of(&[ALICE]), [ALICE, 0, 0, 0]));
+    }
+}
