@@ -8,7 +8,7 @@ mod moving;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::signal::first_of;
@@ -38,8 +38,12 @@ pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 /// one before, at some 40 KiB each. Only what is used takes memory.
 const STACK_BYTES: usize = 32 << 20;
 
-/// How long a stop waits for the device of a cache that is known to give no answer.
+/// How long a stop waits for storage that gives no answer: the device of a cache that is known to hang, or a file that is being
+/// opened.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The pause between looks whether a disk that is being opened is still wanted.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What to serve, and how.
 #[derive(Clone, Debug)]
@@ -157,6 +161,7 @@ pub struct PreparedDisk {
     inquiry: DiskInquiry,
     begin: mpsc::Sender<()>,
     ready: mpsc::Receiver<Opened>,
+    cancel: Latch<()>,
 }
 
 impl PreparedDisk {
@@ -167,7 +172,7 @@ impl PreparedDisk {
     pub fn open(self) -> Result<Disk, DiskError> {
         // One that has ended says why.
         let _ = self.begin.send(());
-        Disk::when_ready(self.thread, self.stop, self.inquiry, &self.ready)
+        Disk::when_ready(self.thread, self.stop, self.inquiry, &self.ready, &self.cancel)
     }
 }
 
@@ -181,11 +186,12 @@ impl Disk {
         let theirs = stop.clone();
         let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
         let (report, ready) = mpsc::channel();
+        let cancel = config.cancel.clone();
         let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             serve(&on, config, None, &theirs, inquiries, &report)
         })?;
-        Self::when_ready(thread, stop, inquiry, &ready)
+        Self::when_ready(thread, stop, inquiry, &ready, &cancel)
     }
 
     /// Makes the disk's thread and its ring, and listens, so that the process can be confined before the image is opened.
@@ -199,6 +205,7 @@ impl Disk {
         let (report, ready) = mpsc::channel();
         let (prepared, is_prepared) = mpsc::channel();
         let (begin, begun) = mpsc::channel();
+        let cancel = config.cancel.clone();
         let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             let sockets = Sockets::bind(&config.exports)?;
@@ -217,6 +224,7 @@ impl Disk {
                 inquiry,
                 begin,
                 ready,
+                cancel,
             }),
             Err(mpsc::RecvError) => Err(thread.failure()),
         }
@@ -227,15 +235,31 @@ impl Disk {
         stop: Latch<Stop>,
         inquiry: DiskInquiry,
         ready: &mpsc::Receiver<Opened>,
+        cancel: &Latch<()>,
     ) -> Result<Self, DiskError> {
-        match ready.recv() {
-            Ok(opened) => Ok(Self {
-                thread,
-                stop,
-                inquiry,
-                opened,
-            }),
-            Err(mpsc::RecvError) => Err(thread.failure()),
+        let mut cancelled: Option<Instant> = None;
+        loop {
+            match ready.recv_timeout(CANCEL_POLL_INTERVAL) {
+                Ok(opened) => {
+                    return Ok(Self {
+                        thread,
+                        stop,
+                        inquiry,
+                        opened,
+                    });
+                }
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(thread.failure()),
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+            match cancelled {
+                None => cancelled = cancel.get().map(|()| Instant::now()),
+                // A file server gives no answer to the thread, which ends by itself when it does.
+                Some(since) if since.elapsed() >= STOP_PATIENCE => {
+                    stop.set(Stop::Leave);
+                    return Err(DiskError::Cancelled);
+                }
+                Some(_) => {}
+            }
         }
     }
 

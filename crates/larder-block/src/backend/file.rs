@@ -89,6 +89,10 @@ pub struct FileDevice {
     /// See [`FileOptions::container`].
     container: bool,
     kind: Kind,
+    /// Its file system is known to be of this host alone: what it says of the file it says at once.
+    is_local: bool,
+    /// How often the file was made longer here.
+    times_grown: Cell<u64>,
     /// The page cache can be read in the call without waiting: RWF_NOWAIT, or memory anyway.
     read_in_call: Cell<InCall>,
     write_in_call: Cell<InCall>,
@@ -146,9 +150,13 @@ impl FileDevice {
 
     /// Looks at the file's size and announces a change.
     pub fn check_size(&self) {
-        let Ok(size) = size_of(&self.file) else {
-            return;
-        };
+        if let Ok(size) = size_of(&self.file) {
+            self.has_size(size);
+        }
+    }
+
+    /// The file has so many bytes now.
+    fn has_size(&self, size: u64) {
         let mut geometry = self.geometry.get();
         let visible = visible_size(size, geometry.block_size, self.direct, self.container);
         if visible != geometry.size {
@@ -204,6 +212,7 @@ impl FileDevice {
             mark.may_grow_to(size.get());
         }
         let _begun = self.begin(0);
+        self.times_grown.set(self.times_grown.get() + 1);
         if let Err(error) = rustix::fs::ftruncate(&self.file, size.get()) {
             return Err(self.error(Operation::Grow, range, error.raw_os_error()));
         }
@@ -667,15 +676,34 @@ fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> By
     }
 }
 
+/// Looks at the file's size and its path again and again. A file server may give no answer for long, and what the disk's cache has
+/// is served meanwhile: so it is asked by another thread.
 async fn watch(on: Loop, device: std::rc::Weak<FileDevice>) {
     loop {
         on.sleep(CHECK_INTERVAL).await;
-        match device.upgrade() {
-            Some(device) => {
-                device.check_size();
-                device.check_path();
-            }
-            None => return,
+        let Some(open) = device.upgrade() else { return };
+        if open.is_local {
+            open.check_size();
+            open.check_path();
+            continue;
+        }
+        let (path, times_grown) = (open.path.clone(), open.times_grown.get());
+        let Ok(file) = open.file.try_clone() else { continue };
+        // The thread does not keep the device open.
+        drop(open);
+        let look = move || (file.metadata().map(|found| found.len()), held::displaced(&file, &path));
+        let Ok((size, displaced)) = on.run_blocking(look).await else {
+            continue;
+        };
+        let Some(open) = device.upgrade() else { return };
+        // What was found before the file was made longer here is too little.
+        if let Ok(size) = size
+            && times_grown == open.times_grown.get()
+        {
+            open.has_size(size);
+        }
+        if let Ok(displaced) = displaced {
+            open.is_displaced(displaced);
         }
     }
 }

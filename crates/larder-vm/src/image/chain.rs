@@ -468,12 +468,13 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
 /// Whether both lead to the same file.
 pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
+        (one, other) if one == other => true,
         (ImageAddress::Path(one), ImageAddress::Path(other)) => {
             match (opener().canonical(one), opener().canonical(other)) {
                 (Ok(one), Ok(other)) => one == other,
-                _ => one == other,
+                _ => false,
             }
         }
-        (one, other) => one == other,
+        _ => false,
     }
 }

@@ -22,8 +22,9 @@ use crate::vm::config::VmConfig;
 use crate::vm::find::Noted;
 use crate::vm::front_end::refuse_of_others;
 
-/// Requests that are under way at once, at most.
-const UNDER_WAY_MAX: usize = 32;
+/// Requests that are under way at once, at most: one for each file of a file server that gives no answer, and those of all other
+/// disks. `larder-open@.service` allows as many threads.
+const UNDER_WAY_MAX: usize = 1024;
 
 /// Links that a path leads through, at most, as the kernel has it.
 const LINKS_MAX: usize = 40;

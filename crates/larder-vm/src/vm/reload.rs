@@ -4,6 +4,7 @@
 //! other means. What cannot be changed while the disk is used is told, and is as before.
 
 use std::collections::VecDeque;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use larder_block::ByteLen;
@@ -16,7 +17,7 @@ use super::{Order, Vm, VmError, at_work, check_places, lent_of};
 use crate::control::ReloadReply;
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
 use crate::control::wishes::Reloaded;
-use crate::disk::{CacheWork, Disk, DiskChange, DiskInquiry, DiskSettings};
+use crate::disk::{CacheWork, Disk, DiskChange, DiskConfig, DiskError, DiskInquiry, DiskSettings};
 use crate::image::{ImageAddress, PrefetchOptions, Replacement, cache_mode_name, is_same};
 use crate::wish::DiskWish;
 
@@ -29,7 +30,12 @@ const CHANGE_TIME_MAX: Duration = Duration::from_secs(5);
 /// How long a disk that is not wanted any more may take to end before the next ones are started.
 const LEAVE_TIME_MAX: Duration = Duration::from_secs(10);
 
+/// The pause between looks whether the VM is to end while a disk is being started.
+const START_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
 const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
+
+const NO_ANSWER_OF_CACHES: &str = "the file systems of its cache and of the one in the file give no answer, so the cache stays; is one of them stuck?";
 
 impl Vm {
     /// Reads the file again, does what it says, and tells of it. Orders that come meanwhile are `before` all others.
@@ -84,7 +90,7 @@ impl Vm {
                 change.disk(now, wish, &at_work.inquiry);
             }
         }
-        self.add_disks(&wanted, &mut change);
+        self.add_disks(&wanted, &mut change, before);
         self.subject
             .set_disks(self.disks.iter().map(|disk| disk.inquiry.clone()).collect());
         Ok(change.done)
@@ -131,8 +137,27 @@ impl Vm {
         }
     }
 
+    /// Starts a disk. Orders that come meanwhile are `before` all others, and one to end cancels it.
+    fn start_disk(&self, disk: DiskConfig, before: &mut VecDeque<Order>) -> Result<Disk, DiskError> {
+        let cancel = disk.cancel.clone();
+        let started = start_beside(disk);
+        loop {
+            match started.recv_timeout(START_POLL_INTERVAL) {
+                Ok(started) => return started,
+                Err(RecvTimeoutError::Disconnected) => return Err(DiskError::Died),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            for order in self.orders.try_iter() {
+                if matches!(order, Order::Stop) {
+                    cancel.set(());
+                }
+                before.push_back(order);
+            }
+        }
+    }
+
     /// Serves the disks that are new in what is `wanted`.
-    fn add_disks(&mut self, wanted: &VmConfig, change: &mut Change) {
+    fn add_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
         for wish in &wanted.disks {
             if self.disks.iter().any(|disk| disk.name == wish.name) {
                 continue;
@@ -145,7 +170,7 @@ impl Vm {
             let mut disk = wish.config(&self.inherited);
             disk.exports.lent = Some(lent_of(&wish.name));
             disk.exports.domain.clone_from(&wanted.uuid);
-            match Disk::start(disk) {
+            match self.start_disk(disk, before) {
                 Ok(disk) => {
                     change.changed(&wish.name, "it is served now");
                     self.disks.push(at_work(&wish.name, disk, &self.orderer));
@@ -161,6 +186,16 @@ impl Vm {
             .disks
             .sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
     }
+}
+
+/// Starts a disk by another thread, which its storage may keep waiting. An order to end ends that.
+fn start_beside(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
+    let (sender, started) = mpsc::channel();
+    std::thread::spawn(move || {
+        // Nobody waits for it any more only when the process ends.
+        let _ = sender.send(Disk::start(disk));
+    });
+    started
 }
 
 /// Memory is not managed by the process that serves the disks.
@@ -236,9 +271,10 @@ impl Change {
             return self.failed(name, NO_ANSWER);
         };
         let mut after = before.clone();
-        let other = other_cache(&before, &wanted.wish);
-        if let Some(by) = other {
-            after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after);
+        match other_cache(&before, &wanted.wish) {
+            Ok(None) => {}
+            Ok(Some(by)) => after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after),
+            Err(why) => self.failed(name, why),
         }
         let settings = settings(&wanted.wish, &after);
         let after = self.have(name, disk, DiskChange::Settings(settings), after);
@@ -308,14 +344,35 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
 }
 
 /// The cache that is to take the place of a disk's, if it is another one.
-fn other_cache(now: &DiskState, wanted: &DiskWish) -> Option<Replacement> {
-    let file = wanted.disk_cache.file.as_ref()?;
-    let is: ImageAddress = now.cache.as_ref()?.file.parse().ok()?;
-    (!is_same(file, &is)).then(|| Replacement {
+///
+/// # Errors
+/// It is not known in time whether it is.
+fn other_cache(now: &DiskState, wanted: &DiskWish) -> Result<Option<Replacement>, &'static str> {
+    let (Some(file), Some(cache)) = (&wanted.disk_cache.file, &now.cache) else {
+        return Ok(None);
+    };
+    let Ok(is) = cache.file.parse::<ImageAddress>() else {
+        return Ok(None);
+    };
+    let is_same = is_same_in_time(file.clone(), is).ok_or(NO_ANSWER_OF_CACHES)?;
+    Ok((!is_same).then(|| Replacement {
         file: Some(file.clone()),
         size: wanted.disk_cache.size,
         lose_dirty: false,
-    })
+    }))
+}
+
+/// Whether both lead to the same file; `None` if that cannot be told in time, because a file server gives no answer.
+fn is_same_in_time(one: ImageAddress, other: ImageAddress) -> Option<bool> {
+    if one == other {
+        return Some(true);
+    }
+    let (sender, answer) = mpsc::channel();
+    std::thread::spawn(move || {
+        // It may be too late.
+        let _ = sender.send(is_same(&one, &other));
+    });
+    answer.recv_timeout(STATE_TIME_MAX).ok()
 }
 
 /// What a disk is to be set to that is otherwise `now`.

@@ -4,6 +4,7 @@
 mod attacker;
 mod comes;
 mod confine;
+mod hung;
 mod leaves;
 mod reload;
 mod services;

@@ -85,9 +85,13 @@ impl FileDevice {
 
     /// Looks where the path leads, and tells of a change.
     pub(super) fn check_path(&self) {
-        let Ok(found) = displaced(&self.file, &self.path) else {
-            return;
-        };
+        if let Ok(found) = displaced(&self.file, &self.path) {
+            self.is_displaced(found);
+        }
+    }
+
+    /// Tells of a change of where the path leads.
+    pub(super) fn is_displaced(&self, found: Option<Displaced>) {
         if self.displaced.replace(found) == found {
             return;
         }
@@ -132,7 +136,7 @@ fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
 }
 
 /// Whether `path` leads to another file than the one that was opened by it, or nowhere.
-fn displaced(file: &File, path: &Path) -> io::Result<Option<Displaced>> {
+pub(super) fn displaced(file: &File, path: &Path) -> io::Result<Option<Displaced>> {
     let ours = file.metadata()?;
     match opener::metadata(path) {
         Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => return Ok(None),

@@ -15,7 +15,7 @@ use super::{
     FileDevice, Found, InCall, Kind, KnownData, Mark, NO_TURN, SECTOR, size_of, visible_size, watch,
     workers_worth_having,
 };
-use crate::boot::is_tmpfs;
+use crate::boot::{self, is_tmpfs};
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
@@ -196,6 +196,7 @@ impl FileDevice {
             is_kept: !options.read_only && !options.share,
             size_max: size.next_multiple_of(unit),
         };
+        let is_local = kind == Kind::Block || rustix::fs::fstatfs(&file).is_ok_and(|found| boot::is_local(&found));
         let (found, mark) = open_mark(on, path, options.mark.as_deref(), &marked);
         let device = Rc::new(Self {
             name: path.display().to_string().into(),
@@ -210,6 +211,8 @@ impl FileDevice {
             direct: direct.is_some(),
             container,
             kind,
+            is_local,
+            times_grown: Cell::new(0),
             read_in_call: Cell::new(in_call),
             write_in_call: Cell::new(in_call),
             writes_offloaded: Cell::new(0),
