@@ -1,7 +1,7 @@
 //! The process that serves a VM, started and stopped by the hook.
 //!
-//! Where systemd runs the host, it is `larder@NAME.service`; elsewhere a process in a session of its own, whose words go to
-//! `/var/log/larder/NAME.log`. What the hook has started is noted in `/run/larder-hook/NAME`: a server that was there already is
+//! Where systemd runs the host, it is `larder@NAME.service`; elsewhere a confined process in a session of its own, with an opener
+//! that is its child. The log of both is `/var/log/larder/NAME.log`. What the hook has started is noted in `/run/larder-hook/NAME`: a server that was there already is
 //! the user's, is used, and is not stopped.
 //!
 //! Invariants:
@@ -229,7 +229,7 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let (log, mut words) = log_of(name)?;
     let program = std::env::current_exe().context("where larder is")?;
     let mut command = Command::new(&program);
-    command.arg("vm").arg(name).current_dir("/");
+    command.arg("vm").arg(name).arg("--confine").current_dir("/");
     // What libvirtd has from systemd is libvirtd's.
     for variable in [
         "NOTIFY_SOCKET",
@@ -278,8 +278,11 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let _ = words.seek(SeekFrom::Start(begin));
     let _ = words.take(WORDS_BYTES_MAX).read_to_string(&mut said);
     match said.trim() {
-        "" => Err(error.context(format!("larder vm {name} (its words are in {})", log.display()))),
-        said => bail!("larder vm {name}: {error:#}\n{said}"),
+        "" => Err(error.context(format!(
+            "larder vm {name} --confine (its words are in {})",
+            log.display()
+        ))),
+        said => bail!("larder vm {name} --confine: {error:#}\n{said}"),
     }
 }
 

@@ -25,6 +25,11 @@ fn host() -> Host {
     host
 }
 
+/// What the kernel says of the server that the hook has noted.
+fn status_of_server(host: &Host) -> String {
+    host.works(&["sh", "-c", "cat /proc/$(cut -d' ' -f2 /run/larder-hook/web)/status"])
+}
+
 /// Exit code, and all that the hook said.
 fn hook(host: &Host, xml: &str, words: &str) -> (Option<i32>, String) {
     host.run(&["sh", "-c", &format!("exec {HOOK} {words} <{xml}")])
@@ -62,6 +67,11 @@ fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
     assert_eq!(prepared, (Some(0), String::new()));
     assert!(is_served(&host));
     let process = fs::read_to_string(host.inside("/run/larder-hook/web")).expect("a note");
+    // It has given up its rights, as a service of systemd's has.
+    let status = status_of_server(&host);
+    for line in ["Seccomp:\t2", "NoNewPrivs:\t1", "CapEff:\t0000000000000000"] {
+        assert!(status.contains(line), "no {line}: {status}");
+    }
     // Once more changes nothing.
     assert_eq!(hook(&host, "/run/ours.xml", "web reconnect begin -"), prepared);
     assert_eq!(
