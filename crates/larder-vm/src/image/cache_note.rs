@@ -94,8 +94,8 @@ impl Note {
         if path.try_exists()? {
             return Ok(());
         }
-        let all = of_disk(disk_id::disk_of(disk)).into_iter();
-        let Some(other) = all.filter(|other| other.path.file_name() == self.name()).last() else {
+        let mut all = of_disk(disk_id::disk_of(disk)).into_iter();
+        let Some(other) = all.rfind(|other| other.path.file_name() == self.name()) else {
             return Ok(());
         };
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;

@@ -28,7 +28,7 @@ use crate::output::print;
 /// Where libvirt looks for hooks, and ours among them.
 const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
 
-/// Where a host says what else QEMU may do under AppArmor.
+/// Where a host says what else every domain's QEMU may do under AppArmor.
 const APPARMOR: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode> {
@@ -308,11 +308,11 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
     for model in models {
         match model.text.as_str() {
             "apparmor"
-                if !small_file::read_text(Path::new(APPARMOR), CONFIG_BYTES_MAX)
-                    .is_ok_and(|text| text.contains("larder")) =>
+                if small_file::read_text(Path::new(APPARMOR), CONFIG_BYTES_MAX)
+                    .is_ok_and(|text| text.contains("/run/larder/*.sock")) =>
             {
                 notes.push(format!(
-                    "AppArmor keeps QEMU from Larder's sockets until there is a line for them in {APPARMOR}: /run/larder/*.sock rw,"
+                    "{APPARMOR} allows every domain's QEMU the sockets of all domains; the hook allows each its own by now: remove the line /run/larder/*.sock rw, there"
                 ));
             }
             "selinux" => notes.push(

@@ -19,7 +19,7 @@ use larder_vm::vm::config::{VmConfig, path_of};
 use super::attach::name_of;
 use super::kept::{self, Kept};
 use super::virsh::Virsh;
-use super::{difference, disks};
+use super::{apparmor, difference, disks};
 use crate::cli::LibvirtDetachArguments;
 use crate::disk_image::{self, Sharing, left_line};
 use crate::output::print;
@@ -90,6 +90,9 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
         }
     }
     kept.remove()?;
+    if let Err(error) = apparmor::forbid(&uuid) {
+        eprintln!("larder: AppArmor allows the domain's QEMU Larder's sockets still: {error:#}");
+    }
     let names: Vec<&str> = restored.disks.iter().map(String::as_str).collect();
     let mut text = match names.as_slice() {
         [] => format!("{name}: no disk of it was Larder's any more\n"),

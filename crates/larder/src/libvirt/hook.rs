@@ -8,11 +8,12 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use larder_vm::libvirt::attach::identity;
 use larder_vm::libvirt::xml::Element;
 use larder_vm::libvirt::{socket_folder, vhost_user_sockets};
 use larder_vm::vm::config::{VmConfig, path_of};
 
-use super::service;
+use super::{apparmor, service};
 use crate::cli::LibvirtHookArguments;
 
 /// The longest XML that is read.
@@ -66,6 +67,13 @@ fn start(name: &Path) -> anyhow::Result<()> {
             socket.display(),
             path.display()
         );
+    }
+    if let Ok((_, uuid)) = identity(&domain) {
+        let served: Vec<&Path> = sockets.iter().copied().filter(|socket| is_served(socket)).collect();
+        // A host may allow them in another way. If it does not, QEMU says which socket it may not connect to.
+        if let Err(error) = apparmor::allow(&uuid, &served) {
+            eprintln!("larder: AppArmor may keep QEMU from its disks: {error:#}");
+        }
     }
     service::start(&config)
 }

@@ -1,5 +1,6 @@
 //! `larder libvirt`: a domain of libvirt's whose disks Larder serves.
 
+mod apparmor;
 mod attach;
 mod detach;
 mod hook;

@@ -87,6 +87,60 @@ fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
     assert!(!is_served(&host));
 }
 
+/// A domain's profile of AppArmor allows the sockets of that domain's disks before libvirt loads it.
+#[test]
+fn apparmor_profile_allows_own_sockets() {
+    let host = host();
+    let folder = "/etc/apparmor.d/libvirt";
+    let uuid = "11111111-2222-3333-4444-555555555555";
+    let with_uuid = xml("/run/larder/web-vda.sock").replace("</name>", &format!("</name><uuid>{uuid}</uuid>"));
+    let with_uuid = with_uuid.replace(
+        "</devices>",
+        "<disk type='vhostuser'><source type='unix' path='/run/spdk.sock'/></disk></devices>",
+    );
+    fs::write(host.inside("/run/ours.xml"), with_uuid).expect("writes");
+    let prepare = || {
+        assert_eq!(
+            hook(&host, "/run/ours.xml", "web prepare begin -"),
+            (Some(0), String::new())
+        )
+    };
+    let release = || {
+        assert_eq!(
+            hook(&host, "/run/ours.xml", "web release end -"),
+            (Some(0), String::new())
+        )
+    };
+    // Without AppArmor nothing is written.
+    host.works(&["rm", "-rf", folder]);
+    prepare();
+    release();
+    assert!(!host.inside(folder).exists());
+
+    host.works(&["mkdir", "-p", folder]);
+    let template =
+        "profile LIBVIRT_TEMPLATE flags=(attach_disconnected) {\n  #include <abstractions/libvirt-qemu>\n}\n";
+    fs::write(host.inside(&format!("{folder}/TEMPLATE.qemu")), template).expect("writes");
+    let profile = || fs::read_to_string(host.inside(&format!("{folder}/libvirt-{uuid}"))).expect("there is one");
+    prepare();
+    let made = profile();
+    for part in [
+        &format!("profile libvirt-{uuid} flags=(attach_disconnected) {{"),
+        &format!("\n  #include <libvirt/libvirt-{uuid}.files>\n"),
+        "\n  \"/run/larder/web-vda.sock\" rw,\n",
+    ] {
+        assert!(made.contains(part), "no {part}: {made}");
+    }
+    assert!(!made.contains("spdk") && made.ends_with("\n}\n"), "{made}");
+    release();
+    // What the host's owner has added stays, and nothing is there twice.
+    let own = made.replace("{\n", "{\n  /srv/own r,\n");
+    fs::write(host.inside(&format!("{folder}/libvirt-{uuid}")), &own).expect("writes");
+    prepare();
+    assert_eq!(profile(), own);
+    release();
+}
+
 #[test]
 fn only_a_start_can_fail() {
     let host = host();
