@@ -84,10 +84,10 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         wish.check()?;
         return service::of_one(arguments, wish);
     }
-    let pid = match (arguments.pid, &arguments.qmp) {
-        (Some(pid), _) => pid_of(pid)?,
+    let (pid, started) = match (arguments.pid, &arguments.qmp) {
+        (Some(pid), _) => (pid_of(pid)?, None),
         (None, Some(path)) => match listening_at(path)? {
-            Some(process) => process.pid,
+            Some(process) => (process.pid, Some(process.started())),
             None => bail!("{}: the process that listened there has just ended", path.display()),
         },
         (None, None) => bail!(WHOSE),
@@ -95,6 +95,7 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     let signals = crate::signals::block()?;
     let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let config = MemoryConfig {
+        started,
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
         ..wish.config(pid)
     };

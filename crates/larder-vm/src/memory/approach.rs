@@ -57,6 +57,11 @@ impl Process {
         (!matches!(state, "Z" | "X")).then_some(Self { pid, started })
     }
 
+    /// When it was started, in ticks since the host was.
+    pub fn started(&self) -> u64 {
+        self.started
+    }
+
     /// Whether it has not ended.
     pub fn is_alive(&self) -> bool {
         Self::alive(self.pid) == Some(*self)
