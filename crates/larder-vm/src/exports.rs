@@ -19,10 +19,10 @@ use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
-use larder_export::vhost_user::takeover::Keeping;
 use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserServer};
 
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
+use crate::image::ImageAddress;
 use crate::inherited::Inherited;
 use crate::latch::Latch;
 use crate::listen::{Access, ListenError, Listening, ListeningFile};
@@ -64,8 +64,8 @@ pub struct ExportsConfig {
     pub access: Access,
     /// Those of them that there are already.
     pub inherited: Inherited,
-    /// Where a front-end's connection is kept for the next process.
-    pub kept: Option<Keeping>,
+    /// As which disk, of which image, a front-end's connection is kept for the next process, if somebody keeps it.
+    pub kept: Option<(String, ImageAddress)>,
     /// The file, this disk's alone, where the next process finds which queues were not taken back by their front-end. It is
     /// made if it is not there.
     pub lent: Option<PathBuf>,
@@ -224,8 +224,10 @@ impl Exports {
     ) -> Result<(), ExportError> {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
         server.count_among(clients);
-        if let Some(kept) = &config.kept {
-            server.keep_in(kept);
+        // The image's path is looked up here, on the disk's thread: its file server may give no answer.
+        let kept = config.kept.as_ref();
+        if let Some(kept) = kept.and_then(|(disk, image)| config.inherited.kept(disk, image)) {
+            server.keep_in(&kept);
         }
         if let Some(uuid) = config.domain.clone() {
             server.admit(Box::new(move |connection| front_end::may_connect(connection, &uuid)));

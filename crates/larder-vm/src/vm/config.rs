@@ -311,7 +311,7 @@ impl VmDisk {
             nbd: self.nbd.clone(),
             access: self.access,
             inherited: inherited.clone(),
-            kept: inherited.kept(&self.name, &self.wish.image),
+            kept: Some((self.name.clone(), self.wish.image.clone())),
             lent: None,
             domain: None,
             gate: None,

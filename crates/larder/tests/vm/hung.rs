@@ -5,6 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -295,9 +296,13 @@ fn opening_on_hung_file_server_can_be_stopped() {
     let vm = near_and_far(&far);
     // The kernel knows the file system by now.
     fs::metadata(far.file()).expect("it answers");
+    // A manager of services keeps the connections of the disks.
+    let _manager = UnixDatagram::bind(vm.path("notify")).expect("binds");
     for options in [&[] as &[&str], &["--confine"]] {
         far.hang();
-        let mut process = Process::start(vm.command(options)).expect("larder starts");
+        let mut command = vm.command(options);
+        command.env("NOTIFY_SOCKET", vm.path("notify"));
+        let mut process = Process::start(command).expect("larder starts");
         far.wait_for_request();
         process.signal(libc::SIGTERM);
         let ended = process.wait(LIMIT).expect("it ends");
