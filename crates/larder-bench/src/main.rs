@@ -31,6 +31,7 @@ enum Command {
     ActMemory(memory::act::Arguments),
     Cache(cache::Arguments),
     Discard(discard::Arguments),
+    ForeignWrites(campaign::foreign::Arguments),
     FuzzDisks(fuzz_disks::Arguments),
     HostileImages(hostile_images::Arguments),
     Kill(campaign::Arguments),
@@ -96,6 +97,7 @@ fn main() -> anyhow::Result<ExitCode> {
             discard::run(&arguments)?;
             true
         }
+        Command::ForeignWrites(arguments) => campaign::foreign::main(&arguments)?,
         Command::FuzzDisks(arguments) => fuzz_disks::run(&arguments)?,
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;

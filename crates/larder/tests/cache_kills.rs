@@ -2,13 +2,42 @@
 
 mod support;
 
+use std::time::Duration;
+
 use larder_bench::campaign::cached::{CacheChoice, CacheMode};
 use larder_bench::campaign::disk::{Format, Victim};
+use larder_bench::campaign::foreign::{Campaign, Outcome};
 use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, boot_kills, fio_kills, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
 
 const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, CacheMode::Wb];
+
+/// After a kill the next server serves what another program has written meanwhile, and all that was acknowledged, or refuses a
+/// write-back cache with data that the disk has not. Where nobody has written, it uses the cache at once.
+/// `larder-bench foreign-writes` does the same for longer.
+#[test]
+fn foreign_write_after_kill_is_served() {
+    let (on_disk, in_memory) = (on_disk(), on_tmpfs());
+    let report = Campaign {
+        larder: larder(),
+        folders: &[on_disk.path().to_owned(), in_memory.path().to_owned()],
+        tries: 24,
+        controls: 12,
+        at_once: 18,
+        delays: &[Duration::from_millis(100), Duration::from_secs(1)],
+        seed: 1,
+    };
+    let report = report.run().expect("tries");
+    assert!(report.failures.is_empty(), "{report}\n{}", report.failures.join("\n"));
+    let total = report.total();
+    assert_eq!(total.count(Outcome::Believed), 0, "{report}");
+    assert!(total.count(Outcome::Compared) > 0, "{report}");
+    assert!(
+        total.count(Outcome::Anew) > 0 && total.count(Outcome::Refused) > 0,
+        "{report}"
+    );
+}
 
 /// A cache that is too small for all that the load touches.
 fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {

@@ -69,6 +69,8 @@ pub struct Holds {
     pub dirty: u64,
     /// Bytes that were read from it.
     pub hit_bytes: u64,
+    /// Bytes that are compared with the disk before they are used.
+    pub unproven: u64,
 }
 
 impl Holds {
@@ -89,6 +91,7 @@ impl Holds {
             unsettled: of("unsettled")?,
             dirty: of("dirty")?,
             hit_bytes: of("hit_bytes")?,
+            unproven: of("unproven")?,
         })
     }
 

@@ -12,6 +12,7 @@ mod client;
 pub mod disk;
 pub mod fio_kills;
 pub mod flush_kills;
+pub mod foreign;
 pub mod guest;
 pub mod guest_kills;
 pub mod memory;

@@ -21,7 +21,7 @@ mod flight;
 mod guest;
 mod live;
 mod model;
-mod nbd;
+pub(crate) mod nbd;
 mod random;
 mod shape;
 mod shorten;

@@ -25,42 +25,42 @@ const REP_CONTEXT: u32 = 4;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-pub(super) const READ: u16 = 0;
-pub(super) const WRITE: u16 = 1;
-pub(super) const DISCONNECT: u16 = 2;
-pub(super) const FLUSH: u16 = 3;
-pub(super) const TRIM: u16 = 4;
-pub(super) const WRITE_ZEROES: u16 = 6;
-pub(super) const BLOCK_STATUS: u16 = 7;
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
+pub(crate) const DISCONNECT: u16 = 2;
+pub(crate) const FLUSH: u16 = 3;
+pub(crate) const TRIM: u16 = 4;
+pub(crate) const WRITE_ZEROES: u16 = 6;
+pub(crate) const BLOCK_STATUS: u16 = 7;
 
-pub(super) const FUA: u16 = 1;
-pub(super) const NO_HOLE: u16 = 2;
-pub(super) const REQ_ONE: u16 = 8;
+pub(crate) const FUA: u16 = 1;
+pub(crate) const NO_HOLE: u16 = 2;
+pub(crate) const REQ_ONE: u16 = 8;
 
 /// `base:allocation`: reads as zeros.
 const STATE_ZERO: u32 = 2;
 
 /// A connection to one export.
-pub(super) struct Client {
+pub(crate) struct Client {
     stream: UnixStream,
     next_cookie: u64,
-    pub(super) size: u64,
-    pub(super) is_read_only: bool,
+    pub(crate) size: u64,
+    pub(crate) is_read_only: bool,
     /// The least that requests are aligned to.
-    pub(super) block_min: u32,
+    pub(crate) block_min: u32,
 }
 
 /// An answer.
 #[derive(Debug, Default)]
-pub(super) struct Reply {
-    pub(super) cookie: u64,
+pub(crate) struct Reply {
+    pub(crate) cookie: u64,
     /// 0 if the request succeeded.
-    pub(super) error: u32,
-    pub(super) message: String,
+    pub(crate) error: u32,
+    pub(crate) message: String,
     /// A read's data, by offset.
-    pub(super) pieces: Vec<(u64, Vec<u8>)>,
+    pub(crate) pieces: Vec<(u64, Vec<u8>)>,
     /// A block status's lengths and flags.
-    pub(super) extents: Vec<(u64, u32)>,
+    pub(crate) extents: Vec<(u64, u32)>,
 }
 
 fn protocol(what: impl Into<String>) -> io::Error {
@@ -81,7 +81,7 @@ fn word64(bytes: &[u8]) -> u64 {
 
 impl Client {
     /// Connects to the export of this name.
-    pub(super) fn connect(socket: &Path, export: &str) -> io::Result<Self> {
+    pub(crate) fn connect(socket: &Path, export: &str) -> io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
@@ -164,7 +164,7 @@ impl Client {
     }
 
     /// Sends a request; its cookie.
-    pub(super) fn send(&mut self, kind: u16, flags: u16, range: &Range<u64>, data: &[u8]) -> io::Result<u64> {
+    pub(crate) fn send(&mut self, kind: u16, flags: u16, range: &Range<u64>, data: &[u8]) -> io::Result<u64> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
         let mut message = REQUEST_MAGIC.to_be_bytes().to_vec();
@@ -179,7 +179,7 @@ impl Client {
     }
 
     /// Waits for all chunks of the next reply that is complete.
-    pub(super) fn receive(&mut self) -> io::Result<Reply> {
+    pub(crate) fn receive(&mut self) -> io::Result<Reply> {
         let mut reply = Reply::default();
         loop {
             let magic = word32(&self.take(4)?);
@@ -209,7 +209,7 @@ impl Client {
     }
 
     /// Ends the connection.
-    pub(super) fn disconnect(mut self) {
+    pub(crate) fn disconnect(mut self) {
         // The server may have ended already.
         let _ = self.send(DISCONNECT, 0, &(0..0), &[]);
     }
@@ -239,7 +239,7 @@ impl Reply {
     }
 
     /// The data of a read: every byte of the range exactly once.
-    pub(super) fn data(&self, range: &Range<u64>) -> Result<Vec<u8>, String> {
+    pub(crate) fn data(&self, range: &Range<u64>) -> Result<Vec<u8>, String> {
         let mut pieces: Vec<_> = self.pieces.iter().collect();
         pieces.sort_by_key(|(start, _)| *start);
         let mut data = Vec::with_capacity((range.end - range.start) as usize);
@@ -263,7 +263,7 @@ impl Reply {
     }
 
     /// Ranges with the flag for zeros.
-    pub(super) fn zeros(&self, range: &Range<u64>, one: bool) -> Result<Vec<Range<u64>>, String> {
+    pub(crate) fn zeros(&self, range: &Range<u64>, one: bool) -> Result<Vec<Range<u64>>, String> {
         let mut zeros = Vec::new();
         let mut at = range.start;
         if self.extents.is_empty() || (one && self.extents.len() > 1) {
