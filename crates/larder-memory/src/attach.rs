@@ -1,8 +1,9 @@
 //! Beginning to manage the memory of a process, taking over from a pager that went away, and letting go.
 //!
 //! # What is in the process then
-//! A few descriptors, which it never uses: the userfaultfd, so that it outlives the pager (when the last one is closed,
-//! the kernel lets missing pages read as zeros); read-only ones of the state and of compressed RAM, so that those
+//! A few descriptors, which it never uses: a ring that holds the userfaultfd, so that it outlives the pager (when the last
+//! descriptor of it is closed, the kernel lets missing pages read as zeros), or the userfaultfd itself, where there can be no
+//! ring ([`crate::locked_ring`]); read-only ones of the state and of compressed RAM, so that those
 //! live as long as the memory that they are about; and for each file of its memory one that holds a lock on it, by which
 //! servers of its disks know that it is managed, also while there is no pager ([`larder_export::view`]).
 //!
@@ -28,11 +29,12 @@ use std::time::Duration;
 
 use rustix::process::Pid;
 
-use self::handed::{Given, close, hand_marks, hand_over, marked_files, to_mark, undo};
-use self::left::{Left, lock, open_left, take};
+use self::handed::{Given, close, hand_marks, hand_over, marked_files, to_mark, undo, warn_unlocked};
+use self::left::{Left, lock, open_left};
 use crate::entry::Tier;
 use crate::guest::{Files, GuestMemory as _, Process};
 use crate::inject::{InjectError, with_stopped_thread};
+use crate::locked_ring::{LockedRing, RingMemory};
 use crate::log::SEGMENT;
 use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
@@ -351,17 +353,21 @@ fn begin(
         .map_err(failed("make compressed memory"))?;
     let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("open its state for it"));
     let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
-    let (given, stood_still) = hand_over(pid, &descriptors, &to_mark(&target.memories, &[]))?;
-
-    let taken = take(&target, given.userfaultfd, "take its userfaultfd").and_then(|userfaultfd| {
-        let userfaultfd = Userfaultfd::new(userfaultfd);
-        enable(&userfaultfd).map_err(failed("agree with the kernel on what is told"))?;
-        Ok(userfaultfd)
-    });
-    let userfaultfd = match taken {
-        Ok(userfaultfd) => userfaultfd,
-        Err(error) => return Err(undo(pid, given, error)),
-    };
+    let (given, taken, stood_still) = hand_over(
+        pid,
+        &descriptors,
+        &to_mark(&target.memories, &[]),
+        &state,
+        ring_for(pid, &state),
+    )?;
+    let userfaultfd = Userfaultfd::new(taken);
+    if let Err(error) = enable(&userfaultfd).map_err(failed("agree with the kernel on what is told")) {
+        return Err(undo(pid, given, error));
+    }
+    if let Some(number) = given.ring_memory {
+        state.set_ring_memory_number(number as u32);
+    }
+    // The last of it: a successor that finds this takes over.
     state.set_userfaultfd_number(given.userfaultfd as u32);
     let state = Arc::new(state);
     let files = Arc::new(Files::default());
@@ -393,6 +399,37 @@ fn begin(
     }
     attached.stood_still = Some(stood_still);
     Ok(attached)
+}
+
+/// Memory for a ring that holds the userfaultfd in the process; nothing if there cannot be one, which the log has.
+fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
+    if has_several_filters(pid) {
+        warn_unlocked(
+            pid,
+            &"it has more filters of system calls than QEMU's own, which may end it for such a call",
+        );
+        return None;
+    }
+    let ring = LockedRing::probe().and_then(|()| RingMemory::create());
+    match ring {
+        Ok(ring) => {
+            state.allow_ring();
+            Some(ring)
+        }
+        Err(error) => {
+            warn_unlocked(pid, &error);
+            None
+        }
+    }
+}
+
+/// Whether a service manager or a container runtime has added filters (seccomp) to that of QEMU's, which are not known.
+fn has_several_filters(pid: Pid) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_pid())).unwrap_or_default();
+    let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
+    count
+        .and_then(|count| count.trim().parse().ok())
+        .is_some_and(|count: u32| count > 1)
 }
 
 fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {

@@ -8,6 +8,7 @@ mod group;
 pub mod guest;
 pub mod inject;
 pub mod lists;
+pub mod locked_ring;
 pub mod log;
 pub mod pager;
 pub mod pressure;

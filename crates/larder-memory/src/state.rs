@@ -50,6 +50,8 @@ const HEADER_CHECKSUM: usize = 64;
 const HEADER_REGIONS: usize = 72;
 const HEADER_USERFAULTFD: usize = 80;
 const HEADER_EVICTED: usize = 88;
+const HEADER_RING: usize = 96;
+const HEADER_RING_MEMORY: usize = 100;
 const KEY_AT: usize = 128;
 const SWAPS_AT: [usize; 2] = [512, 2048];
 const SWAP_NAME_AT: usize = 32;
@@ -63,6 +65,9 @@ const ENTRY_BYTES: usize = 16;
 
 /// What is on disks is enciphered.
 const ENCRYPTED: u64 = 1;
+
+/// The userfaultfd may be in a ring ([`crate::locked_ring`]).
+const LOCKED_RING: u64 = 2;
 
 /// Memory of the managed process that is one mapping of one file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -185,7 +190,7 @@ impl State {
         if memory.word(16).load(Ordering::Relaxed) != started {
             return Err(StateError::Damaged("it is of another process"));
         }
-        let unknown = memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & !ENCRYPTED;
+        let unknown = memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & !(ENCRYPTED | LOCKED_RING);
         if unknown != 0 {
             return Err(StateError::Features(unknown));
         }
@@ -235,11 +240,20 @@ impl State {
             let at = self.memory.word(KEY_AT + index * 8);
             at.store(u64::from_le_bytes(*word), Ordering::Relaxed);
         }
-        self.memory.word(HEADER_FEATURES).store(ENCRYPTED, Ordering::Relaxed);
+        self.add_feature(ENCRYPTED);
+        Ok(())
+    }
+
+    /// A successor has to know of rings from now on. Before anybody else has the state.
+    pub fn allow_ring(&self) {
+        self.add_feature(LOCKED_RING);
+    }
+
+    fn add_feature(&self, feature: u64) {
+        self.memory.word(HEADER_FEATURES).fetch_or(feature, Ordering::Relaxed);
         self.memory
             .half_word(HEADER_CHECKSUM)
             .store(Self::header_checksum(&self.memory), Ordering::Release);
-        Ok(())
     }
 
     /// Whether what goes to disks is enciphered.
@@ -287,20 +301,45 @@ impl State {
         self.capacity
     }
 
-    /// The number of the userfaultfd in the managed process, once it is there.
+    /// The number in the managed process of the userfaultfd, or of the ring that holds the userfaultfd, once memory may be
+    /// registered.
     pub fn userfaultfd_number(&self) -> Option<u32> {
-        // One more than the number, so that zero is none.
-        self.memory
-            .half_word(HEADER_USERFAULTFD)
-            .load(Ordering::Acquire)
-            .checked_sub(1)
+        self.number(HEADER_USERFAULTFD)
     }
 
-    /// Notes [`Self::userfaultfd_number`].
+    /// Records [`Self::userfaultfd_number`].
     pub fn set_userfaultfd_number(&self, number: u32) {
-        self.memory
-            .half_word(HEADER_USERFAULTFD)
-            .store(number + 1, Ordering::Release);
+        self.set_number(HEADER_USERFAULTFD, Some(number));
+    }
+
+    /// The number in the managed process of a ring of a pager's.
+    pub fn ring_number(&self) -> Option<u32> {
+        self.number(HEADER_RING)
+    }
+
+    /// Records [`Self::ring_number`].
+    pub fn set_ring_number(&self, number: Option<u32>) {
+        self.set_number(HEADER_RING, number);
+    }
+
+    /// The number there of the memory of the ring, if [`Self::userfaultfd_number`] is that of a ring.
+    pub fn ring_memory_number(&self) -> Option<u32> {
+        self.number(HEADER_RING_MEMORY)
+    }
+
+    /// Records [`Self::ring_memory_number`].
+    pub fn set_ring_memory_number(&self, number: u32) {
+        self.set_number(HEADER_RING_MEMORY, Some(number));
+    }
+
+    fn number(&self, at: usize) -> Option<u32> {
+        // One more than the number, so that zero is none.
+        self.memory.half_word(at).load(Ordering::Acquire).checked_sub(1)
+    }
+
+    fn set_number(&self, at: usize, number: Option<u32>) {
+        let number = number.map_or(0, |number| number + 1);
+        self.memory.half_word(at).store(number, Ordering::Release);
     }
 
     fn swap_at(tier: Tier) -> Option<usize> {
@@ -498,6 +537,7 @@ mod tests {
         };
         state.add_region(&region).unwrap();
         state.set_userfaultfd_number(0);
+        state.set_ring_memory_number(5);
         let swap = SwapIdentity {
             uuid: *b"0123456789abcdef",
             segments: 77,
@@ -524,6 +564,7 @@ mod tests {
         let again = State::open(again, 77).unwrap();
         assert_eq!(again.regions(), [region]);
         assert_eq!(again.userfaultfd_number(), Some(0));
+        assert_eq!((again.ring_number(), again.ring_memory_number()), (None, Some(5)));
         assert_eq!((again.swap(Tier::Ssd), again.swap(Tier::Slow)), (Some(swap), None));
         assert_eq!(again.word(page), word);
         assert_eq!(again.proof(page), proof);
@@ -555,14 +596,14 @@ mod tests {
     #[test]
     fn a_state_with_unknown_features_is_refused() {
         let state = State::create(10, 77).unwrap();
-        state.memory().word(HEADER_FEATURES).store(2, Ordering::Relaxed);
+        state.memory().word(HEADER_FEATURES).store(4, Ordering::Relaxed);
         let checksum = State::header_checksum(state.memory());
         state
             .memory()
             .half_word(HEADER_CHECKSUM)
             .store(checksum, Ordering::Relaxed);
         let again = SharedMemory::open(state.memory().as_fd()).unwrap();
-        assert!(matches!(State::open(again, 77), Err(StateError::Features(2))));
+        assert!(matches!(State::open(again, 77), Err(StateError::Features(4))));
     }
 
     #[test]

@@ -30,6 +30,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rustix::process::Pid;
 
+use crate::locked_ring::RING_NAME;
 use crate::state::{COMPRESSED_NAME, PAGES_NAME, Region};
 
 pub use error::{Device, Obstacle, TargetError};
@@ -154,6 +155,8 @@ pub struct LeftState {
     pub compressed: Option<i32>,
     /// The numbers of userfaultfds that can be of a pager.
     pub unnoted: Vec<i32>,
+    /// The numbers of [`crate::locked_ring::RING_NAME`].
+    pub ring_memories: Vec<i32>,
 }
 
 /// A server of Larder's, which has memory of the process mapped, too.
@@ -405,7 +408,9 @@ fn wanted<'a>(mappings: &'a [Mapping], options: &Options) -> Vec<&'a Mapping> {
             && mapping.is_writable()
             && mapping.bytes() >= options.bytes_min
             && mapping.path.starts_with(b"/")
-            && ![PAGES_NAME, COMPRESSED_NAME].iter().any(|ours| mapping.is_memfd(ours))
+            && ![PAGES_NAME, COMPRESSED_NAME, RING_NAME]
+                .iter()
+                .any(|ours| mapping.is_memfd(ours))
     };
     mappings.iter().filter(is_wanted).collect()
 }

@@ -96,6 +96,9 @@ pub fn make_in(thread: &mut StoppedThread, device: RawFd) -> Result<RawFd, Injec
     Ok(made? as RawFd)
 }
 
+/// What the link in /proc of a descriptor of any userfaultfd is.
+pub const LINK: &str = "anon_inode:[userfaultfd]";
+
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const REGISTER_MODE_MINOR: u64 = 1 << 2;
@@ -516,14 +519,7 @@ impl AsFd for Userfaultfd {
 /// # Errors
 /// There is none, or this process may not have one.
 pub fn available() -> io::Result<u64> {
-    use std::os::fd::FromRawFd as _;
-    // SAFETY: takes no pointers.
-    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) };
-    if descriptor < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a new descriptor that nobody else has.
-    let userfaultfd = Userfaultfd(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
+    let userfaultfd = for_user_mode()?;
     let mut api = Api {
         api: API,
         features: 0,
@@ -531,6 +527,21 @@ pub fn available() -> io::Result<u64> {
     };
     userfaultfd.ioctl(UFFDIO_API, &mut api)?;
     Ok(api.features)
+}
+
+/// Makes a userfaultfd of this process's own, for faults in user mode.
+///
+/// # Errors
+/// There is none, or this process may not have one.
+pub fn for_user_mode() -> io::Result<Userfaultfd> {
+    use std::os::fd::FromRawFd as _;
+    // SAFETY: takes no pointers.
+    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a new descriptor that nobody else has.
+    Ok(Userfaultfd(unsafe { OwnedFd::from_raw_fd(descriptor as i32) }))
 }
 
 const _: () = assert!(size_of::<RawMessage>() == 32);

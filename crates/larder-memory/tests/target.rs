@@ -284,6 +284,7 @@ fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
         pages,
         compressed: Some(compressed),
         unnoted: vec![userfaultfd],
+        ring_memories: Vec::new(),
     };
     assert_eq!(target.left_state, Some(left));
     assert_eq!(target.memories.len(), 1);

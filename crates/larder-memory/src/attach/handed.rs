@@ -5,10 +5,13 @@ use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
 
 use larder_export::view::{claim_faults, mark_managed};
+use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::{AttachError, INJECT_LIMIT};
 use crate::inject::{InjectError, StoppedThread, with_stopped_thread};
+use crate::locked_ring::{LockedRing, RingMemory};
+use crate::state::State;
 use crate::target::{Memory, marks};
 use crate::userfaultfd;
 
@@ -17,7 +20,10 @@ use crate::userfaultfd;
 pub(super) struct Given {
     pub(super) pages: i32,
     pub(super) compressed: i32,
+    /// The userfaultfd, or the ring that holds it.
     pub(super) userfaultfd: i32,
+    /// The memory of that ring.
+    pub(super) ring_memory: Option<i32>,
 }
 
 impl Given {
@@ -26,6 +32,7 @@ impl Given {
     pub(super) fn all(self, pid: Pid) -> Vec<i32> {
         let mut all = vec![self.userfaultfd];
         all.extend(marks(pid).unwrap_or_default());
+        all.extend(self.ring_memory);
         all.extend([self.compressed, self.pages]);
         all
     }
@@ -85,12 +92,14 @@ fn mark(pid: Pid, file: BorrowedFd<'_>) -> Result<(), AttachError> {
 }
 
 /// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
-/// marked first.
+/// marked first. The userfaultfd is closed in the process if a ring can hold it there, with `ring` for memory.
 pub(super) fn hand_over(
     pid: Pid,
     descriptors: &[OwnedFd; 3],
     files: &[BorrowedFd<'_>],
-) -> Result<(Given, Duration), AttachError> {
+    state: &State,
+    ring: Option<RingMemory>,
+) -> Result<(Given, OwnedFd, Duration), AttachError> {
     let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
         let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
         let [pages, compressed, device] = numbers[..] else {
@@ -105,14 +114,26 @@ pub(super) fn hand_over(
         }
         let made = userfaultfd::make_in(thread, device);
         let closed = thread.close(device);
+        let made = made.and_then(|number| match thread.take_descriptor(number) {
+            Ok(taken) => Ok((number, taken)),
+            Err(error) => {
+                thread.close(number)?;
+                Err(error)
+            }
+        });
         match made {
-            Ok(userfaultfd) => {
+            Ok((userfaultfd, taken)) => {
                 closed?;
-                Ok(Ok(Given {
+                let mut given = Given {
                     pages,
                     compressed,
                     userfaultfd,
-                }))
+                    ring_memory: None,
+                };
+                if let Some(ring) = ring {
+                    lock_up(thread, &mut given, taken.as_fd(), state, ring)?;
+                }
+                Ok(Ok((given, taken)))
             }
             Err(error) => {
                 for number in marks(pid).unwrap_or_default().into_iter().chain([compressed, pages]) {
@@ -123,10 +144,72 @@ pub(super) fn hand_over(
         }
     });
     match given {
-        Ok((Ok(given), stood_still)) => Ok((given, stood_still)),
+        Ok((Ok((given, userfaultfd)), stood_still)) => Ok((given, userfaultfd, stood_still)),
         Ok((Err(error), _)) => Err(error),
         Err(error) => Err(AttachError::Inject(error)),
     }
+}
+
+/// Has the process hold its userfaultfd by a ring alone. Where that cannot be done, which the log has, the process keeps the
+/// descriptor.
+fn lock_up(
+    thread: &mut StoppedThread,
+    given: &mut Given,
+    userfaultfd: BorrowedFd<'_>,
+    state: &State,
+    ring: RingMemory,
+) -> Result<(), InjectError> {
+    let pid = thread.pid();
+    let in_memory = |error| InjectError::Request {
+        pid,
+        tid: pid,
+        tried: "open the memory of its ring for it",
+        errno: Errno::from_io_error(&error).unwrap_or(Errno::IO),
+    };
+    let read_only = ring.memory().read_only().map_err(in_memory)?;
+    let numbers = thread.give_descriptors(&[read_only.as_fd(), ring.memory().as_fd()])?;
+    let [memory, writable] = numbers[..] else {
+        unreachable!("as many as were given");
+    };
+    let made = ring.make_in(thread, writable);
+    thread.close(writable)?;
+    let made = match made {
+        Ok(made) => made,
+        Err(error) => {
+            thread.close(memory)?;
+            warn_unlocked(pid, &error);
+            // Other errors than that of the call are of the thread.
+            return if error.errno().is_some() { Ok(()) } else { Err(error) };
+        }
+    };
+    // A successor that finds no more than this closes the ring.
+    state.set_ring_number(Some(made.number as u32));
+    let locked = thread.take_descriptor(made.number).map_err(|error| error.to_string());
+    let locked =
+        locked.and_then(|taken| LockedRing::lock(ring, taken, &made, userfaultfd).map_err(|error| error.to_string()));
+    match locked {
+        Ok(_) => {
+            thread.close(given.userfaultfd)?;
+            given.userfaultfd = made.number;
+            given.ring_memory = Some(memory);
+        }
+        Err(error) => {
+            thread.close(made.number)?;
+            state.set_ring_number(None);
+            thread.close(memory)?;
+            warn_unlocked(pid, &error);
+        }
+    }
+    Ok(())
+}
+
+/// Logs why the process keeps a descriptor of its userfaultfd.
+pub(super) fn warn_unlocked(pid: Pid, why: &dyn std::fmt::Display) {
+    tracing::warn!(
+        "process {} keeps a userfaultfd that it could use itself, because an io_uring cannot hold it ({why}): code that takes \
+        the process over can use it against the host's kernel (docs/guide/memory.md)",
+        pid.as_raw_pid()
+    );
 }
 
 /// Closes descriptors in the process.

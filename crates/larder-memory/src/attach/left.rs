@@ -10,10 +10,11 @@ use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
 use super::AttachError;
 use super::handed::Given;
 use crate::entry::Location;
+use crate::locked_ring::{LockedRing, RING_LINK};
 use crate::shared::SharedMemory;
 use crate::state::State;
 use crate::target::{LeftState, Target};
-use crate::userfaultfd::Userfaultfd;
+use crate::userfaultfd::{self, Userfaultfd};
 
 /// What a pager that went away has left.
 pub(super) enum Left {
@@ -33,19 +34,28 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
     let pages = left_memory(target, left.pages, "a state")?;
     let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
     lock(pid, &state)?;
-    let numbers = || [left.compressed, Some(left.pages)].into_iter().flatten();
+    let link_of = |number: i32| std::fs::read_link(format!("/proc/{}/fd/{number}", pid.as_raw_pid()));
+    let numbers = || {
+        let rings = left.ring_memories.iter().copied();
+        rings.chain(left.compressed).chain([left.pages])
+    };
     let Some(userfaultfd) = state.userfaultfd_number() else {
         // It may have been killed between making one and noting its number.
-        let numbers = left.unnoted.iter().copied().chain(numbers());
+        let ring = state.ring_number().and_then(|number| i32::try_from(number).ok());
+        let ring = ring.filter(|number| link_of(*number).is_ok_and(|is| is.as_os_str() == RING_LINK));
+        let numbers = left.unnoted.iter().copied().chain(ring).chain(numbers());
         return Ok(Left::Unused(numbers.collect(), state));
     };
+    let ring_memory = state.ring_memory_number().map(i32::try_from).transpose();
     let foreign = |what| AttachError::Foreign { pid, what };
     let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
-    let path = format!("/proc/{}/fd/{userfaultfd_number}", pid.as_raw_pid());
-    let found = std::fs::read_link(path);
-    let is_there = found
-        .as_ref()
-        .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
+    let ring_memory = ring_memory.map_err(|_| foreign("the memory of a ring"))?;
+    let found = link_of(userfaultfd_number);
+    let link = match ring_memory {
+        Some(_) => RING_LINK,
+        None => userfaultfd::LINK,
+    };
+    let is_there = found.as_ref().is_ok_and(|is| is.as_os_str() == link);
     if !is_there && is_all_back(&state) {
         // Nothing else tells them from pages that were never touched.
         if let pages @ 1.. = state.lost_pages() {
@@ -59,7 +69,19 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
     }
     let compressed_number = left.compressed.ok_or(foreign("compressed memory"))?;
     let compressed = left_memory(target, compressed_number, "compressed memory")?;
-    let userfaultfd = take(target, userfaultfd_number, "take its userfaultfd")?;
+    let userfaultfd = match ring_memory {
+        None => take(target, userfaultfd_number, "take its userfaultfd")?,
+        Some(memory) => {
+            let memory = left_memory(target, memory, "the memory of a ring")?;
+            let ring = take(target, userfaultfd_number, "take its ring")?;
+            let taken = LockedRing::open(memory, ring).and_then(|ring| ring.take());
+            taken.map_err(|source| AttachError::Failed {
+                pid,
+                what: "take its userfaultfd out of its ring",
+                source,
+            })?
+        }
+    };
     Ok(Left::Managed {
         state: Arc::new(state),
         compressed: Arc::new(compressed),
@@ -68,6 +90,7 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
             pages: left.pages,
             compressed: compressed_number,
             userfaultfd: userfaultfd_number,
+            ring_memory,
         },
     })
 }

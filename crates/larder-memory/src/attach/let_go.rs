@@ -81,10 +81,13 @@ impl Attached {
 
 fn unregister_all(userfaultfd: &Userfaultfd, ranges: &[Range]) {
     for range in ranges {
-        let done = userfaultfd
-            .unprotect(*range)
-            .and_then(|()| userfaultfd.unregister(*range));
-        if let Err(error) = done {
+        // While the process gives memory up, pages cannot be unprotected (EAGAIN). The kernel does that with the registration, too.
+        let unprotected = userfaultfd.unprotect(*range);
+        let unregistered = userfaultfd.unregister(*range);
+        if let Err(error) = unregistered.and_then(|()| match unprotected {
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok(()),
+        }) {
             tracing::warn!("memory at {:#x} is not let go of: {error}", range.start);
         }
     }

@@ -10,6 +10,7 @@ use rustix::process::Pid;
 
 use super::error::Device;
 use super::{LeftState, Obstacle, printable};
+use crate::locked_ring::{RING_LINK, RING_NAME};
 use crate::state::{COMPRESSED_NAME, PAGES_NAME};
 use crate::userfaultfd;
 
@@ -72,6 +73,7 @@ impl Descriptors {
             pages: memfd(PAGES_NAME)?,
             compressed: memfd(COMPRESSED_NAME),
             unnoted: self.userfaultfds().filter(|number| self.is_ours(*number)).collect(),
+            ring_memories: self.ring_memories().collect(),
         })
     }
 
@@ -88,8 +90,21 @@ impl Descriptors {
     }
 
     pub(super) fn userfaultfds(&self) -> impl Iterator<Item = i32> {
-        let is_one = |descriptor: &&Descriptor| descriptor.path == b"anon_inode:[userfaultfd]";
+        self.numbers_of(userfaultfd::LINK.to_owned())
+    }
+
+    fn ring_memories(&self) -> impl Iterator<Item = i32> {
+        self.numbers_of(format!("/memfd:{RING_NAME} (deleted)"))
+    }
+
+    fn numbers_of(&self, path: String) -> impl Iterator<Item = i32> {
+        let is_one = move |descriptor: &&Descriptor| descriptor.path == path.as_bytes();
         self.all.iter().filter(is_one).map(|descriptor| descriptor.number)
+    }
+
+    /// Whether there is a userfaultfd, or what a pager's ring has: a pager manages the memory, or has begun to.
+    pub(super) fn has_userfaultfd(&self) -> bool {
+        self.userfaultfds().next().is_some() || self.ring_memories().next().is_some()
     }
 
     /// Whether a userfaultfd can be of a pager: it agreed on what that needs, or was not asked yet.
@@ -112,7 +127,7 @@ impl Descriptors {
                     device,
                 });
             }
-            if path == b"anon_inode:[io_uring]" {
+            if path == RING_LINK.as_bytes() {
                 match self.registered_buffers(descriptor) {
                     Some(0) => {}
                     Some(count) => found.push(Obstacle::RegisteredBuffers { descriptor, count }),
@@ -126,7 +141,7 @@ impl Descriptors {
         let userfaultfd = self.userfaultfds().next();
         match self.left_state() {
             None => found.extend(userfaultfd.map(|descriptor| Obstacle::Userfaultfd { descriptor })),
-            Some(left) if userfaultfd.is_none() => cautions.push(format!(
+            Some(left) if !self.has_userfaultfd() => cautions.push(format!(
                 "an earlier pager has left its state (descriptor {}) but no userfaultfd: it ended while it attached, or \
                  somebody closed that",
                 left.pages

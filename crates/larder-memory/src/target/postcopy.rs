@@ -58,7 +58,7 @@ pub fn claim_faults_for_postcopy(pid: Pid) -> Result<FaultClaim, FaultClaimError
         }
     }
     // After the claim: a pager that has begun before the claim is found by what it has put into the process.
-    if read_descriptors(pid)?.userfaultfds().next().is_some() {
+    if read_descriptors(pid)?.has_userfaultfd() {
         return Err(FaultClaimError::InUse { pid });
     }
     Ok(FaultClaim { _files: files })

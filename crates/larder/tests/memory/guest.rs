@@ -48,6 +48,12 @@ fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() 
     let attach = Attach::new(larder(), folder.path(), guest.pid(), &["--budget", &budget]);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
+    // Also in QEMU's own sandbox.
+    let during = Alone::of(guest.pid()).descriptors;
+    let userfaultfd = during
+        .values()
+        .find(|link| link.as_os_str() == "anon_inode:[userfaultfd]");
+    assert_eq!(userfaultfd, None, "{}", pager.process.output());
     guest.works(0).expect("goes on");
     assert!(pager.state().expect("answers").faults.compressed.count > 0);
     let mut monitor = guest.monitor().expect("a monitor");

@@ -89,7 +89,10 @@ fn a_pager_that_is_killed_while_it_attaches_leaves_nothing_that_hinders_the_next
         // Whoever is killed amid the handing over of descriptors leaves those that it is done by (docs/memory.md).
         let is_of_handing_over = |path: &std::path::Path| {
             let path = path.to_string_lossy();
-            path.starts_with("socket:") || path == "/dev/userfaultfd" || path == "/memfd:verified (deleted)"
+            path.starts_with("socket:")
+                || path == "/dev/userfaultfd"
+                || path == "anon_inode:[io_uring]"
+                || path == "/memfd:verified (deleted)"
         };
         let mut after = Alone::of(verifier.pid());
         after

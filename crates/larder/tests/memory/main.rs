@@ -20,6 +20,7 @@ mod successor;
 mod support;
 mod swap_device;
 mod swap_file;
+mod userfaultfd;
 mod views;
 
 use std::collections::BTreeMap;
@@ -176,7 +177,7 @@ fn memory_is_kept_within_its_budget_and_left_as_it_was() {
     assert_eq!(state.pid as u32, fixture.pid());
     let during = fixture.alone();
     assert!(during.watched > 0, "nobody is told of what it touches");
-    assert_eq!(during.descriptors.len(), before.descriptors.len() + 4);
+    assert_eq!(during.descriptors.len(), before.descriptors.len() + 5);
     let mut most = 0;
     for _ in 0..5 {
         fixture.works();
