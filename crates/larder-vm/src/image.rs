@@ -434,6 +434,13 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
     Ok(())
 }
 
+/// The same of an image that no server can open before it is changed, because its journal is gone or does not fit it any more: what
+/// only a cache has stays there, for the user to decide about.
+pub fn use_without_dirty_cache(image: &ImageAddress, format: Format) {
+    let others = Note::others(&disk_id::identity(image, format), &[]);
+    others.iter().for_each(Other::is_used_without);
+}
+
 /// A raw image is about to be changed, which must be no file of Larder's own that somebody needs.
 ///
 /// # Errors

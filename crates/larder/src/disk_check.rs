@@ -9,7 +9,9 @@ use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{self, LeftBehind};
-use larder_vm::image::{Author, ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches};
+use larder_vm::image::{
+    Author, ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches, use_without_cache, use_without_dirty_cache,
+};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
@@ -23,9 +25,10 @@ use crate::output::print;
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let ImageArguments { image, format, output } = arguments.of;
-    let sharing = match arguments.repair.is_some() || arguments.discard_journal {
-        true => Sharing::Exclusive,
-        false => Sharing::NoWriters,
+    let sharing = match (arguments.discard_journal, arguments.repair.is_some()) {
+        (true, _) => Sharing::ExclusiveWithCaches,
+        (false, true) => Sharing::Exclusive,
+        (false, false) => Sharing::NoWriters,
     };
     let (repaired, left, given_up, chain) = on.block_on(async {
         let open = async || {
@@ -36,6 +39,11 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         let header = read_header(&file).await?;
         let mut given_up = None;
         if arguments.discard_journal {
+            match journal::left_behind(&image, &header)? {
+                // Until it is given up, no server opens the image, and nothing that a cache has can be written to it.
+                LeftBehind::Overtaken(_) | LeftBehind::Missing(_) => use_without_dirty_cache(&image, Format::Qcow2),
+                _ => use_without_cache(&on, &image, Format::Qcow2).await?,
+            }
             let discarding = Discarding::begin(&image, &header)?;
             // First the image: a journal that stays is not believed then.
             discard_session(&file).await?;

@@ -32,6 +32,8 @@ pub(crate) enum Sharing {
     NoWriters,
     /// They may not use it; it is written.
     Exclusive,
+    /// The same; the caller looks after its caches.
+    ExclusiveWithCaches,
 }
 
 /// Opens an image as the server would.
@@ -47,7 +49,7 @@ pub(crate) async fn open(
     };
     let is_container = format != Format::Raw;
     let options = ImageOptions {
-        read_only: sharing != Sharing::Exclusive,
+        read_only: matches!(sharing, Sharing::Share | Sharing::NoWriters),
         share: sharing == Sharing::Share,
         ..ImageOptions::default()
     };

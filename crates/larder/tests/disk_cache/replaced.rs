@@ -335,6 +335,37 @@ fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
     served.io(&READS);
 }
 
+/// Another program has written to the image after a kill: what only the cache has is not lost with the journal, which does not fit
+/// the image any more.
+#[test]
+fn a_killed_caches_data_outlives_a_journal_that_is_given_up() {
+    let place = Place::new();
+    let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&["write -P 7 0 16M", "flush"]);
+    served.cleaned();
+    served.io(&["write -P 8 1M 64k", "flush"]);
+    served.io(&["discard 8M 1M"]);
+    served.kill();
+    qemu_io("qcow2", text(&image), &["write -P 9 4M 64k"]);
+
+    place.refused(&image, text(&cache), &WRITE_BACK, &["--discard-journal"]);
+    let check = place.disk_command(&["check", "--discard-journal", text(&image)]);
+    let (_, said) = crate::support::run(check);
+    assert!(said.contains("given up: ") && said.contains(text(&cache)), "{said}");
+    place.refused(
+        &image,
+        text(&cache),
+        &WRITE_BACK,
+        &["changed since without it", "flush --force"],
+    );
+    let (code, said) = place.cache_command(&["flush", "--force", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.start(place.without_cache(&image));
+    served.io(&["read -P 8 1M 64k", "read -P 9 4M 64k", "read -P 7 2M 1M"]);
+}
+
 #[test]
 fn an_older_copy_of_a_cache_is_not_taken_for_it() {
     let place = Place::new();
