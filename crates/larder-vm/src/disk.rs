@@ -27,6 +27,7 @@ use moving::Moving;
 use crate::exports::{ExportError, Exports, ExportsConfig, Places, Sockets};
 use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, OpenImage};
 use crate::latch::Latch;
+use crate::outcome::Outcome;
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -301,29 +302,19 @@ impl Disk {
     }
 }
 
-/// The thread of a disk, whose result can be waited for without its exit.
-///
-/// The kernel lets a thread exit once the workers of its rings have ended, and a worker that flushes a device ends when the
-/// device answers. A flush of a cache device that hangs would hold up whatever joins the thread.
-struct DiskThread(mpsc::Receiver<Result<(), DiskError>>);
+/// A disk's thread has its own stack, and says how it ended.
+struct DiskThread(Outcome<Result<(), DiskError>>);
 
 impl DiskThread {
     fn start(work: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> Result<Self, DiskError> {
-        let (report, result) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("larder-disk".to_owned())
             .stack_size(STACK_BYTES);
-        let steps = move || {
-            // The disk may have been dropped.
-            let _ = report.send(work());
-        };
-        thread.spawn(steps).map_err(DiskError::Thread)?;
-        Ok(Self(result))
+        Outcome::of(thread, work).map(Self).map_err(DiskError::Thread)
     }
 
-    /// Waits for the result, which the thread reports after it has dropped all that it used.
     fn result(self) -> Result<(), DiskError> {
-        self.0.recv().unwrap_or(Err(DiskError::Died))
+        self.0.wait().unwrap_or(Err(DiskError::Died))
     }
 
     /// Returns why the thread has ended before it was ready.

@@ -15,6 +15,7 @@ pub mod listen;
 pub mod memory;
 pub mod occupied;
 pub mod opener;
+mod outcome;
 mod private_folder;
 pub mod read_group;
 pub mod run;

@@ -27,6 +27,7 @@ use rustix::process::{DumpableBehavior, Pid, getpid, set_dumpable_behavior};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::control::memory::{MemoryPatch, MemoryState};
+use crate::outcome::Outcome;
 use crate::runtime_folder::detach_ledger_folder;
 use range::{BudgetRange, RangeError};
 
@@ -192,7 +193,7 @@ pub fn tell_end(end: End) {
 
 /// Memory that is managed.
 pub struct ManagedMemory {
-    thread: std::thread::JoinHandle<Result<End, MemoryError>>,
+    outcome: Outcome<Result<End, MemoryError>>,
     inquiry: MemoryInquiry,
     began: Began,
 }
@@ -227,19 +228,17 @@ impl ManagedMemory {
     pub fn start(config: MemoryConfig) -> Result<Self, MemoryError> {
         let (sender, inquiries) = mpsc::channel(WAITING_MAX);
         let (report, ready) = thread_mpsc::channel();
-        let thread = std::thread::Builder::new()
-            .name("larder-memory".to_owned())
-            .spawn(move || serve(&config, inquiries, &report))
-            .map_err(MemoryError::Thread)?;
+        let thread = std::thread::Builder::new().name("larder-memory".to_owned());
+        let outcome = Outcome::of(thread, move || serve(&config, inquiries, &report)).map_err(MemoryError::Thread)?;
         match ready.recv() {
             Ok(began) => Ok(Self {
-                thread,
+                outcome,
                 inquiry: MemoryInquiry(sender),
                 began,
             }),
-            Err(thread_mpsc::RecvError) => match thread.join() {
-                Ok(Err(error)) => Err(error),
-                Ok(Ok(_)) | Err(_) => Err(MemoryError::Died),
+            Err(thread_mpsc::RecvError) => match outcome.wait() {
+                Some(Err(error)) => Err(error),
+                Some(Ok(_)) | None => Err(MemoryError::Died),
             },
         }
     }
@@ -259,7 +258,7 @@ impl ManagedMemory {
     /// # Errors
     /// The thread has died.
     pub fn wait(self) -> Result<End, MemoryError> {
-        self.thread.join().unwrap_or(Err(MemoryError::Died))
+        self.outcome.wait().unwrap_or(Err(MemoryError::Died))
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::failing::Fast;
 use crate::served::verify;
-use crate::support::{LIMIT, tool, wait_for_listener};
+use crate::support::{LIMIT, io_without_flush, tool, wait_for_listener};
 use crate::write_back::{READS, WRITE_BACK, WRITES, fails, killed};
 use crate::{MIB, Place, Served, qemu_io, text};
 
@@ -346,8 +346,9 @@ fn a_killed_caches_data_outlives_a_journal_that_is_given_up() {
     served.io(&["write -P 7 0 16M", "flush"]);
     served.cleaned();
     served.io(&["write -P 8 1M 64k", "flush"]);
-    served.io(&["discard 8M 1M"]);
+    let client = io_without_flush(&served.uri, &["discard 8M 1M"]);
     served.kill();
+    drop(client);
     qemu_io("qcow2", text(&image), &["write -P 9 4M 64k"]);
 
     place.refused(&image, text(&cache), &WRITE_BACK, &["--discard-journal"]);

@@ -112,7 +112,13 @@ fn without_rings() {
         filter: filters.as_mut_ptr(),
     };
     // SAFETY: a filter of this thread, which becomes the other program; it lives for the call.
-    let done = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    let done = unsafe {
+        libc::prctl(
+            libc::PR_SET_SECCOMP,
+            libc::c_ulong::from(libc::SECCOMP_MODE_FILTER),
+            &raw const program,
+        )
+    };
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
     let mut words = command.split(' ');
     let error = Command::new(words.next().expect("a program")).args(words).exec();

@@ -9,8 +9,10 @@ use larder_bench::campaign::process::Process;
 use tempfile::TempDir;
 
 use crate::bad_input::Bytes;
-use crate::served::{Health, await_release, health, io_without_flush, qemu_io, text};
-use crate::support::{LIMIT, LoopDevice, larder, need_root, on_disk, on_tmpfs, run, tool, wait_until};
+use crate::served::{Health, await_release, health, qemu_io, text};
+use crate::support::{
+    LIMIT, LoopDevice, io_without_flush, larder, need_root, on_disk, on_tmpfs, run, tool, wait_until,
+};
 
 const AUTOCLEAR: u64 = 88;
 const NOBODY: u32 = 65534;

@@ -8,9 +8,9 @@ use larder_bench::campaign::process::Process;
 use crate::corpus::{Kept, images, options};
 use crate::model::Model;
 use crate::operations::{Operation, commands};
-use crate::served::{Folder, MARK, Served, dump, health, qemu_io, text};
+use crate::served::{Folder, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run, tool};
+use crate::support::{LIMIT, MARK, larder, on_disk, on_tmpfs, run, tool};
 
 /// How many images of each kind.
 const IMAGES: u64 = 4;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, disk_serve, on_tmpfs, tool};
+use crate::support::{LIMIT, disk_serve, io_without_flush, on_tmpfs, tool};
 
 /// A path as text.
 pub(crate) fn text(path: &Path) -> &str {
@@ -91,25 +91,6 @@ impl Served {
         self.process.kill();
         await_release(&self.image);
     }
-}
-
-/// A command of qemu-io, and what qemu-io says at it: by that the commands before it have ended.
-pub(crate) const MARK: (&str, &str) = ("help quit", "exit the program");
-
-/// Runs commands of qemu-io on the server at `uri`, none of which it flushes, and returns when they have ended. The client
-/// stays connected: it flushes when it ends.
-pub(crate) fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
-    let mut command = Command::new("stdbuf");
-    command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
-    for text in commands {
-        command.args(["-c", text.as_ref()]);
-    }
-    command.args(["-c", MARK.0, "-c", "sleep 1000000", uri]);
-    let client = Process::start(command).expect("starts");
-    client.wait_for(MARK.1, LIMIT).expect("an answer");
-    let said = client.output();
-    assert!(!said.contains("failed"), "{said}");
-    client
 }
 
 /// Larder must refuse to serve this; what it says, which names the file, or one in the same folder that it leads to.

@@ -242,3 +242,22 @@ pub fn open_descriptors(process: u32) -> usize {
         .expect("procfs")
         .count()
 }
+
+/// A command of qemu-io, and what qemu-io says at it: by that the commands before it have ended.
+pub const MARK: (&str, &str) = ("help quit", "exit the program");
+
+/// Runs commands of qemu-io on the server at `uri`, none of which it flushes, and returns when they have ended. The client
+/// stays connected: it flushes when it ends.
+pub fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
+    let mut command = Command::new("stdbuf");
+    command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
+    for text in commands {
+        command.args(["-c", text.as_ref()]);
+    }
+    command.args(["-c", MARK.0, "-c", "sleep 1000000", uri]);
+    let client = Process::start(command).expect("starts");
+    client.wait_for(MARK.1, LIMIT).expect("an answer");
+    let said = client.output();
+    assert!(!said.contains("failed"), "{said}");
+    client
+}
