@@ -3,6 +3,7 @@
 mod cache;
 mod discard;
 mod figures;
+mod hostile_guest;
 mod memory;
 mod migrate;
 mod prefetch;
@@ -33,6 +34,7 @@ enum Command {
     Discard(discard::Arguments),
     ForeignWrites(campaign::foreign::Arguments),
     FuzzDisks(fuzz_disks::Arguments),
+    HostileGuest(hostile_guest::Arguments),
     HostileImages(hostile_images::Arguments),
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
@@ -145,6 +147,7 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,
         Command::Space(arguments) => space::run(&arguments)?,
+        Command::HostileGuest(arguments) => hostile_guest::run(&arguments)?,
         Command::HostileImages(arguments) => hostile_images::run(&arguments)?,
         Command::TouchMemory(arguments) => {
             memory::touch::main(&arguments)?;

@@ -25,15 +25,15 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 const PAYLOAD_MAX: u64 = 1 << 20;
 
 /// A connection.
-pub(super) struct Client {
+pub(crate) struct Client {
     stream: UnixStream,
     cookie: u64,
     /// Bytes of the export.
-    pub(super) size: u64,
+    pub(crate) size: u64,
 }
 
 impl Client {
-    pub(super) fn connect(socket: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn connect(socket: &Path) -> anyhow::Result<Self> {
         let give_up = Instant::now() + CONNECT_LIMIT;
         let stream = loop {
             match UnixStream::connect(socket) {
@@ -105,7 +105,7 @@ impl Client {
 
     /// Makes a request; a write writes `data`, which is as long as `len` says. Returns the data that was read, without
     /// holes.
-    pub(super) fn request(&mut self, command: Command, start: u64, len: u64, data: &[u8]) -> anyhow::Result<Vec<u8>> {
+    pub(crate) fn request(&mut self, command: Command, start: u64, len: u64, data: &[u8]) -> anyhow::Result<Vec<u8>> {
         self.cookie += 1;
         let mut request = Vec::with_capacity(FRAMING.request_header_len() + data.len());
         let header = Request {

@@ -1,7 +1,7 @@
 //! `larder-bench discard`: the cost of a discard or write-zeroes of a whole disk with a cache, and the wait of other
 //! requests meanwhile. Through the program `larder`, over NBD with extended headers, so that it is one request.
 
-mod client;
+pub(crate) mod client;
 mod kernel;
 
 use std::fmt;

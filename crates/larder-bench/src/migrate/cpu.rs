@@ -9,7 +9,7 @@ use serde_json::json;
 
 /// Seconds that all threads of a process have had, those that have ended, too. One that has ended, and was not waited for,
 /// still has its time.
-pub(super) fn of_process(id: u32) -> anyhow::Result<f64> {
+pub(crate) fn of_process(id: u32) -> anyhow::Result<f64> {
     let mut clock = 0;
     // SAFETY: a plain call; `clock` is a place for what it tells.
     let error = unsafe { libc::clock_getcpuclockid(id as libc::pid_t, &raw mut clock) };

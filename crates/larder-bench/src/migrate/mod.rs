@@ -7,7 +7,7 @@
 //!
 //! It is root's: it makes the namespaces, which are gone when it ends, however it does.
 
-mod cpu;
+pub(crate) mod cpu;
 mod guest;
 mod link;
 mod load;

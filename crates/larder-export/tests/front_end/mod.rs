@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use memory::{Memory, USER_BASE};
-use queue::{AREA_BYTES, Queue};
+use queue::{Queue, area_bytes};
 use ring::RingOptions;
 use wire::{Wire, longs, words};
 
@@ -84,7 +84,7 @@ impl FrontEnd {
     }
 
     pub fn over(stream: UnixStream, options: Options) -> io::Result<Self> {
-        let bytes = AREA_BYTES as usize * usize::from(options.queues) + options.data_bytes;
+        let bytes = area_bytes(options.size) as usize * usize::from(options.queues) + options.data_bytes;
         let memory = Arc::new(Memory::new(bytes.next_multiple_of(4096))?);
         Self::with_memory(stream, options, memory)
     }
@@ -105,7 +105,14 @@ impl FrontEnd {
             event_index: options.event_index,
         };
         let queues = (0..options.queues)
-            .map(|index| Queue::new(&memory, AREA_BYTES * u64::from(index), ring, options.indirect))
+            .map(|index| {
+                Queue::new(
+                    &memory,
+                    area_bytes(options.size) * u64::from(index),
+                    ring,
+                    options.indirect,
+                )
+            })
             .collect::<io::Result<_>>()?;
         Ok(Self {
             wire: Wire::new(stream)?,
@@ -120,7 +127,7 @@ impl FrontEnd {
 
     /// Guest address where data may go.
     pub fn data(&self) -> u64 {
-        AREA_BYTES * u64::from(self.options.queues)
+        area_bytes(self.options.size) * u64::from(self.options.queues)
     }
 
     pub fn queue(&mut self) -> &mut Queue {

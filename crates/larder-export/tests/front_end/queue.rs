@@ -20,16 +20,31 @@ pub const T_WRITE_ZEROES: u32 = 13;
 /// What the status byte holds until the device writes it.
 pub const UNANSWERED: u8 = 0xff;
 
-/// Room for rings of up to this many descriptors.
+/// [`AREA_BYTES`] have room for rings of up to this many descriptors.
 pub const SIZE_MAX: u16 = 1024;
 const SLOT_BYTES: u64 = 256;
 const SLOT_SEGMENT: u64 = 16;
 const SLOT_STATUS: u64 = 32;
 const SLOT_TABLE: u64 = 64;
+const DRIVER_AT: u64 = 0x4000;
+const DEVICE_AT: u64 = 0x6000;
 const SLOTS_AT: u64 = 0x1_0000;
 
-/// Guest memory that a queue takes up, in bytes.
+/// The most descriptors in an indirect table that a slot has room for.
+const SLOT_TABLE_LEN: usize = 12;
+
+/// Guest memory that a queue of up to [`SIZE_MAX`] descriptors takes up, in bytes.
 pub const AREA_BYTES: u64 = SLOTS_AT + SLOT_BYTES * SIZE_MAX as u64;
+
+/// How many areas of [`AREA_BYTES`] a ring of `size` descriptors takes up.
+fn areas(size: u16) -> u64 {
+    u64::from(size.div_ceil(SIZE_MAX).max(1))
+}
+
+/// Guest memory that a queue of `size` descriptors takes up, in bytes.
+pub fn area_bytes(size: u16) -> u64 {
+    AREA_BYTES * areas(size)
+}
 
 /// A request as a driver makes it.
 #[derive(Clone, Debug)]
@@ -82,7 +97,7 @@ pub struct Completion {
 /// One virtqueue of the disk.
 pub struct Queue {
     memory: Arc<Memory>,
-    area: u64,
+    slots: u64,
     pub ring: DriverRing,
     pub kick: OwnedFd,
     pub call: OwnedFd,
@@ -95,15 +110,15 @@ pub struct Queue {
 impl Queue {
     /// A queue whose rings and headers live from guest address `area` on.
     pub fn new(memory: &Arc<Memory>, area: u64, options: RingOptions, indirect: bool) -> io::Result<Self> {
-        assert!(options.size <= SIZE_MAX);
+        let areas = areas(options.size);
         let places = Places {
             descriptors: area,
-            driver: area + 0x4000,
-            device: area + 0x6000,
+            driver: area + DRIVER_AT * areas,
+            device: area + DEVICE_AT * areas,
         };
         Ok(Self {
             memory: Arc::clone(memory),
-            area,
+            slots: area + SLOTS_AT * areas,
             ring: DriverRing::new(memory, places, options),
             kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             call: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -114,7 +129,7 @@ impl Queue {
     }
 
     fn slot(&self, id: u16) -> u64 {
-        self.area + SLOTS_AT + SLOT_BYTES * u64::from(id)
+        self.slots + SLOT_BYTES * u64::from(id)
     }
 
     /// Whether `pieces` more data pieces fit now.
@@ -124,6 +139,19 @@ impl Queue {
 
     /// Adds a request; [`Queue::go`] shows it to the device.
     pub fn add(&mut self, request: &Request<'_>) -> u16 {
+        let id = self.ring.next_id().expect("the ring is full");
+        let table = self.indirect.then_some(self.slot(id) + SLOT_TABLE);
+        let descriptors = request.out.len() + request.into.len() + 2;
+        assert!(descriptors <= SLOT_TABLE_LEN || !self.indirect);
+        self.add_with(request, table)
+    }
+
+    /// Adds a request through an indirect table at `table`, which has room for its data's descriptors and two more.
+    pub fn add_through(&mut self, request: &Request<'_>, table: u64) -> u16 {
+        self.add_with(request, Some(table))
+    }
+
+    fn add_with(&mut self, request: &Request<'_>, table: Option<u64>) -> u16 {
         let id = self.ring.next_id().expect("the ring is full");
         let slot = self.slot(id);
         let mut header = [0; 16];
@@ -138,8 +166,6 @@ impl Queue {
             address: slot + SLOT_STATUS,
             len: 1,
         });
-        let table = self.indirect.then_some(slot + SLOT_TABLE);
-        assert!(readable.len() + writable.len() <= 12 || !self.indirect);
         let got = self.ring.add(&readable, &writable, table);
         assert_eq!(got, id);
         id

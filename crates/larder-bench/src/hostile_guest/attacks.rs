@@ -1,0 +1,475 @@
+//! What guests do: hostile ones, and a well-behaved one for comparison.
+
+use std::fmt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use larder_bench::campaign::front_end::queue::{Request, T_DISCARD, T_IN, T_OUT, T_WRITE_ZEROES};
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::process::Process;
+
+pub(super) const MIB: u64 = 1 << 20;
+const KIB: u64 = 1 << 10;
+const SECTOR: u64 = 512;
+const PAGE: u64 = 4 * KIB;
+
+/// Guest memory that one descriptor of a long request describes, and all of them the same.
+const LONG_FRAGMENT: u64 = 2 * MIB;
+
+/// The largest ring, and its data descriptors: header and status need one each.
+const RING_MAX: u64 = 32_768;
+const FRAGMENTS_MAX: u64 = RING_MAX - 2;
+
+/// The most descriptors of an indirect table that the server follows, less header and status.
+const INDIRECT_FRAGMENTS_MAX: u64 = 2_046;
+
+/// A flood.
+const QUEUES: u16 = 64;
+const DEPTH: u16 = 128;
+
+/// A well-behaved guest.
+const USUAL_DEPTH: u16 = 32;
+const USUAL_LEN: u64 = MIB;
+
+/// A discard or write-zeroes: the most segments, the size of each in the list, and the flag of a write-zeroes that may unmap.
+const SEGMENTS: u64 = 256;
+const SEGMENT_BYTES: u64 = 16;
+const MAY_UNMAP: u32 = 1;
+
+/// No request takes so long, on any machine.
+const LIMIT: Duration = Duration::from_secs(900);
+
+const VIRTIO_DESCRIPTOR_BYTES: u64 = 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Transfer {
+    Read,
+    Write,
+}
+
+impl Transfer {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+
+    fn request(self, at: u64, data: &[Buffer]) -> Request<'_> {
+        let (kind, out, into): (u32, &[Buffer], &[Buffer]) = match self {
+            Self::Read => (T_IN, &[], data),
+            Self::Write => (T_OUT, data, &[]),
+        };
+        Request {
+            kind,
+            sector: at / SECTOR,
+            out,
+            into,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Clear {
+    Discard,
+    /// The range may be unmapped.
+    Unmap,
+    /// The range keeps its space.
+    Zero,
+}
+
+/// What a guest does, again and again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attack {
+    Idle,
+    /// Requests of 1 MiB, 32 at a time.
+    Usual(Transfer),
+    /// One request at a time, in fragments of this length, all of which are the same guest memory.
+    Long {
+        transfer: Transfer,
+        len: u64,
+        fragment: u64,
+    },
+    /// 64 queues, 128 requests each.
+    Flood {
+        transfer: Transfer,
+        len: u64,
+        fragment: u64,
+    },
+    /// An indirect table longer than the server follows: it stops the queue.
+    Refused,
+    /// One request at a time of as many segments as there may be: all of the disk together, or each of them.
+    Segments {
+        clear: Clear,
+        each_is_whole: bool,
+    },
+}
+
+fn length(bytes: u64) -> String {
+    match bytes {
+        bytes if bytes.is_multiple_of(MIB) => format!("{} MiB", bytes / MIB),
+        bytes if bytes.is_multiple_of(KIB) => format!("{} KiB", bytes / KIB),
+        bytes => format!("{bytes} B"),
+    }
+}
+
+impl fmt::Display for Attack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Idle => f.write_str("idle"),
+            Self::Usual(transfer) => write!(f, "well-behaved: {}s of 1 MiB, depth 32", transfer.name()),
+            Self::Long {
+                transfer,
+                len,
+                fragment: LONG_FRAGMENT | MIB,
+            } => write!(f, "{} of {}", transfer.name(), length(len)),
+            Self::Long {
+                transfer,
+                len,
+                fragment,
+            } => {
+                let count = len / fragment;
+                let (kind, fragment) = (transfer.name(), length(fragment));
+                write!(f, "{kind} of {count} descriptors of {fragment}")
+            }
+            Self::Flood {
+                transfer,
+                len,
+                fragment,
+            } => {
+                let (kind, len) = (transfer.name(), length(len));
+                write!(f, "64 queues x 128 {kind}s of {len}")?;
+                match fragment {
+                    MIB => Ok(()),
+                    fragment => write!(f, " in {}", length(fragment)),
+                }
+            }
+            Self::Refused => write!(f, "indirect table of {RING_MAX} descriptors"),
+            Self::Segments { clear, each_is_whole } => {
+                let kind = match clear {
+                    Clear::Discard => "discard",
+                    Clear::Unmap => "write-zeroes, unmap,",
+                    Clear::Zero => "write-zeroes",
+                };
+                let what = match each_is_whole {
+                    true => "each the whole disk",
+                    false => "the whole disk together",
+                };
+                write!(f, "{kind} of {SEGMENTS} segments, {what}")
+            }
+        }
+    }
+}
+
+/// The requests that a guest has made, all of which were carried out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Done {
+    pub(super) requests: u64,
+    pub(super) bytes: u64,
+}
+
+impl Attack {
+    /// The attacks in the order in which they are carried out.
+    pub(super) fn all(disk: u64, quick: bool) -> Vec<Self> {
+        let lengths: &[u64] = match quick {
+            true => &[16, 3072],
+            false => &[1, 16, 128, 512, 1024, 3072],
+        };
+        let mut all = vec![Self::Idle];
+        // Writes come first, so that reads find data.
+        let transfers = [Transfer::Write, Transfer::Read];
+        all.extend(transfers.map(Self::Usual));
+        for transfer in transfers {
+            let long = |len, fragment| Self::Long {
+                transfer,
+                len,
+                fragment,
+            };
+            let flood = |len, fragment| Self::Flood {
+                transfer,
+                len,
+                fragment,
+            };
+            all.extend(
+                lengths
+                    .iter()
+                    .map(|mib| mib * MIB)
+                    .filter(|len| *len <= disk)
+                    .map(|len| long(len, LONG_FRAGMENT.min(len))),
+            );
+            all.extend([
+                long(16 * MIB, PAGE),
+                long(FRAGMENTS_MAX * PAGE, PAGE),
+                long(FRAGMENTS_MAX * SECTOR, SECTOR),
+                flood(MIB, MIB),
+                flood(MIB, PAGE),
+                flood(INDIRECT_FRAGMENTS_MAX * SECTOR, SECTOR),
+            ]);
+        }
+        all.push(Self::Refused);
+        for clear in [Clear::Discard, Clear::Unmap, Clear::Zero] {
+            all.push(Self::Segments {
+                clear,
+                each_is_whole: false,
+            });
+            // Zeros that keep their space may have to be written.
+            if clear != Clear::Zero {
+                all.push(Self::Segments {
+                    clear,
+                    each_is_whole: true,
+                });
+            }
+        }
+        all
+    }
+
+    /// Whether the disk must be full of data before.
+    pub(super) fn wants_data(self) -> bool {
+        matches!(self, Self::Segments { .. })
+    }
+
+    /// The shortest and the longest request of one kind, which must cost as much per byte.
+    pub(super) fn short_of(self) -> Option<Self> {
+        match self {
+            Self::Long {
+                transfer,
+                len,
+                fragment: fragment @ (LONG_FRAGMENT | PAGE),
+            } if len > 16 * MIB => Some(Self::Long {
+                transfer,
+                len: 16 * MIB,
+                fragment,
+            }),
+            _ => None,
+        }
+    }
+
+    fn options(self) -> Options {
+        let usual = Options {
+            size: DEPTH,
+            ..Options::default()
+        };
+        match self {
+            Self::Idle => usual,
+            Self::Usual(_) => Options {
+                data_bytes: usize::from(USUAL_DEPTH) * USUAL_LEN as usize,
+                ..usual
+            },
+            Self::Long { len, fragment, .. } => Options {
+                size: (len / fragment + 2).next_power_of_two().max(u64::from(DEPTH)) as u16,
+                data_bytes: LONG_FRAGMENT as usize,
+                ..usual
+            },
+            Self::Flood { len, fragment, .. } => Options {
+                queues: QUEUES,
+                indirect: true,
+                data_bytes: (MIB + table_bytes(len / fragment) * u64::from(QUEUES) * u64::from(DEPTH)) as usize,
+                ..usual
+            },
+            Self::Refused => Options {
+                indirect: true,
+                data_bytes: (MIB + table_bytes(RING_MAX)) as usize,
+                ..usual
+            },
+            Self::Segments { .. } => Options {
+                data_bytes: (SEGMENTS * SEGMENT_BYTES) as usize,
+                ..usual
+            },
+        }
+    }
+}
+
+/// Guest memory for an indirect table with this many data descriptors.
+fn table_bytes(fragments: u64) -> u64 {
+    (fragments + 2) * VIRTIO_DESCRIPTOR_BYTES
+}
+
+/// A guest that attacks.
+pub(super) struct Guest {
+    attack: Attack,
+    front_end: FrontEnd,
+    disk: u64,
+}
+
+impl Guest {
+    pub(super) fn connect(attack: Attack, socket: &Path) -> anyhow::Result<Self> {
+        let front_end = FrontEnd::connect(socket, attack.options()).context("connecting a front-end")?;
+        let disk = front_end.capacity()?;
+        let pattern: Vec<u8> = (0..MIB).map(|at| (at % 251) as u8).collect();
+        let data = front_end.data();
+        if front_end.options.data_bytes >= pattern.len() {
+            front_end.memory.write(data, &pattern);
+        }
+        Ok(Self {
+            attack,
+            front_end,
+            disk,
+        })
+    }
+
+    /// Attacks `server` for at least so long, and until all requests have come back.
+    pub(super) fn run(&mut self, server: &Process, least: Duration) -> anyhow::Result<Done> {
+        let end = Instant::now() + least;
+        match self.attack {
+            Attack::Idle => {
+                thread::sleep(least);
+                Ok(Done::default())
+            }
+            Attack::Usual(transfer) => self.usual(transfer, |_| Instant::now() < end),
+            Attack::Long {
+                transfer,
+                len,
+                fragment,
+            } => {
+                let data = fragments(self.front_end.data(), len, fragment);
+                let request = transfer.request(0, &data);
+                self.one_by_one(end, len, &request)
+            }
+            Attack::Flood {
+                transfer,
+                len,
+                fragment,
+            } => self.flood(end, transfer, len, fragment),
+            Attack::Refused => self.refused(server, end),
+            Attack::Segments { clear, each_is_whole } => self.segments(end, clear, each_is_whole),
+        }
+    }
+
+    /// Writes all of the disk.
+    pub(super) fn fill(socket: &Path) -> anyhow::Result<()> {
+        let mut guest = Self::connect(Attack::Usual(Transfer::Write), socket)?;
+        let disk = guest.disk;
+        let done = guest.usual(Transfer::Write, |done| done.bytes < disk)?;
+        ensure!(done.bytes >= disk, "{} of {disk} bytes were written", done.bytes);
+        Ok(())
+    }
+
+    /// Requests from end to end of the disk while `goes_on` with what was begun.
+    fn usual(&mut self, transfer: Transfer, goes_on: impl Fn(&Done) -> bool) -> anyhow::Result<Done> {
+        let (memory, disk) = (self.front_end.data(), self.disk);
+        let queue = self.front_end.queue();
+        let mut buffers: Vec<u64> = (0..u64::from(USUAL_DEPTH)).map(|at| memory + at * USUAL_LEN).collect();
+        let mut in_flight = Vec::new();
+        let mut done = Done::default();
+        loop {
+            while goes_on(&done) {
+                let Some(address) = buffers.pop() else { break };
+                let data = fragments(address, USUAL_LEN, USUAL_LEN);
+                let id = queue.add(&transfer.request(done.bytes % disk, &data));
+                in_flight.push((id, address));
+                done.requests += 1;
+                done.bytes += USUAL_LEN;
+            }
+            queue.go();
+            if in_flight.is_empty() {
+                return Ok(done);
+            }
+            let completion = queue.complete(LIMIT)?;
+            ensure!(completion.status == 0, "a request failed: {completion:?}");
+            let at = in_flight.iter().position(|(id, _)| *id == completion.id);
+            let (_, address) = in_flight.swap_remove(at.context("an answer to nothing")?);
+            buffers.push(address);
+        }
+    }
+
+    /// The same request again and again.
+    fn one_by_one(&mut self, end: Instant, bytes: u64, request: &Request<'_>) -> anyhow::Result<Done> {
+        let queue = self.front_end.queue();
+        let mut done = Done::default();
+        while done.requests == 0 || Instant::now() < end {
+            queue.add(request);
+            queue.go();
+            let completion = queue.complete(LIMIT)?;
+            ensure!(completion.status == 0, "a request failed: {completion:?}");
+            done.requests += 1;
+            done.bytes += bytes;
+        }
+        Ok(done)
+    }
+
+    /// All queues full of requests, anywhere on the disk but each somewhere else, until they have all come back; and again.
+    fn flood(&mut self, end: Instant, transfer: Transfer, len: u64, fragment: u64) -> anyhow::Result<Done> {
+        let memory = self.front_end.data();
+        let data = fragments(memory, len, fragment);
+        let (tables, table_bytes) = (memory + MIB, table_bytes(len / fragment));
+        let mut done = Done::default();
+        while done.requests == 0 || Instant::now() < end {
+            for _ in 0..DEPTH {
+                for (index, queue) in self.front_end.queues.iter_mut().enumerate() {
+                    let id = queue.ring.next_id().context("a ring is full")?;
+                    let table = tables + (index as u64 * u64::from(DEPTH) + u64::from(id)) * table_bytes;
+                    let at = (done.requests * MIB) % self.disk;
+                    queue.add_through(&transfer.request(at, &data), table);
+                    done.requests += 1;
+                    done.bytes += len;
+                }
+            }
+            self.front_end.queues.iter_mut().for_each(|queue| queue.go());
+            for queue in &mut self.front_end.queues {
+                while queue.ring.free_slots() < usize::from(DEPTH) {
+                    let completion = queue.complete(LIMIT)?;
+                    ensure!(completion.status == 0, "a request failed: {completion:?}");
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    fn refused(&mut self, server: &Process, end: Instant) -> anyhow::Result<Done> {
+        let memory = self.front_end.data();
+        let said = server.lines();
+        let data = fragments(memory, FRAGMENTS_MAX * PAGE, PAGE);
+        let queue = self.front_end.queue();
+        queue.add_through(&Transfer::Read.request(0, &data), memory + MIB);
+        queue.go();
+        server.wait_for_after(said, "corrupted its virtqueue", LIMIT)?;
+        thread::sleep(end.saturating_duration_since(Instant::now()));
+        Ok(Done { requests: 1, bytes: 0 })
+    }
+
+    fn segments(&mut self, end: Instant, clear: Clear, each_is_whole: bool) -> anyhow::Result<Done> {
+        let address = self.front_end.data();
+        let sectors = match each_is_whole {
+            true => self.disk / SECTOR,
+            false => self.disk / SECTOR / SEGMENTS,
+        };
+        let mut list = Vec::new();
+        for index in 0..SEGMENTS {
+            let start = match each_is_whole {
+                true => 0,
+                false => index * sectors,
+            };
+            let flags = match clear {
+                Clear::Unmap => MAY_UNMAP,
+                Clear::Discard | Clear::Zero => 0,
+            };
+            list.extend(start.to_le_bytes());
+            list.extend((sectors as u32).to_le_bytes());
+            list.extend(flags.to_le_bytes());
+        }
+        self.front_end.memory.write(address, &list);
+        let data = fragments(address, list.len() as u64, list.len() as u64);
+        let request = Request {
+            kind: match clear {
+                Clear::Discard => T_DISCARD,
+                Clear::Unmap | Clear::Zero => T_WRITE_ZEROES,
+            },
+            sector: 0,
+            out: &data,
+            into: &[],
+        };
+        self.one_by_one(end, SEGMENTS * sectors * SECTOR, &request)
+    }
+}
+
+/// A scatter list of `len` bytes, all of whose fragments are the same memory.
+fn fragments(address: u64, len: u64, fragment: u64) -> Vec<Buffer> {
+    let buffer = Buffer {
+        address,
+        len: fragment as u32,
+    };
+    vec![buffer; (len / fragment) as usize]
+}

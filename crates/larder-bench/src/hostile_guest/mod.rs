@@ -1,0 +1,295 @@
+//! `larder-bench hostile-guest`: guests that ask for as much as virtio allows, and what that takes of the host and of other
+//! clients of the disk. Through the program `larder disk serve`, one server for each mode and line size of the cache: a
+//! front-end of our own attacks over vhost-user-blk, and two other clients read and write over NBD meanwhile.
+
+mod attacks;
+mod neighbours;
+mod watch;
+
+use std::fmt;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use clap::Args;
+use larder_bench::campaign::larder_beside;
+use larder_bench::campaign::process::mortal;
+use larder_bench::campaign::server::Server;
+use larder_block::ByteLen;
+
+use self::attacks::{Attack, Done, Guest, MIB};
+use self::neighbours::{Latencies, Neighbours};
+use self::watch::Use;
+
+/// Attack a disk's server with a guest of our own, and measure what that takes
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// The program; by default the one beside this program
+    #[arg(long, value_name = "PROGRAM")]
+    larder: Option<PathBuf>,
+    /// Modes of the cache; none is no cache
+    #[arg(
+        long,
+        value_name = "MODES",
+        value_delimiter = ',',
+        default_value = "none,wt,wb,wa,pt"
+    )]
+    mode: Vec<String>,
+    /// Sizes of the cache's lines
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "4KiB,64KiB")]
+    line: Vec<String>,
+    /// Size of the cache
+    #[arg(long, value_name = "SIZE", default_value = "256MiB")]
+    cache_size: ByteLen,
+    /// Size of the disk
+    #[arg(long, value_name = "SIZE", default_value = "3GiB")]
+    disk: ByteLen,
+    /// Fewer attacks, and each for a shorter time
+    #[arg(long)]
+    quick: bool,
+    /// The least time of an attack; by default 2000, or 500 with --quick
+    #[arg(long, value_name = "MS")]
+    attack_ms: Option<u64>,
+    /// Attacks whose names have this, beside the idle and the well-behaved guest
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+    /// The most memory that an attack may take beside what the server has at rest
+    #[arg(long, value_name = "SIZE", default_value = "64MiB")]
+    memory_max: ByteLen,
+    /// The time within which 99 of 100 requests of the other clients must be answered
+    #[arg(long, value_name = "MS", default_value_t = 50)]
+    p99_ms: u64,
+    /// The most CPU time for each byte of a long request, as a multiple of that of one of 16 MiB
+    #[arg(long, value_name = "RATIO", default_value_t = 2.0)]
+    cpu_ratio: f64,
+    /// The directory for images and caches
+    #[arg(long, value_name = "DIRECTORY", default_value = "/var/tmp")]
+    folder: PathBuf,
+}
+
+/// A server: one row of the matrix.
+struct Setup<'a> {
+    mode: &'a str,
+    line: &'a str,
+}
+
+impl Setup<'_> {
+    fn has_cache(&self) -> bool {
+        self.mode != "none"
+    }
+}
+
+impl fmt::Display for Setup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.has_cache() {
+            true => write!(f, "{} {}", self.mode, self.line),
+            false => f.write_str("none"),
+        }
+    }
+}
+
+/// The figures of one attack.
+struct Outcome {
+    attack: Attack,
+    done: Done,
+    /// More than at rest, in bytes.
+    growth: u64,
+    used: Use,
+    /// The reader's and the writer's.
+    latencies: [Latencies; 2],
+    /// Of the machine, on which other programs may be at work.
+    load: String,
+}
+
+impl Outcome {
+    /// CPU time of the server in microseconds; not a number of an attack without bytes.
+    fn cpu_us_per_mib(&self) -> f64 {
+        self.used.cpu_seconds * 1e6 / (self.done.bytes as f64 / MIB as f64)
+    }
+
+    fn p99(&self) -> Duration {
+        self.latencies.iter().map(Latencies::p99).max().unwrap_or_default()
+    }
+}
+
+/// Runs the experiment, and prints a table; whether every limit was kept.
+///
+/// # Errors
+/// A program is missing; the server fails a request, ends by itself, or panics.
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
+    let program = larder_beside(arguments.larder.as_deref())?;
+    println!(
+        "A raw image of {} in {}. Memory is RssAnon beside that at rest; latencies are P50 / P99 / longest of 4 KiB over \
+         NBD, one request at a time.\n",
+        arguments.disk,
+        arguments.folder.display()
+    );
+    println!("| cache | guest | requests | MiB | memory, MiB | CPU, us/MiB | read, ms | write, ms | load |");
+    println!("|{}", " --- |".repeat(9));
+    let mut broken = Vec::new();
+    for mode in &arguments.mode {
+        for line in &arguments.line {
+            let setup = Setup { mode, line };
+            let outcomes = measure(arguments, &program, &setup).with_context(|| setup.to_string())?;
+            broken.extend(broken_limits(arguments, &setup, &outcomes));
+            if !setup.has_cache() {
+                break;
+            }
+        }
+    }
+    println!();
+    if broken.is_empty() {
+        println!(
+            "Every limit was kept: memory at most {} more than at rest, P99 below {} ms, CPU time for each byte of a long \
+             request at most {} times that of one of 16 MiB.",
+            arguments.memory_max, arguments.p99_ms, arguments.cpu_ratio
+        );
+    }
+    broken.iter().for_each(|limit| println!("BROKEN: {limit}"));
+    Ok(broken.is_empty())
+}
+
+/// Serves a disk, and attacks it in every way.
+fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::Result<Vec<Outcome>> {
+    let folder = tempfile::Builder::new()
+        .prefix("larder-hostile-")
+        .tempdir_in(&arguments.folder)
+        .with_context(|| format!("a folder in {}", arguments.folder.display()))?;
+    let path = |name: &str| folder.path().join(name);
+    let (image, socket, nbd) = (path("image"), path("vhost"), path("nbd"));
+    File::create(&image)?.set_len(arguments.disk.get())?;
+    let mut command = mortal(program.to_str().context("the program's path is no UTF-8")?);
+    command
+        .args(["disk", "serve", "--format", "raw", "--nbd"])
+        .arg(format!("nbd+unix:///?socket={}", nbd.display()))
+        .arg("--socket")
+        .arg(&socket);
+    if setup.has_cache() {
+        command
+            .arg("--cache")
+            .arg(path("cache"))
+            .args(["--cache-size", &arguments.cache_size.get().to_string()])
+            .args(["--cache-line", setup.line, "--cache-mode", setup.mode]);
+    }
+    command.arg(&image);
+    let server = Server::from_command(command, &socket)?;
+    let outcomes = attack(arguments, setup, &server, &nbd);
+    let said = server.process.output();
+    let outcomes = outcomes.with_context(|| format!("the server has said:\n{said}"))?;
+    ensure!(!said.contains("panicked"), "the server has panicked: {said}");
+    let status = server.stop()?;
+    ensure!(status == Some(0), "the server has ended with {status:?}: {said}");
+    Ok(outcomes)
+}
+
+fn attack(arguments: &Arguments, setup: &Setup<'_>, server: &Server, nbd: &Path) -> anyhow::Result<Vec<Outcome>> {
+    let least = Duration::from_millis(arguments.attack_ms.unwrap_or(match arguments.quick {
+        true => 500,
+        false => 2_000,
+    }));
+    let process = server.process.id();
+    let mut neighbours = Neighbours::connect(nbd)?;
+    let rest = watch::memory_bytes(process)?;
+    Guest::fill(&server.socket)?;
+    let mut outcomes = Vec::new();
+    let is_wanted = |attack: &Attack| {
+        matches!(attack, Attack::Idle | Attack::Usual(_)) || attack.to_string().contains(&arguments.only)
+    };
+    for attack in Attack::all(arguments.disk.get(), arguments.quick)
+        .into_iter()
+        .filter(is_wanted)
+    {
+        if attack.wants_data() {
+            Guest::fill(&server.socket)?;
+        }
+        let mut guest = Guest::connect(attack, &server.socket)?;
+        let run = || neighbours.beside(|| guest.run(&server.process, least));
+        let ((done, latencies), used) = watch::during(process, run).with_context(|| attack.to_string())?;
+        let outcome = Outcome {
+            attack,
+            done,
+            growth: used.memory_bytes.saturating_sub(rest),
+            used,
+            latencies,
+            load: load(),
+        };
+        print_row(setup, &outcome);
+        outcomes.push(outcome);
+    }
+    Ok(outcomes)
+}
+
+fn milliseconds(time: Duration) -> String {
+    format!("{:.2}", time.as_secs_f64() * 1e3)
+}
+
+fn print_row(setup: &Setup<'_>, outcome: &Outcome) {
+    let times = |latencies: &Latencies| {
+        [latencies.median(), latencies.p99(), latencies.max()]
+            .map(milliseconds)
+            .join(" / ")
+    };
+    let [read, write] = &outcome.latencies;
+    let cpu = match outcome.done.bytes {
+        0 => String::new(),
+        _ => format!("{:.1}", outcome.cpu_us_per_mib()),
+    };
+    println!(
+        "| {setup} | {} | {} | {} | {:.1} | {cpu} | {} | {} | {} |",
+        outcome.attack,
+        outcome.done.requests,
+        outcome.done.bytes / MIB,
+        outcome.growth as f64 / MIB as f64,
+        times(read),
+        times(write),
+        outcome.load
+    );
+}
+
+/// Says which limits were broken.
+fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome]) -> Vec<String> {
+    let of = |attack: Attack| outcomes.iter().find(|outcome| outcome.attack == attack);
+    // What the machine and the file system do to other clients without any attack.
+    let without = outcomes
+        .iter()
+        .filter(|outcome| matches!(outcome.attack, Attack::Idle | Attack::Usual(_)))
+        .map(Outcome::p99)
+        .max()
+        .unwrap_or_default();
+    let mut broken = Vec::new();
+    for outcome in outcomes {
+        let name = format!("cache {setup}, {}", outcome.attack);
+        if outcome.growth > arguments.memory_max.get() {
+            broken.push(format!(
+                "{name}: {:.1} MiB of memory",
+                outcome.growth as f64 / MIB as f64
+            ));
+        }
+        if outcome.p99() >= Duration::from_millis(arguments.p99_ms) {
+            broken.push(format!(
+                "{name}: P99 of {} ms; of {} ms beside an idle or a well-behaved guest; load {}",
+                milliseconds(outcome.p99()),
+                milliseconds(without),
+                outcome.load
+            ));
+        }
+        let Some(short) = outcome.attack.short_of().and_then(of) else {
+            continue;
+        };
+        let ratio = outcome.cpu_us_per_mib() / short.cpu_us_per_mib();
+        if ratio > arguments.cpu_ratio {
+            broken.push(format!(
+                "{name}: {ratio:.2} times the CPU time for each byte of {}",
+                short.attack
+            ));
+        }
+    }
+    broken
+}
+
+/// The machine's load in the last minute.
+fn load() -> String {
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    load.split(' ').next().unwrap_or_default().to_owned()
+}

@@ -1,0 +1,63 @@
+//! What a server takes of the host: memory and CPU time.
+
+use std::fs;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context;
+
+use crate::migrate::cpu;
+
+/// How often the memory is read.
+const INTERVAL: Duration = Duration::from_millis(2);
+
+/// Returns how much memory of its own a process has now, which files and guest memory are not, in bytes.
+pub(super) fn memory_bytes(process: u32) -> anyhow::Result<u64> {
+    let path = format!("/proc/{process}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    let kib: Option<u64> = kib.and_then(|kib| kib.trim().parse().ok());
+    kib.map(|kib| kib << 10)
+        .with_context(|| format!("no RssAnon in {path}"))
+}
+
+/// Use of the host by a server during an attack.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Use {
+    /// The most memory of its own at once, in bytes.
+    pub(super) memory_bytes: u64,
+    /// CPU time of all its threads, those included that the kernel runs for it, in seconds.
+    pub(super) cpu_seconds: f64,
+}
+
+/// Sets a flag when it is dropped, however that comes.
+pub(super) struct Flag<'a>(pub(super) &'a AtomicBool);
+
+impl Drop for Flag<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Watches a process during `act`.
+pub(super) fn during<T>(process: u32, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Use)> {
+    let (is_over, most) = (AtomicBool::new(false), AtomicU64::new(memory_bytes(process)?));
+    let before = cpu::of_process(process)?;
+    let result = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                most.fetch_max(memory_bytes(process).unwrap_or(0), Ordering::Relaxed);
+                thread::sleep(INTERVAL);
+            }
+        });
+        let _flag = Flag(&is_over);
+        act()
+    })?;
+    let used = Use {
+        memory_bytes: most.into_inner(),
+        cpu_seconds: cpu::of_process(process)? - before,
+    };
+    Ok((result, used))
+}
