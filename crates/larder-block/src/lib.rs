@@ -17,7 +17,6 @@ pub mod lock_wait;
 pub mod memory;
 pub mod nbd;
 pub mod opener;
-pub mod pieces;
 pub mod printable;
 pub mod range_lock;
 pub mod signal;

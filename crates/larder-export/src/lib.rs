@@ -4,5 +4,6 @@ pub mod activity;
 pub mod clients;
 pub mod descriptor_store;
 pub mod nbd;
+pub mod turns;
 pub mod vhost_user;
 pub mod view;

@@ -325,8 +325,9 @@ impl Guest {
                 fragment,
             } => {
                 let data = fragments(self.front_end.data(), len, fragment);
-                let request = transfer.request(0, &data);
-                self.one_by_one(end, len, &request)
+                // Each is of another part of the disk: what was copied just before is in the processor's cache.
+                let parts = self.disk / len;
+                self.one_by_one(end, len, |made| transfer.request(made % parts * len, &data))
             }
             Attack::Flood {
                 transfer,
@@ -375,12 +376,17 @@ impl Guest {
         }
     }
 
-    /// The same request again and again.
-    fn one_by_one(&mut self, end: Instant, bytes: u64, request: &Request<'_>) -> anyhow::Result<Done> {
+    /// One request after the other, each of so many bytes. `request` is given the number of those before.
+    fn one_by_one<'a>(
+        &mut self,
+        end: Instant,
+        bytes: u64,
+        request: impl Fn(u64) -> Request<'a>,
+    ) -> anyhow::Result<Done> {
         let queue = self.front_end.queue();
         let mut done = Done::default();
         while done.requests == 0 || Instant::now() < end {
-            queue.add(request);
+            queue.add(&request(done.requests));
             queue.go();
             let completion = queue.complete(LIMIT)?;
             ensure!(completion.status == 0, "a request failed: {completion:?}");
@@ -461,7 +467,7 @@ impl Guest {
             out: &data,
             into: &[],
         };
-        self.one_by_one(end, SEGMENTS * sectors * SECTOR, &request)
+        self.one_by_one(end, SEGMENTS * sectors * SECTOR, |_| request.clone())
     }
 }
 

@@ -21,6 +21,7 @@ use larder_block::ByteLen;
 use self::attacks::{Attack, Done, Guest, MIB};
 use self::neighbours::{Latencies, Neighbours};
 use self::watch::Use;
+use crate::prefetch::place::Place;
 
 /// Attack a disk's server with a guest of our own, and measure what that takes
 #[derive(Args)]
@@ -152,11 +153,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
 
 /// Serves a disk, and attacks it in every way.
 fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::Result<Vec<Outcome>> {
-    let folder = tempfile::Builder::new()
-        .prefix("larder-hostile-")
-        .tempdir_in(&arguments.folder)
-        .with_context(|| format!("a folder in {}", arguments.folder.display()))?;
-    let path = |name: &str| folder.path().join(name);
+    // An image on tmpfs is memory of the host, which must not outlive this process, however that ends.
+    let place = Place::new(&arguments.folder)?;
+    let path = |name: &str| place.path().join(name);
     let (image, socket, nbd) = (path("image"), path("vhost"), path("nbd"));
     File::create(&image)?.set_len(arguments.disk.get())?;
     let mut command = mortal(program.to_str().context("the program's path is no UTF-8")?);

@@ -35,6 +35,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 
 use crate::activity::Activity;
 use crate::clients::Clients;
+use crate::turns::Turns;
 use admission::{Admission, NoRoom, Peer, Room};
 use buffers::Buffers;
 use limits::Memory;
@@ -124,6 +125,7 @@ pub struct NbdServer {
 struct Shared {
     on: Loop,
     device: Rc<dyn BlockDevice>,
+    turns: Turns,
     activity: Rc<Activity>,
     options: NbdServerOptions,
     buffers: Rc<Buffers>,
@@ -193,6 +195,7 @@ impl NbdServer {
         let shared = Rc::new(Shared {
             on: on.clone(),
             device,
+            turns: Turns::new(on),
             activity: options.activity.clone().unwrap_or_else(|| Activity::new(on)),
             buffers: Rc::default(),
             admission: Admission::new(options.connections_max),

@@ -8,7 +8,7 @@ use larder_block::nbd::transmission::{Framing, Request};
 use larder_block::nbd::{Command, CommandFlags, PAYLOAD_LEN_MAX, STATE_HOLE, STATE_ZERO, STATUS_DESCRIPTORS_MAX};
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags,
-    ZeroFlags, pieces,
+    ZeroFlags,
 };
 
 use super::Shared;
@@ -185,7 +185,8 @@ async fn change(connection: &Connection, request: &Request, command: Command, bu
             let Some(buffer) = buffer else { return Ok(()) };
             connection.shared.counters.wrote(range.len);
             let payload = WriteBuf::new(&buffer);
-            pieces::write(device, range.start, payload, WriteFlags { fua }).await
+            let flags = WriteFlags { fua };
+            connection.shared.turns.write(device, range.start, payload, flags).await
         }
         Command::Flush => device.flush().await,
         _ if range.is_empty() => Ok(()),
@@ -241,7 +242,8 @@ async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>
     };
     if runs.iter().all(|run| !run.zero) {
         let target = ReadBuf::new(&mut buffer);
-        pieces::read(&*connection.shared.device, range.start, target).await?;
+        let shared = &connection.shared;
+        shared.turns.read(&*shared.device, range.start, target).await?;
         return Ok(Answer::Data(buffer));
     }
     read_runs(connection, range, &runs, &mut buffer).await?;
@@ -318,7 +320,8 @@ async fn read_runs(connection: &Connection, range: ByteRange, runs: &[Run], buff
     for run in runs.iter().filter(|run| !run.zero) {
         let at = range.start + ByteLen::of_buffer(run.start);
         let target = ReadBuf::new(&mut buffer[run.start..run.start + run.len]);
-        pieces::read(&*connection.shared.device, at, target).await?;
+        let shared = &connection.shared;
+        shared.turns.read(&*shared.device, at, target).await?;
     }
     Ok(())
 }

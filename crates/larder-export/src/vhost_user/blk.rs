@@ -2,12 +2,12 @@
 
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Geometry, IoError, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
-    pieces,
 };
 
 use super::Serial;
 use super::ring::Chain;
 use crate::activity::{Activity, Kind};
+use crate::turns::Turns;
 
 /// The unit of sectors in virtio-blk, whatever the block size.
 const SECTOR_BYTES: u64 = 512;
@@ -140,6 +140,8 @@ pub struct DiskState<'a> {
     pub write_cache: bool,
     /// Where requests are counted.
     pub activity: &'a Activity,
+    /// How reads and writes are made.
+    pub turns: &'a Turns,
 }
 
 /// How a request ended.
@@ -234,12 +236,12 @@ async fn carry_out(
     data_in: ReadBuf<'_>,
     data_out: WriteBuf<'_>,
 ) -> Result<(), Refusal> {
-    let activity = state.activity;
+    let (activity, turns) = (state.activity, state.turns);
     match header.kind {
         T_IN => {
             let start = start_of(header.sector, data_in.len())?;
             let bytes = data_in.len() as u64;
-            let read = activity.count(Kind::Read, bytes, || pieces::read(device, start, data_in));
+            let read = activity.count(Kind::Read, bytes, || turns.read(device, start, data_in));
             Ok(read.await?)
         }
         T_OUT => {
@@ -248,7 +250,7 @@ async fn carry_out(
             };
             let start = start_of(header.sector, data_out.len())?;
             let bytes = data_out.len() as u64;
-            let written = activity.count(Kind::Write, bytes, || pieces::write(device, start, data_out, flags));
+            let written = activity.count(Kind::Write, bytes, || turns.write(device, start, data_out, flags));
             Ok(written.await?)
         }
         T_FLUSH => Ok(activity.count(Kind::Flush, 0, || device.flush()).await?),

@@ -38,6 +38,7 @@ pub use session::SessionError;
 
 use crate::activity::Activity;
 use crate::clients::Clients;
+use crate::turns::Turns;
 use crate::view::View;
 use lent::Lent;
 use queue::{Lost, Shared};
@@ -200,6 +201,7 @@ impl VhostUserServer {
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
+                turns: Turns::new(on),
                 rests: Cell::new(false),
                 lost: Lost::default(),
                 weight: Cell::new(0),

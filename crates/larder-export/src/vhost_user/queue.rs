@@ -11,7 +11,6 @@ use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
 
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
-use larder_block::pieces::{PIECE_LEN, PIECES_AT_ONCE};
 use larder_block::signal::Signal;
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
@@ -22,6 +21,7 @@ use super::lent::Lent;
 use super::memory::{DirtyLog, GuestMemory, LostMapping};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
 use crate::activity::Activity;
+use crate::turns::{PIECE_LEN, PIECES_AT_ONCE, Turns};
 use crate::view::{Begun, UnderWay};
 
 /// What all queues of a disk share.
@@ -40,6 +40,7 @@ pub(super) struct Shared {
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) activity: Rc<Activity>,
+    pub(super) turns: Turns,
     /// No queue takes a request: the disk is not here.
     pub(super) rests: Cell<bool>,
     /// The front-end's memory that was found to be lost, for its session.
@@ -211,6 +212,7 @@ async fn serve(mut request: Request) {
         serial: &shared.serial,
         write_cache: shared.write_cache.get() && shared.driver_flushes.get(),
         activity: &shared.activity,
+        turns: &shared.turns,
     };
     // SAFETY: the request holds the mappings that its chain was translated with.
     let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;

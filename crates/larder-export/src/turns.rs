@@ -1,0 +1,418 @@
+//! Reads and writes of any length that leave the disk's thread to others.
+//!
+//! Whoever serves a disk makes all reads and writes through a [`Turns`]. A long one is cut into pieces where it enters: what a
+//! layer needs for a request is bounded by its length, and a guest or a client may send one of gigabytes.
+//!
+//! A device that answers in the call copies for as long as the request is, and a guest may send thousands of requests at once,
+//! so after [`TURN_LEN`] bytes the next piece waits for the next turn of the loop. Layers below share what they have in the
+//! order in which it is asked for, so no more than [`UNDER_WAY_MAX`] bytes of pieces are under way. Pieces wait here, in the
+//! order in which they come; short requests never wait here, and find little before them below.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+use larder_block::event_loop::yield_now;
+use larder_block::signal::Signal;
+use larder_block::{
+    BlockDevice, ByteOffset, Io, IoResult, Loop, Operation, ReadBuf, Watch, WriteBuf, WriteFlags, check_request, join,
+};
+use smallvec::SmallVec;
+
+/// The longest read or write that a layer below those who serve a disk is given, in bytes.
+pub const PIECE_LEN: usize = 2 << 20;
+
+/// Pieces of one request that are under way at the same time.
+pub const PIECES_AT_ONCE: usize = 16;
+
+/// Once so many bytes have begun in a turn of the loop, the next piece waits for the next turn. A processor copies them in
+/// some 0.3 ms, and a client's short request needs some four turns.
+const TURN_LEN: usize = 1 << 20;
+
+/// Once so many bytes of pieces are under way, the next piece waits until one has ended: more than any device needs to be kept
+/// busy, and no more than what a cache copies of writes at the same time.
+const UNDER_WAY_MAX: usize = 32 << 20;
+
+/// A read or write of up to so many bytes does not wait. Who takes requests from a queue or a connection bounds how many of
+/// them there are in a turn.
+const SHORT_LEN: usize = 128 << 10;
+
+/// The reads and writes that one server makes on one loop.
+pub struct Turns(Rc<State>);
+
+struct State {
+    on: Loop,
+    /// Bytes begun since a turn was last counted.
+    begun: Cell<usize>,
+    /// Bytes of pieces that have begun and not ended.
+    under_way: Cell<usize>,
+    ended: Signal,
+    waiting: RefCell<VecDeque<Rc<Place>>>,
+    /// A task counts turns, because something waits.
+    is_counting: Cell<bool>,
+}
+
+/// A piece that waits for its turn.
+struct Place {
+    len: usize,
+    may_begin: Cell<bool>,
+    waker: RefCell<Option<Waker>>,
+}
+
+/// A piece that waits, or has begun; it ends when this is dropped.
+struct Piece<'a> {
+    state: &'a State,
+    place: Rc<Place>,
+}
+
+impl Drop for Piece<'_> {
+    fn drop(&mut self) {
+        if self.place.may_begin.get() {
+            return self.state.end(self.place.len);
+        }
+        let mut waiting = self.state.waiting.borrow_mut();
+        waiting.retain(|place| !Rc::ptr_eq(place, &self.place));
+    }
+}
+
+/// A request without a place has ended.
+impl Watch for State {
+    fn ended(&self, len: u32) {
+        self.end(len as usize);
+    }
+}
+
+impl State {
+    fn has_room(&self) -> bool {
+        self.under_way.get() < UNDER_WAY_MAX
+    }
+
+    fn begin(&self, len: usize) {
+        self.begun.set(self.begun.get() + len);
+        self.under_way.set(self.under_way.get() + len);
+    }
+
+    fn end(&self, len: usize) {
+        self.under_way.set(self.under_way.get() - len);
+        self.ended.raise();
+    }
+
+    /// Begins a piece in this turn, if it has to wait for nothing.
+    fn try_begin(&self, len: usize) -> bool {
+        let may = self.begun.get() < TURN_LEN && self.has_room() && self.waiting.borrow().is_empty();
+        if may {
+            self.begin(len);
+        }
+        may
+    }
+
+    /// Waits until a piece may begin.
+    async fn turn(self: &Rc<Self>, len: usize) -> Piece<'_> {
+        let piece = Piece {
+            state: self,
+            place: Rc::new(Place {
+                len,
+                may_begin: Cell::new(self.try_begin(len)),
+                waker: RefCell::default(),
+            }),
+        };
+        if piece.place.may_begin.get() {
+            return piece;
+        }
+        self.waiting.borrow_mut().push_back(Rc::clone(&piece.place));
+        if !self.is_counting.replace(true) {
+            self.on.spawn(Rc::clone(self).count_turns());
+        }
+        poll_fn(|context| {
+            if piece.place.may_begin.get() {
+                return Poll::Ready(());
+            }
+            *piece.place.waker.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        piece
+    }
+
+    /// Lets pieces begin, turn by turn, until none waits.
+    async fn count_turns(self: Rc<Self>) {
+        loop {
+            self.begun.set(0);
+            while self.begun.get() < TURN_LEN && self.has_room() {
+                let Some(place) = self.waiting.borrow_mut().pop_front() else {
+                    self.is_counting.set(false);
+                    return;
+                };
+                self.begin(place.len);
+                place.may_begin.set(true);
+                if let Some(waker) = place.waker.take() {
+                    waker.wake();
+                }
+            }
+            yield_now().await;
+            self.ended.when(|| self.has_room()).await;
+        }
+    }
+}
+
+impl Turns {
+    /// Those of a server on `on`.
+    pub fn new(on: &Loop) -> Self {
+        Self(Rc::new(State {
+            on: on.clone(),
+            begun: Cell::new(0),
+            under_way: Cell::new(0),
+            ended: Signal::default(),
+            waiting: RefCell::default(),
+            is_counting: Cell::new(false),
+        }))
+    }
+
+    /// [`BlockDevice::read`] of any length.
+    pub fn read<'a>(&'a self, device: &'a dyn BlockDevice, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if let Some(io) = self.at_once(buffer.len(), || device.read(start, buffer)) {
+            return io;
+        }
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Read, range) {
+            return Io::ready(Err(error));
+        }
+        Io::task(self.in_pieces(start, buffer.len(), move |at, from, len| {
+            device.read(at, buffer.slice(from, len))
+        }))
+    }
+
+    /// [`BlockDevice::write`] of any length. One that fails leaves each sector old or new, as a short one does; one that is not
+    /// all on the device writes nothing.
+    pub fn write<'a>(
+        &'a self,
+        device: &'a dyn BlockDevice,
+        start: ByteOffset,
+        buffer: WriteBuf<'a>,
+        flags: WriteFlags,
+    ) -> Io<'a> {
+        if let Some(io) = self.at_once(buffer.len(), || device.write(start, buffer, flags)) {
+            return io;
+        }
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Write, range) {
+            return Io::ready(Err(error));
+        }
+        Io::task(self.in_pieces(start, buffer.len(), move |at, from, len| {
+            device.write(at, buffer.slice(from, len), flags)
+        }))
+    }
+
+    /// A request that needs no task of its own here: a short one, or one piece that waits for nothing.
+    fn at_once<'a>(&'a self, len: usize, request: impl FnOnce() -> Io<'a>) -> Option<Io<'a>> {
+        match len {
+            ..=SHORT_LEN => Some(request()),
+            ..=PIECE_LEN if self.0.try_begin(len) => Some(request().watched(&*self.0, len as u32)),
+            _ => None,
+        }
+    }
+
+    /// `request` is given a piece's place on the device, and its place and length in the buffer. Pieces end at multiples of
+    /// their length on the device.
+    async fn in_pieces<'a>(
+        &'a self,
+        start: ByteOffset,
+        len: usize,
+        request: impl Fn(ByteOffset, usize, usize) -> Io<'a> + 'a,
+    ) -> IoResult {
+        let request = &request;
+        let mut from = 0;
+        while from < len {
+            let mut ios: SmallVec<[Io<'_>; PIECES_AT_ONCE]> = SmallVec::new();
+            while from < len && ios.len() < PIECES_AT_ONCE {
+                let at = start.get() + from as u64;
+                let room = PIECE_LEN - (at % PIECE_LEN as u64) as usize;
+                let piece = room.min(len - from);
+                let in_turn = async move {
+                    let _piece = self.0.turn(piece).await;
+                    request(ByteOffset::new(at), from, piece).await
+                };
+                ios.push(Io::task(in_turn));
+                from += piece;
+            }
+            join(ios).await?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::pin::pin;
+    use std::rc::Rc;
+    use std::task::{Context, Waker};
+
+    use larder_block::backend::memory::MemoryDevice;
+    use larder_block::{BoxFuture, ByteLen, ByteRange, Extent, Geometry, SizeChanges, ZeroFlags};
+
+    use super::*;
+
+    const LEN: usize = 64 << 20;
+
+    /// A device that takes a while for a read, and counts what it has under way.
+    struct Slow {
+        memory: MemoryDevice,
+        under_way: Cell<usize>,
+        most: Cell<usize>,
+    }
+
+    impl Slow {
+        fn new() -> Self {
+            Self {
+                memory: MemoryDevice::new(ByteLen::new(LEN as u64), 512),
+                under_way: Cell::new(0),
+                most: Cell::new(0),
+            }
+        }
+    }
+
+    impl BlockDevice for Slow {
+        fn name(&self) -> &Rc<str> {
+            self.memory.name()
+        }
+
+        fn geometry(&self) -> Geometry {
+            self.memory.geometry()
+        }
+
+        fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+            Io::task(async move {
+                self.under_way.set(self.under_way.get() + buffer.len());
+                self.most.set(self.most.get().max(self.under_way.get()));
+                for _ in 0..100 {
+                    yield_now().await;
+                }
+                self.under_way.set(self.under_way.get() - buffer.len());
+                self.memory.read(start, buffer).await
+            })
+        }
+
+        fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+            self.memory.write(start, buffer, flags)
+        }
+
+        fn flush(&self) -> Io<'_> {
+            self.memory.flush()
+        }
+
+        fn discard(&self, range: ByteRange) -> Io<'_> {
+            self.memory.discard(range)
+        }
+
+        fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+            self.memory.write_zeroes(range, flags)
+        }
+
+        fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+            self.memory.extents(range, limit)
+        }
+
+        fn size_changes(&self) -> &SizeChanges {
+            self.memory.size_changes()
+        }
+    }
+
+    /// A device that answers in the call is given no more than a piece in a turn, and short requests go past those that wait.
+    #[test]
+    fn long_request_leaves_turns_to_others() {
+        let on = Loop::simulated().expect("a loop");
+        let (turns, device) = (Turns::new(&on), MemoryDevice::new(ByteLen::new(LEN as u64), 512));
+        let (mut memory, mut other) = (vec![1; LEN], [1; 4096]);
+        on.block_on(async {
+            let mut read = pin!(turns.read(&device, ByteOffset::ZERO, ReadBuf::new(&mut memory)));
+            let mut passed = 0;
+            poll_fn(|context| match read.as_mut().poll(context) {
+                Poll::Ready(result) => {
+                    result.expect("reads");
+                    Poll::Ready(())
+                }
+                Poll::Pending => {
+                    passed += 1;
+                    let short = turns.read(&device, ByteOffset::ZERO, ReadBuf::new(&mut other));
+                    assert!(short.is_ready(), "a short read waits");
+                    Poll::Pending
+                }
+            })
+            .await;
+            assert!(passed + 1 >= LEN / PIECE_LEN, "{passed} turns of others");
+        });
+        assert!(memory.iter().all(|byte| *byte == 0));
+        assert_eq!(turns.0.under_way.get(), 0);
+    }
+
+    /// Many long requests are under way in part only, and all end.
+    #[test]
+    fn pieces_under_way_are_bounded() {
+        const REQUESTS: usize = 8;
+        let on = Loop::simulated().expect("a loop");
+        let (turns, device) = (Turns::new(&on), Slow::new());
+        let mut memory = vec![1; LEN];
+        let buffer = ReadBuf::new(&mut memory);
+        on.block_on(async {
+            let reads: SmallVec<[Io<'_>; REQUESTS]> = (0..REQUESTS)
+                .map(|_| turns.read(&device, ByteOffset::ZERO, buffer))
+                .collect();
+            join(reads).await.expect("they read");
+        });
+        let most = device.most.get();
+        assert!(
+            (UNDER_WAY_MAX..UNDER_WAY_MAX + PIECE_LEN).contains(&most),
+            "{most} bytes"
+        );
+        assert_eq!((turns.0.under_way.get(), device.under_way.get()), (0, 0));
+    }
+
+    /// Requests that are given up, whether they have begun or wait, make room for others.
+    #[test]
+    fn request_given_up_makes_room() {
+        let on = Loop::simulated().expect("a loop");
+        let (turns, device) = (Turns::new(&on), Slow::new());
+        let mut memory = vec![1; LEN];
+        let buffer = ReadBuf::new(&mut memory);
+        on.block_on(async {
+            let mut context = Context::from_waker(Waker::noop());
+            let mut given_up: Vec<_> = (0..4)
+                .map(|_| Box::pin(turns.read(&device, ByteOffset::ZERO, buffer)))
+                .collect();
+            for _ in 0..50 {
+                for read in &mut given_up {
+                    assert!(read.as_mut().poll(&mut context).is_pending());
+                }
+                yield_now().await;
+            }
+            assert!(turns.0.under_way.get() >= UNDER_WAY_MAX);
+            assert!(!turns.0.waiting.borrow().is_empty());
+            drop(given_up);
+            assert_eq!(turns.0.under_way.get(), 0);
+            assert!(turns.0.waiting.borrow().is_empty());
+            let read = turns.read(&device, ByteOffset::ZERO, buffer);
+            read.await.expect("reads");
+        });
+    }
+
+    /// A write that does not fit writes nothing.
+    #[test]
+    fn long_write_past_the_end_writes_nothing() {
+        let on = Loop::simulated().expect("a loop");
+        let (turns, device) = (Turns::new(&on), MemoryDevice::new(ByteLen::new(LEN as u64), 512));
+        let data = vec![1; 4 * PIECE_LEN];
+        let start = ByteOffset::new((LEN - 3 * PIECE_LEN) as u64);
+        let mut found = vec![1; 3 * PIECE_LEN];
+        on.block_on(async {
+            let flags = WriteFlags::NONE;
+            let written = turns.write(&device, start, WriteBuf::new(&data), flags).await;
+            assert!(written.is_err());
+            let read = turns.read(&device, start, ReadBuf::new(&mut found));
+            read.await.expect("reads");
+        });
+        assert!(found.iter().all(|byte| *byte == 0));
+    }
+}
