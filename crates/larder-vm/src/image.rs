@@ -438,7 +438,9 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
 /// only a cache has stays there, for the user to decide about.
 pub fn use_without_dirty_cache(image: &ImageAddress, format: Format) {
     let others = Note::others(&disk_id::identity(image, format), &[]);
-    others.iter().for_each(Other::is_used_without);
+    // Of the dirty ones the image's times tell.
+    let clean = others.iter().filter(|other| !other.is_dirty());
+    clean.for_each(Other::is_used_without);
 }
 
 /// A raw image is about to be changed, which must be no file of Larder's own that somebody needs.

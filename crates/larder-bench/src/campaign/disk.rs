@@ -363,13 +363,29 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
+    /// When the image was changed last.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn modified(&self) -> anyhow::Result<SystemTime> {
+        Ok(std::fs::metadata(self.places.image)?.modified()?)
+    }
+
+    /// Has the image look as if it had been changed then.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn set_modified_to(&self, time: SystemTime) -> anyhow::Result<()> {
+        let file = std::fs::File::options().write(true).open(self.places.image)?;
+        Ok(file.set_modified(time)?)
+    }
+
     /// Has the image look as if it had been changed so much later than now.
     ///
     /// # Errors
     /// The host's.
     pub fn set_modified(&self, later: Duration) -> anyhow::Result<()> {
-        let file = std::fs::File::options().write(true).open(self.places.image)?;
-        Ok(file.set_modified(SystemTime::now() + later)?)
+        self.set_modified_to(SystemTime::now() + later)
     }
 
     /// Waits until the new server has the client of the dead one: QEMU, or Larder with all repeated that may be lost.

@@ -253,9 +253,10 @@ impl Rounds<'_> {
 
     /// A cache that has what the disk has not is not opened for one that was changed without it, and stays as it is.
     fn refuse_changed(&self) -> anyhow::Result<()> {
+        let before = self.disk.modified()?;
         self.disk.set_modified(NOT_ITS_OWN)?;
         self.disk.is_refused("the disk was changed since without it")?;
-        self.disk.set_modified(Duration::ZERO)
+        self.disk.set_modified_to(before)
     }
 
     fn reconnect(&mut self) -> anyhow::Result<()> {

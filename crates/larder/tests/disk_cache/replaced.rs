@@ -355,6 +355,7 @@ fn a_killed_caches_data_outlives_a_journal_that_is_given_up() {
     let check = place.disk_command(&["check", "--discard-journal", text(&image)]);
     let (_, said) = crate::support::run(check);
     assert!(said.contains("given up: ") && said.contains(text(&cache)), "{said}");
+    crate::assert_fails(place.without_cache(&image), &[text(&cache), "larder disk cache flush"]);
     place.refused(
         &image,
         text(&cache),

@@ -11,6 +11,8 @@
 //! - A capture is taken when no own write is in flight, and only once any later write leaves another state.
 //! - A finding that is not `Proven` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a process that is killed
 //!   before it has acted upon the finding leaves it to the next one.
+//! - The page stays as it was found until the process writes to the image, or acts upon the finding: one that gives the image up
+//!   before that leaves it to the next one.
 //! - The page is allocated before it is mapped, so no store raises SIGBUS.
 //!
 //! How it fails: without a mark the finding is unproven. An image on a server, and a device of a server, is never proven, and its
@@ -78,6 +80,10 @@ pub(super) struct Mark {
     on: Loop,
     image: Image,
     boot: u128,
+    found: Found,
+    /// The image's state when it was opened, until the page is set up.
+    opened: Cell<Option<State>>,
+    size_max: Cell<u64>,
     /// The task that stores heartbeats and captures runs, or is not wanted.
     is_watched: Cell<bool>,
     is_closed: Cell<bool>,
@@ -139,6 +145,7 @@ impl Mark {
         let snapshot = layout::read(&file)?;
         let (image, state) = image_of(marked, &metadata);
         let clock = clock(boot);
+        let size_max = Cell::new(marked.size_max);
         let found = Found {
             finding: judge(snapshot.as_ref(), &state, clock),
             of_use: snapshot.as_ref().map_or(0, |mark| mark.of_use),
@@ -149,24 +156,64 @@ impl Mark {
         }
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, PAGE as u64)?;
         let page = Page::map(&file)?;
-        page.set_up(boot, clock.ahead_ns, clock.now_ns, marked.size_max, &found);
-        let is_provable = !matches!(image, Image::Unprovable);
         let mark = Rc::new(Self {
             page,
             on: on.clone(),
             image,
             boot,
-            is_watched: Cell::new(!is_provable),
+            found,
+            opened: Cell::new(Some(state)),
+            size_max,
+            is_watched: Cell::new(false),
             is_closed: Cell::new(false),
             ending: Cell::new(0),
             ending_sectors: Cell::new(0),
             begun_at_tick: Cell::new(0),
             last: Cell::new(None),
         });
-        if is_provable && !mark.tick() {
-            mark.watch();
-        }
         Ok((found, Some(mark)))
+    }
+
+    /// Makes the page this process's own, if it is not. Nothing of this process's is in flight.
+    fn set_up(self: &Rc<Self>) {
+        let Some(opened) = self.opened.take() else { return };
+        let clock = clock(self.boot);
+        self.page.set_up(
+            self.boot,
+            clock.ahead_ns,
+            clock.now_ns,
+            self.size_max.get(),
+            &self.found,
+        );
+        if matches!(self.image, Image::Unprovable) {
+            self.is_watched.set(true);
+            return;
+        }
+        self.last.set(Some(Capture {
+            ahead_ns: clock.ahead_ns,
+            file: opened.file,
+            disk: opened.disk,
+            ..Capture::default()
+        }));
+        if let (Ok(now), Some(then)) = (self.state(), opened.file) {
+            self.compare(now, then);
+        }
+        if !self.tick() {
+            self.watch();
+        }
+    }
+
+    /// Nothing of this process's has changed the file since `then`.
+    fn compare(&self, now: State, then: FileTimes) {
+        let Some(now) = now.file.filter(|now| *now != then) else {
+            return;
+        };
+        let is_written = now.mtime_ns != then.mtime_ns || now.size != then.size;
+        self.record_foreign(if is_written {
+            Finding::Changed
+        } else {
+            Finding::Unproven
+        });
     }
 
     /// Counts a write of so many sectors as begun. The kernel gets it next.
@@ -198,29 +245,37 @@ impl Mark {
 
     /// Announces that a write to come may give the file this size.
     pub(super) fn may_grow_to(&self, size: u64) {
-        self.page.store(Word::SizeMax, self.page.load(Word::SizeMax).max(size));
+        self.size_max.set(self.size_max.get().max(size));
+        if self.is_set_up() {
+            self.page.store(Word::SizeMax, self.size_max.get());
+        }
+    }
+
+    fn is_set_up(&self) -> bool {
+        self.opened.get().is_none()
     }
 
     /// Reports that the finding of this opening, and of those before, has been acted upon. The mark belongs to this use from now on.
-    pub(super) fn acknowledge(&self, of_use: u64) {
+    pub(super) fn acknowledge(self: &Rc<Self>, of_use: u64) {
+        self.set_up();
         self.page.store(Word::Use, of_use);
         self.page.store(Word::Carried, Finding::Proven.code());
     }
 
-    /// Something begins, and nothing has begun since the last capture.
+    /// Something begins, and nothing has begun since the last capture, or ever.
     #[cold]
     fn wake(self: &Rc<Self>) {
+        if !self.is_set_up() {
+            self.set_up();
+            if !self.is_watched.get() {
+                self.watch();
+            }
+            return;
+        }
         if let (Image::File(_), Some(last)) = (&self.image, self.last.get())
             && let (Ok(now), Some(then)) = (self.state(), last.file)
-            && let Some(now) = now.file
-            && now != then
         {
-            let is_written = now.mtime_ns != then.mtime_ns || now.size != then.size;
-            self.record_foreign(if is_written {
-                Finding::Changed
-            } else {
-                Finding::Unproven
-            });
+            self.compare(now, then);
         }
         self.watch();
     }
@@ -329,7 +384,10 @@ impl Mark {
         }
         self.turn();
         let page = &self.page;
-        if !matches!(self.image, Image::Unprovable) && page.load(Word::Begun) == page.load(Word::Ended) {
+        if self.is_set_up()
+            && !matches!(self.image, Image::Unprovable)
+            && page.load(Word::Begun) == page.load(Word::Ended)
+        {
             let clock = clock(self.boot);
             let was_set = self.follow(clock);
             // If it is too early, the time of the last write's end does as well.
