@@ -243,10 +243,15 @@ impl Qemu {
             .args(arguments);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut monitor = BufReader::new(child.stdout.take().unwrap());
-        // It greets when all is set up.
-        let mut greeting = String::new();
-        monitor.read_line(&mut greeting).unwrap();
-        assert!(greeting.contains("QMP"), "{greeting:?} instead of a greeting of QEMU");
+        // A thread of the monitor's own greets, before the machine exists or after; the answer comes from the main loop,
+        // which runs when all is set up.
+        let mut input = child.stdin.as_ref().unwrap();
+        input.write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
+        for what in ["QMP", "return"] {
+            let mut line = String::new();
+            monitor.read_line(&mut line).unwrap();
+            assert!(line.contains(what), "{line:?} of QEMU, not its {what:?}");
+        }
         Self {
             child,
             _monitor: monitor,
