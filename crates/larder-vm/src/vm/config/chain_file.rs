@@ -2,12 +2,12 @@
 //! `larder disk serve --pin-chain`.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-use larder_block::small_file::CONFIG_BYTES_MAX;
+use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use toml::de::{DeTable, DeValue};
 
 use super::{ConfigError, Reader, Value, format_of, image_of};
@@ -150,9 +150,8 @@ fn read_own(path: &Path) -> io::Result<String> {
     if !why.is_empty() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
-    let mut text = String::new();
-    file.take(CONFIG_BYTES_MAX).read_to_string(&mut text)?;
-    Ok(text)
+    let bytes = small_file::all_of(file, CONFIG_BYTES_MAX)?;
+    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 impl Reader<'_> {
