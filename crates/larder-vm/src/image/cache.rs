@@ -649,13 +649,10 @@ async fn open_on(
         }
         Err(error) => {
             tracing::warn!(
-                "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty{}",
-                match disk.lacks_times {
-                    true => ", and after a stop, too",
-                    false => "",
-                },
+                "{}: the state of its cache cannot be recorded ({}: {error}), so the cache will be empty after a kill or a crash{}",
                 disk.image,
-                note.place()
+                note.place(),
+                if disk.lacks_times { ", and after a stop" } else { "" }
             );
             note.unmade()
         }
