@@ -211,8 +211,10 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
         "| | {} | this one | ratio |\n| --- | --- | --- | --- |",
         other.display()
     );
+    let mut differences = Vec::new();
     for (format, image) in images {
         for is_cached in [false, true] {
+            let cached = if is_cached { " with a cache" } else { "" };
             for requests in &REQUESTS {
                 let of = |program: &Path| {
                     let served = Served {
@@ -222,25 +224,32 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                         prefetch: "off",
                         is_cached,
                     };
-                    Ok::<_, anyhow::Error>(served.of_each(place, requests, count)?.total())
+                    served.of_each(place, requests, count)
                 };
                 let (mut others, mut ours) = (Vec::new(), Vec::new());
+                let mut last = Costs::default();
                 for _ in 0..arguments.rounds(1) {
-                    others.push(of(other)?);
-                    ours.push(of(&own)?);
+                    let (theirs, own) = (of(other)?, of(&own)?);
+                    others.push(theirs.total());
+                    ours.push(own.total());
+                    last = own.over(&theirs);
                 }
                 let ratios = ratios(&ours, &others);
                 println!(
-                    "| {format}{}, {} | {:.0} | {:.0} | {:.3} ({}) |",
-                    if is_cached { " with a cache" } else { "" },
+                    "| {format}{cached}, {} | {:.0} | {:.0} | {:.3} ({}) |",
                     requests.name,
                     median(&others),
                     median(&ours),
                     median(&ratios),
                     spread(&ratios, 3)
                 );
+                differences.push((format!("{format}{cached}, {}", requests.name), last));
             }
         }
+    }
+    for (name, difference) in &differences {
+        println!("\n| {name}: this one less the other, by function | instructions |\n| --- | --- |");
+        difference.print();
     }
     Ok(())
 }
