@@ -1,8 +1,7 @@
-//! Changes of the disk past a cache that has failed, which may have data that the disk has not.
-//!
-//! Nobody may read what the next one to open the cache would not believe. So before the disk is changed it is given what
-//! only the cache has of these lines, and that is noted elsewhere. What cannot be read from the cache device any more can
-//! still be written over: readers do not get it from the disk until the disk has the new durably, and that is noted.
+//! Changes of the disk past a failed cache that may have dirty data. No reader may get data that the next opening of
+//! the cache would discard. So the dirty lines of a range are written to the disk before it changes, and the witness
+//! records that. Dirty data that the cache device can no longer read can still be overwritten: readers do not get the
+//! disk's data until the disk has the new data durably, and that is recorded.
 
 use std::ops::Range;
 
@@ -13,18 +12,18 @@ use crate::Cache;
 use crate::parts::runs;
 use crate::shape::Line;
 
-/// So many lines that are lost with a cache are told of one by one.
+/// The most lines that an error lists one by one when they are lost with a cache.
 const TOLD_MAX: usize = 1024;
 
 impl Cache {
-    /// A write to `range`, which is held, past a cache that has failed.
+    /// Writes to `range`, which is held, past a failed cache.
     pub(crate) async fn write_apart(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let lines = range.widened(self.shape.line_len());
         let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
         self.write_past(range, buffer, flags).await
     }
 
-    /// The same of lines that are held in [`crate::clean::Cleaning::busy`], too.
+    /// Writes to `range`, whose lines are held in [`crate::clean::Cleaning::busy`] too, past a failed cache.
     pub(crate) async fn write_past(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let operation = Operation::Write;
         self.leave_to_disk(operation, range).await?;
@@ -37,10 +36,10 @@ impl Cache {
         Ok(())
     }
 
-    /// Before the disk is changed in `range`, which is held, also in [`crate::clean::Cleaning::busy`]: has the disk have all
-    /// that there is of its lines, and whoever opens the cache next know that.
+    /// Prepares a change of the disk in `range`, which is held, also in [`crate::clean::Cleaning::busy`]: writes its
+    /// dirty lines to the disk and records that for the next opening.
     ///
-    /// Of what cannot be read nothing changes: readers do not get the disk's until [`Cache::outdate`].
+    /// Dirty data that cannot be read stays as it is: readers do not get the disk's data until [`Cache::outdate`].
     pub(crate) async fn leave_to_disk(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.detached(operation, range).await?;
         if !self.has_only(range) || self.supersede(operation, range).await.is_ok() {
@@ -66,7 +65,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Has the disk have all that there is of the lines of a range, and notes that.
+    /// Writes the dirty data of the lines of a range to the disk, and records that it is superseded.
     async fn supersede(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.clean_range(operation, range).await?;
         let lines = self.shape.lines_of(range);
@@ -76,7 +75,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Notes that the cached data of some lines is superseded. No other line of a cache that has failed becomes dirty.
+    /// Marks the cached data of some lines as superseded. No other line of a failed cache becomes dirty.
     fn are_superseded(&self, lines: Range<Line>) {
         let mut superseded = self.superseded.borrow_mut();
         let (index, leaving) = (self.index.borrow(), self.leaving.borrow());
@@ -87,7 +86,7 @@ impl Cache {
         });
     }
 
-    /// Where the lines are that only the cache has something of, for people.
+    /// Returns the ranges of the dirty lines as text for messages.
     pub(crate) fn dirty_text(&self) -> String {
         let index = self.index.borrow();
         let lines = index.dirty.within(0..Line::MAX, TOLD_MAX);
@@ -100,8 +99,8 @@ impl Cache {
         }
     }
 
-    /// The disk has, durably, something newer of `range`, which is held as above, than only the cache has: that is what
-    /// readers find from now on, and who opens the cache next.
+    /// Records that the disk has newer data of `range`, durably, than the cache's dirty data. Readers find the disk's
+    /// data from now on, and so does the next opening. The range is held as for [`Self::leave_to_disk`].
     pub(crate) async fn outdate(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.forget(range);
         let lines = self.shape.lines_of(range);
@@ -113,7 +112,7 @@ impl Cache {
         {
             let mut undoing = self.undoing.borrow_mut();
             undoing.retain(|(other, _)| !gone.contains(*other));
-            // No record of it will be written.
+            // No record of the removal will be written.
             undoing.push((gone, u64::MAX));
         }
         self.undone(operation, gone).await?;

@@ -1,9 +1,9 @@
-//! The guest's writes, discards and write-zeroes, when the cache agrees with the disk at all times (write-through), or
-//! has nothing of what is written (write-around, pass-through).
+//! The guest's writes, discards and write-zeroes, where the cache equals the disk at all times (write-through) or
+//! does not take writes (write-around, pass-through).
 //!
-//! The order that keeps a crash from leaving an old byte: before the disk changes, the cache device says durably that what
-//! it has of these lines is not to be believed (they are *open*), or has nothing of them. They are closed again when both
-//! devices have been flushed. A line that is written again and again is opened once.
+//! The order of writes keeps a crash from leaving a stale byte. Before the disk changes, the cache device says
+//! durably that its data of these lines is invalid (the lines are *open*), or that it has none of them. Lines are
+//! closed again when both devices have been flushed. A line that is written again and again is opened once.
 
 use std::rc::Rc;
 
@@ -21,15 +21,16 @@ use crate::place::{Place, Retract};
 use crate::shape::{SECTOR, Slot};
 use crate::{Cache, Mode, State};
 
-/// Discards and write-zeroes are done in pieces that touch this many lines of the cache, or 16 times as many as may be
-/// unsettled...
+/// Lines of the cache that a piece of a discard or write-zeroes touches at most. If 16 times `unsettled_max` is less,
+/// that is the bound.
 const PIECE_LINES: usize = 16 << 10;
 
-/// ...and this part of the disk, or so many bytes: a write that meets a piece waits until the disk below has discarded it.
+/// The longest piece of a discard or write-zeroes is the disk divided by this, or [`PIECE_LEN_MIN`] if that is
+/// longer: a write that overlaps a piece waits until the disk below has discarded it.
 const PIECES_PER_DISK: u64 = 256;
 const PIECE_LEN_MIN: ByteLen = ByteLen::mib(64);
 
-/// A change without data.
+/// Change without data.
 #[derive(Clone, Copy)]
 enum Clear {
     Discard,
@@ -45,7 +46,7 @@ impl Clear {
     }
 }
 
-/// The changes that are under way.
+/// Changes of the disk that are under way.
 #[derive(Default)]
 pub(crate) struct Changes {
     ranges: Ranges,
@@ -53,7 +54,7 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// As after the death of a process that may have left something unflushed.
+    /// Returns the state after a process died that may have left changes unflushed.
     pub(crate) fn unflushed() -> Self {
         Self {
             flushing: Flushing::unflushed(),
@@ -61,18 +62,18 @@ impl Changes {
         }
     }
 
-    /// Completes when those that are under way now have ended.
+    /// Completes when all changes that are under way now have ended.
     pub(crate) async fn drained(&self) {
         let whole = ByteRange::new(0, u64::MAX >> 1);
         drop(self.ranges.enter(whole, Hold::Exclusive).await);
     }
 
-    /// Keeps others from changing `range`.
+    /// Holds `range`, so that other changes of it wait.
     pub(crate) async fn enter(&self, range: ByteRange, hold: Hold) -> Held<'_> {
         self.ranges.enter(range, hold).await
     }
 
-    /// A change that touches `range` is under way, or waits.
+    /// Returns whether a change that touches `range` is under way, or waits.
     pub(crate) fn touch(&self, range: ByteRange) -> bool {
         self.ranges.touch(range)
     }
@@ -85,8 +86,9 @@ impl Watch for Changes {
     }
 }
 
-/// The lines that a write goes to, and the parts of it. What of a write that has failed, or was given up, is in the cache
-/// nobody knows, nor what the disk has: it is taken out. A crash does not believe it either, for it is open.
+/// Lines and parts that a write goes to. When the write fails or is cancelled, neither the content of the cache nor
+/// that of the disk is known, so the parts are removed from memory. A crash discards them too, since their lines are
+/// open.
 struct Writing<'a> {
     cache: &'a Cache,
     places: SmallVec<[(Part, Place<'a>); 2]>,
@@ -94,8 +96,8 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// Keeps readers from what is going to be written: if the disk does not take it, they must not have seen it. Those of a
-    /// cache that has failed may read for ever.
+    /// Hides the sectors from readers until the disk has them: a write that fails must not have been seen. Then waits
+    /// for present readers, unless the cache has failed: a failed device may keep its readers forever.
     async fn hide(&self) -> Result<(), Failed> {
         for (part, place) in &self.places {
             self.cache.index.borrow_mut().hide(place.slot(), part.sectors);
@@ -106,7 +108,7 @@ impl Writing<'_> {
         (!self.cache.has_failed()).then_some(()).ok_or(Failed)
     }
 
-    /// Disk and cache have it.
+    /// Ends the write successfully: disk and cache have the data.
     fn done(mut self) {
         for (part, place) in self.places.drain(..) {
             self.cache.index.borrow_mut().hide(place.slot(), 0);
@@ -150,7 +152,7 @@ impl Cache {
         Io::task(self.write_steps(range, buffer, flags))
     }
 
-    /// Flushes the disk.
+    /// Flushes the disk, and records how far.
     pub(crate) async fn flush_disk(&self) -> IoResult {
         let flush = self.changes.flushing.begin();
         self.lower.flush().await?;
@@ -158,22 +160,22 @@ impl Cache {
         Ok(())
     }
 
-    /// `range`, as far as whole lines reach.
+    /// Returns `range`, widened to whole lines.
     fn lines_whole(&self, range: ByteRange) -> ByteRange {
         range.widened(self.shape.line_len())
     }
 
-    /// Whether what is written to a range may be brought into the cache.
+    /// Returns whether data written to a range may be stored in the cache.
     fn keeps_write(&self, range: ByteRange) -> bool {
         self.mode.get() == Mode::WriteThrough && !self.has_failed() && !self.is_spent(range.len)
     }
 
-    /// The cache is not used any more, and never will be.
+    /// Returns whether the cache has failed for good and has no dirty data, so that it is never used again.
     fn is_apart(&self) -> bool {
         self.state.get() == State::Detached && !self.may_be_dirty.get()
     }
 
-    /// Whether it is known at once that neither memory nor a crash would find anything of `range` in the cache.
+    /// Returns whether it is known at once that neither memory nor a crash would find a part of `range` in the cache.
     fn has_nothing_of(&self, range: ByteRange) -> bool {
         if self.has_failed() || self.has_other_size() {
             return false;
@@ -190,7 +192,7 @@ impl Cache {
     async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let lines = self.lines_whole(range);
         let _held = self.changes.ranges.enter(lines, Hold::Exclusive).await;
-        // A line must not get a place behind the write's back.
+        // A fill must not store old data of a line during the write.
         self.fills.forget(lines);
         self.fills.landing(lines).await;
         let result = self.write_alone(range, buffer, flags).await;
@@ -201,13 +203,13 @@ impl Cache {
     async fn write_alone(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         self.undone(Operation::Write, range).await?;
         self.load_range(range, Operation::Write).await?;
-        // A cache that fails here is seen to by what follows.
+        // The following steps handle a cache that fails here.
         let _ = self.retract_unproven(range).await;
         if self.mode.get() == Mode::WriteBack && !self.has_failed() {
             return self.write_back(range, buffer, flags).await;
         }
         let _alone = self.cleaning.busy.enter(self.lines_whole(range), Hold::Exclusive).await;
-        // Of another mode's time.
+        // Lines may be dirty from the time of another mode.
         self.make_clean(range).await?;
         if !self.keeps_write(range) {
             return match self.retract(range, Retract::All).await {
@@ -241,7 +243,7 @@ impl Cache {
         let there = writing.places.len();
         let mut at = 0;
         for part in self.shape.parts_of(range) {
-            // Those that are there are in order.
+            // The cached lines are in order.
             if writing.places[..there]
                 .get(at)
                 .is_some_and(|(other, _)| other.line == part.line)
@@ -286,13 +288,13 @@ impl Cache {
         on_disk
     }
 
-    /// Room for a copy of what a guest writes: whoever has it waits for no other write.
+    /// Reserves room for a copy of a guest's write. The holder waits for no other write.
     pub(crate) async fn room_for_copy(&self, buffer: WriteBuf<'_>) -> Result<Room, Failed> {
         let room = self.fast.copies.reserve(buffer.len(), || self.has_failed()).await;
         room.ok_or(Failed)
     }
 
-    /// Writes `part` of a request for `range`, which `memory` has, to its place.
+    /// Writes `part` of a request for `range` from `memory`, which has the whole request, to its slot.
     pub(crate) fn write_slot<'a>(
         &'a self,
         place: &Place<'_>,
@@ -306,13 +308,13 @@ impl Cache {
         Io::task(self.fast.write(at, Rc::clone(memory), bytes, WriteFlags::NONE))
     }
 
-    /// Has a slot be open before a change of `part`, if a crash would otherwise believe what it has; whether a commit must
-    /// be waited for.
+    /// Queues the record that opens a slot before a change of `part`, if a crash would otherwise trust its content.
+    /// Returns whether a commit must be waited for.
     fn open_line(&self, slot: Slot, part: Part) -> bool {
         let Some(place) = self.ledger.borrow().get(slot).copied() else {
             return false;
         };
-        // What has been cleaned is not to be taken for dirty any more.
+        // Sectors that were cleaned must not be taken for dirty any more.
         let dirty = place.last.dirty & self.index.borrow().dirty(slot);
         let is_believed = !place.last.open && place.last.valid & part.sectors != 0;
         if is_believed || (place.last.dirty & !dirty) & part.sectors != 0 {
@@ -329,10 +331,10 @@ impl Cache {
         place.commits > 0
     }
 
-    /// Has the disk have all that the cache has of `range`, which is held, also in [`crate::clean::Cleaning::busy`], and
-    /// loaded.
+    /// Writes all dirty data of `range` to the disk. The range is loaded and held, also in
+    /// [`crate::clean::Cleaning::busy`].
     async fn make_clean(&self, range: ByteRange) -> IoResult {
-        // What a cache has that has failed is seen to before the disk is changed.
+        // A failed cache's dirty data is handled before the disk changes.
         if !self.may_be_dirty.get() || self.has_failed() {
             return Ok(());
         }
@@ -370,8 +372,8 @@ impl Cache {
         Ok(())
     }
 
-    /// The beginning of `range`, up to so many lines of the cache: that bounds memory. A range without cached lines is one
-    /// piece, however long it is.
+    /// Returns the beginning of `range`, with a bounded number of cached lines, which bounds memory. A range without
+    /// cached lines is one piece, however long it is.
     pub(crate) fn piece_of(&self, range: ByteRange) -> ByteRange {
         let index = self.index.borrow();
         let mut cached = index.lines.within(self.shape.lines_of(range));
@@ -381,8 +383,8 @@ impl Cache {
         }
     }
 
-    /// `piece`, the beginning of `range`, with its end at a multiple of what the disk below discards: a cluster that two
-    /// pieces share would be discarded by neither.
+    /// Returns `piece`, the beginning of `range`, with its end at a multiple of the disk's discard granularity:
+    /// neither of two pieces that share a cluster would discard it.
     fn whole_below(&self, piece: ByteRange, range: ByteRange) -> ByteRange {
         let granularity = u64::from(self.lower.geometry().discard_granularity.max(1)).max(1 << self.shape.line_bits);
         let before = piece.end().align_down(granularity);
@@ -402,7 +404,7 @@ impl Cache {
         self.undone(operation, piece).await?;
         self.load_range(piece, operation).await?;
         let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
-        // What only the cache has is what the sectors hold if the disk fails.
+        // Clean data goes first. If the disk fails, dirty data is still the sectors' content.
         if self.retract(piece, Retract::Clean).await.is_err() {
             self.leave_to_disk(operation, piece).await?;
         }
@@ -414,7 +416,7 @@ impl Cache {
         self.changes.flushing.changed();
         result?;
         if self.has_only(piece) {
-            // It may go when the disk has something newer for good.
+            // Dirty data may be removed once the disk has newer data durably.
             self.flush_disk().await?;
             if self.retract(piece, Retract::All).await.is_err() {
                 self.detached(operation, piece).await?;
@@ -424,7 +426,7 @@ impl Cache {
         self.undone(operation, piece).await
     }
 
-    /// Whether the request is one that the cache can look at: on the disk, and of whole sectors.
+    /// Returns whether the cache can serve a request: inside the disk, and of whole sectors.
     pub(crate) fn is_fit(&self, range: ByteRange) -> bool {
         !range.is_empty() && range.is_aligned(SECTOR) && range.checked_end().is_some_and(|end| end <= self.end())
     }

@@ -1,9 +1,9 @@
-//! Cleaning: what only the cache has is written to the disk, in the order of the disk.
+//! Cleaning: writes dirty data to the disk, in the order of the disk.
 //!
-//! Lines are cleaned when they have been dirty for a while, when there are many, or when nobody wants anything of the disk.
-//! The guest comes first: beside its requests little is written at a time, and rested in between.
-//! A line stays dirty until the disk has been flushed; if it is written meanwhile it stays so, and what the disk got is
-//! one of the things that were once there, which nobody reads.
+//! Lines are cleaned when they have been dirty for a while, when there are many, or when the disk is idle. The guest
+//! comes first: while it has requests, little is written at a time, with pauses in between. A line stays dirty until
+//! the disk has been flushed. If it is written during that, it stays dirty, and the disk has got one of the states
+//! that the line once had; no reader gets that from the disk.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,36 +20,37 @@ use crate::parts::runs;
 use crate::shape::{Line, Sectors, Slot};
 use larder_block::signal::Signal;
 
-/// So many bytes are written to the disk at once.
+/// Bytes that one write to the disk has at most.
 const RUN_LEN: u64 = 256 << 10;
 
-/// So many bytes before it is flushed.
+/// Bytes written to the disk before it is flushed.
 const BATCH_LEN: u64 = 2 << 20;
 
-/// Beside requests of the guest so many bytes at most are written, and in so many writes.
+/// Bytes written at most before a pause while the guest has requests; [`BESIDE_RUNS`] bounds the number of writes.
 const BESIDE_LEN: u64 = 512 << 10;
 const BESIDE_RUNS: usize = 16;
 
-/// Beside requests of the guest so many times as long is rested as was written; half as long if there is much to clean.
+/// Length of a pause while the guest has requests, as a multiple of the time that writing took; half of it if much is
+/// dirty.
 const REST: u32 = 3;
 
-/// But no longer than this.
+/// The longest pause.
 const REST_MAX: Duration = Duration::from_millis(500);
 
-/// So many lines are cleaned at once for a change that must not find them dirty.
+/// Lines that are cleaned at once for a change that must not find them dirty.
 const CLEANED_MAX: usize = 256;
 
-/// After an error, or when all of them are being written, the lines are left alone for so long.
+/// Delay before lines are tried again after an error, or when all of them are being written.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// When dirty lines are cleaned.
+/// Conditions under which dirty lines are cleaned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CleanOptions {
-    /// When they have been dirty for this time, or up to twice as long.
+    /// Lines are cleaned when they have been dirty for this time, or up to twice as long.
     pub after: Duration,
-    /// When more than so many of a hundred lines are dirty.
+    /// Lines are cleaned when more than this percentage of all lines is dirty.
     pub percent: u8,
-    /// When nothing was asked of the disk for this time, or up to twice as long.
+    /// Lines are cleaned when no request came for this time, or up to twice as long.
     pub idle: Duration,
 }
 
@@ -63,28 +64,28 @@ impl Default for CleanOptions {
     }
 }
 
-/// What is dirty, and what is being cleaned.
+/// State of the cleaning.
 pub(crate) struct Cleaning {
     pub(crate) options: CleanOptions,
-    /// Where it goes on.
+    /// First line of the next batch.
     next: Cell<Line>,
     /// Lines that are being written to the disk; no change of the disk touches them.
     pub(crate) busy: Ranges,
-    /// Slots that are being cleaned, and whether they were changed meanwhile.
+    /// Slots that are being cleaned, and whether they were changed during that.
     slots: RefCell<HashMap<Slot, bool>>,
     running: Cell<bool>,
     timed: Cell<bool>,
-    /// Nobody but [`Cache::clean`] starts it any more.
+    /// Set once only [`Cache::clean`] may start the cleaning.
     stopped: Cell<bool>,
-    /// Nobody at all: the disk is another cache's.
+    /// Set once nothing may start it, because another cache owns the disk.
     gone: Cell<bool>,
-    /// So many wait for all to be clean.
+    /// Number of callers that wait for all lines to be clean.
     waited_for: Cell<u32>,
     /// Requests of the guest so far.
     asked: Cell<u64>,
     /// Bytes written to the disk so far.
     pub(crate) written: Cell<u64>,
-    /// How often it has ended, and why the last time, if that was an error.
+    /// Number of runs that have ended; `error` is that of the last one, if it failed.
     ends: Cell<u64>,
     error: RefCell<Option<IoError>>,
     ended: Signal,
@@ -110,35 +111,35 @@ impl Cleaning {
         }
     }
 
-    /// The guest wants something.
+    /// Counts a request of the guest.
     pub(crate) fn is_asked(&self) {
         self.asked.set(self.asked.get().wrapping_add(1));
     }
 
-    /// Requests of the guest so far.
+    /// Returns the number of the guest's requests so far.
     pub(crate) fn asked(&self) -> u64 {
         self.asked.get()
     }
 
-    /// Nothing is cleaned in the background any more, when this completes, nor will be.
+    /// Stops the background cleaning for good, and waits until it has stopped.
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);
         self.ended.when(|| !self.running.get()).await;
     }
 
-    /// The same for good, whoever wants it.
+    /// Stops all cleaning for good, whichever caller wants it, and waits until it has stopped.
     pub(crate) async fn abandon(&self) {
         self.gone.set(true);
         self.ended.when(|| !self.running.get()).await;
     }
 
-    /// Completes when it has ended once more.
+    /// Completes when one more run has ended.
     async fn end(&self) {
         let ends = self.ends.get();
         self.ended.when(|| self.ends.get() != ends).await;
     }
 
-    /// A slot has been changed.
+    /// Notes that a slot has changed, in case it is being cleaned.
     pub(crate) fn is_changed(&self, slot: Slot) {
         if let Some(changed) = self.slots.borrow_mut().get_mut(&slot) {
             *changed = true;
@@ -146,24 +147,24 @@ impl Cleaning {
     }
 }
 
-/// A line as it is cleaned.
+/// Line that is being cleaned.
 struct Cleaned {
     line: Line,
     slot: Slot,
     dirty: Sectors,
 }
 
-/// How many lines, which are in order, are in the first `runs` of those that follow each other.
+/// Returns how many of `lines`, which are sorted, are in the first `runs` runs of consecutive lines.
 fn len_of_runs(lines: &[Line], runs: usize) -> usize {
     let is_end = |(_, pair): &(usize, &[Line])| pair[0] + 1 != pair[1];
     let ends = lines.windows(2).enumerate().filter(is_end);
     ends.map(|(at, _)| at + 1).nth(runs - 1).unwrap_or(lines.len())
 }
 
-/// Some lines could not be cleaned, and others are tried, each once.
+/// State after a batch could not be cleaned: every other line is tried once more.
 struct Failed {
     error: IoError,
-    /// From here on it was tried, and from the first line on.
+    /// First line that was tried; `is_around` is set once the search has wrapped to the first line.
     from: Line,
     is_around: bool,
     in_vain: u32,
@@ -179,7 +180,8 @@ impl Failed {
         }
     }
 
-    /// Leaves those of `lines`, which follow `next` or, if there are none, are the first ones, that were not tried.
+    /// Leaves only those of `lines` that were not tried yet. They are the batch from `next` on, or the first lines if
+    /// there are none from `next` on.
     fn keep_untried(&mut self, lines: &mut Vec<Line>, next: Line) {
         self.is_around |= lines.first().is_some_and(|first| *first < next);
         if self.is_around {
@@ -188,7 +190,7 @@ impl Failed {
     }
 }
 
-/// Ends the cleaning of some slots.
+/// Ends the cleaning of some slots when dropped.
 struct Busy<'a> {
     cache: &'a Cache,
     lines: Vec<Cleaned>,
@@ -203,10 +205,11 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// After so many parts that could not be cleaned, one after the other, no more are tried: it is not a bad spot.
+/// Number of consecutive parts that could not be cleaned after which no more are tried: the cause is not a bad spot
+/// then.
 const IN_VAIN_MAX: u32 = 16;
 
-/// Somebody waits for all to be clean.
+/// Counts a caller that waits for all lines to be clean, until it is dropped.
 struct WaitedFor<'a>(&'a Cell<u32>);
 
 impl<'a> WaitedFor<'a> {
@@ -223,7 +226,7 @@ impl Drop for WaitedFor<'_> {
 }
 
 impl Cache {
-    /// Starts to clean if there is a reason, or sees to it that it is thought of in time.
+    /// Starts the cleaning if there is a reason, or a timer that checks for one.
     pub(crate) fn clean_in_time(&self) {
         let cleaning = &self.cleaning;
         let cannot = cleaning.stopped.get() || self.lower.geometry().read_only;
@@ -240,12 +243,12 @@ impl Cache {
         }
     }
 
-    /// More than so many of a hundred lines are dirty.
+    /// Returns whether more than `percent` of all lines are dirty.
     fn has_dirty(&self, percent: u8) -> bool {
         self.index.borrow().dirty.len() * 100 > self.shape.slots() * u64::from(percent)
     }
 
-    /// Looks every now and then, as long as something is dirty, whether that is so for long, or nobody wants anything.
+    /// Checks periodically, while lines are dirty, whether some have been dirty for long or the disk is idle.
     fn look_again(&self, interval: Duration, waited: Duration, asked: u64) {
         let Some(sleep) = self.on.upgrade().map(|on| on.sleep(interval)) else {
             return;
@@ -272,7 +275,7 @@ impl Cache {
         });
     }
 
-    /// Cleans what is old, in the background.
+    /// Cleans aged lines in the background.
     pub(crate) fn start_cleaning(&self) {
         let cleaning = &self.cleaning;
         if cleaning.gone.get() || !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
@@ -289,22 +292,23 @@ impl Cache {
         });
     }
 
-    /// Writes all that is dirty to the disk.
+    /// Writes all dirty data to the disk.
     ///
     /// # Errors
-    /// What the disk or the cache device has said; everything is tried.
+    /// An error of the disk or the cache device. All lines are tried first.
     pub async fn clean(&self) -> IoResult {
         self.clean_rounds(u32::MAX).await
     }
 
-    /// The same, but if new data keeps coming, no longer than for so many rounds, each of what is dirty when it begins.
+    /// Cleans all lines. While new data keeps coming, stops after `rounds` rounds, each of the lines dirty at its
+    /// begin.
     pub(crate) async fn clean_rounds(&self, rounds: u32) -> IoResult {
         let cleaning = &self.cleaning;
         let _now = WaitedFor::new(&cleaning.waited_for);
         self.load_all().await?;
         for _ in 0..rounds {
             if cleaning.running.get() {
-                // It may have failed before anybody asked.
+                // The running one may have failed before this call.
                 cleaning.end().await;
             }
             self.index.borrow_mut().dirty.age();
@@ -314,7 +318,7 @@ impl Cache {
             if cleaning.gone.get() {
                 return Err(self.refused(Operation::Write, ByteRange::default()));
             }
-            // Or somebody else has: all who wait hear how it ends.
+            // All waiters get the result of the same run.
             self.start_cleaning();
             cleaning.end().await;
             if let Some(error) = &*cleaning.error.borrow() {
@@ -352,7 +356,7 @@ impl Cache {
                     if self.cleaning.asked.get() != asked {
                         self.rest(began).await;
                     }
-                    // Files in memory do everything in the call.
+                    // Files in memory complete in the call, so nothing above yields.
                     yield_now().await;
                     continue;
                 }
@@ -384,14 +388,14 @@ impl Cache {
         }
     }
 
-    /// Cleans what it can of lines that cannot be cleaned all together: a part of a device that does not work is not to keep
-    /// the rest from the disk. Whether it is worth going on; what was tried `in_vain` since something could be cleaned is
-    /// counted.
+    /// Cleans as many as possible of the lines of a batch that failed, so that a bad spot on a device does not keep
+    /// the rest from the disk. Returns whether it is worth continuing; `in_vain` counts failed parts since the last
+    /// success.
     async fn clean_in_parts(&self, lines: &[Line], in_vain: &mut u32) -> bool {
         let mut parts = vec![lines];
         while let Some(part) = parts.pop() {
             let cleaned = match part.len() == lines.len() {
-                // That was tried.
+                // The whole batch has just failed.
                 true => false,
                 false => self.clean_lines(part).await.is_ok(),
             };
@@ -411,12 +415,12 @@ impl Cache {
         true
     }
 
-    /// There is no time to rest.
+    /// Returns whether to clean without pauses.
     fn hurries(&self) -> bool {
         self.cleaning.waited_for.get() > 0 || self.has_dirty(self.cleaning.options.percent.saturating_mul(2))
     }
 
-    /// Leaves the disk to the guest for a while, after what began at `began`.
+    /// Pauses for a while that depends on the time since `began`, so that the guest has the disk.
     async fn rest(&self, began: LoopTime) {
         if self.hurries() {
             return;
@@ -432,7 +436,7 @@ impl Cache {
         sleep.await;
     }
 
-    /// Cleans some lines, which are in order; how many it could.
+    /// Cleans some lines, which are sorted. Returns how many were cleaned.
     pub(crate) async fn clean_lines(&self, lines: &[Line]) -> Result<usize, IoError> {
         let (Some(first), Some(last)) = (lines.first(), lines.last()) else {
             return Ok(0);
@@ -445,7 +449,7 @@ impl Cache {
         self.clean_held(lines).await
     }
 
-    /// The same of lines that are held in [`Cleaning::busy`].
+    /// Cleans lines that are held in [`Cleaning::busy`].
     pub(crate) async fn clean_held(&self, lines: &[Line]) -> Result<usize, IoError> {
         let mut busy = Busy {
             cache: self,
@@ -457,7 +461,7 @@ impl Cache {
             let Some(slot) = found.filter(|_| dirty != 0) else {
                 continue;
             };
-            // What is being written to it by now may not be what is read here.
+            // Data that is being written to the slot now may differ from what is read here.
             let is_changing = self.index.borrow().has_writers(slot);
             self.cleaning.slots.borrow_mut().insert(slot, is_changing);
             busy.lines.push(Cleaned {
@@ -471,7 +475,7 @@ impl Cache {
         }
         let is_leaving = lines.iter().any(|line| self.has_leaving(*line..line + 1));
         if is_leaving && !self.has_failed() {
-            // If it fails, that is what is waited for next.
+            // The following check handles a failure.
             let _ = self.commit().await;
         }
         if self.has_failed() {
@@ -493,7 +497,7 @@ impl Cache {
         let written = join(ios).await;
         self.changes.flushing.changed();
         if written.is_err() && self.has_other_size() {
-            // It may have been behind the disk's end.
+            // The line may have been past the disk's end.
             return Ok(0);
         }
         written?;
@@ -514,7 +518,7 @@ impl Cache {
         Ok(cleaned)
     }
 
-    /// Has the disk have all that only the cache has of the lines of a range, which are held in [`Cleaning::busy`].
+    /// Writes all dirty data of the lines of a range, which are held in [`Cleaning::busy`], to the disk.
     pub(crate) async fn clean_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         loop {
             let dirty = self
@@ -531,7 +535,7 @@ impl Cache {
         }
     }
 
-    /// Writes lines that follow each other to the disk.
+    /// Writes consecutive lines to the disk.
     async fn clean_run(&self, lines: &[Cleaned]) -> IoResult {
         let line_len = self.shape.line_len() as usize;
         let mut memory = AlignedBuf::zeroed(lines.len() * line_len);
@@ -578,7 +582,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_lines_that_follow_each_other() {
+    fn run_length_counts_consecutive_lines() {
         let lines = [1, 2, 3, 7, 8, 10, 12];
         let lens: Vec<usize> = (1..6).map(|runs| len_of_runs(&lines, runs)).collect();
         assert_eq!(lens, [3, 5, 6, 7, 7]);

@@ -1,10 +1,11 @@
-//! Makes what is known of the lines durable: the journal is written, and the pages after it.
+//! Makes the lines' metadata durable: writes the journal, and later the pages.
 //!
-//! A commit with firm records ends with a flush, or is forced. One with loose records is only written: it becomes firm
-//! when a flush that began after it has ended, and a later sector, forced, tells so ([`Cache::harden`]).
+//! A commit with durable (*firm*) records ends with a flush, or is written with FUA. One with unflushed (*loose*)
+//! records is only written. It becomes durable when a flush that began after it has ended, and a later sector,
+//! written with FUA, says so ([`Cache::harden`]).
 //!
-//! A sector is filled by one commit after the other, so that the journal has room for many, and a page is written for many
-//! records: one whose records are all firm, as all before it is, is written again with more of them.
+//! One commit after the other fills a sector, so that the journal has room for many, and a page is written once for
+//! many records: a sector whose records are all durable, as all before it are, is written again with more of them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -21,63 +22,64 @@ use crate::page::{self, Version};
 use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use larder_block::signal::Signal;
 
-/// The most that is written at once.
+/// The most bytes that one commit writes.
 const COMMIT_MAX: u64 = 64 << 10;
-/// Pages that are being written at the same time.
+/// Pages that are written concurrently.
 const PAGES_AT_ONCE: usize = 16;
 
-/// Sectors of the journal that are only for telling what is firm: a checkpoint needs that to make room.
+/// Sectors of the journal that are reserved for telling the durable end, which a checkpoint needs to make room.
 const RESERVED: u64 = 4 * COMMIT_SECTORS;
 
-/// The cache device does not work.
+/// Error of a cache device that does not work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Failed;
 
-/// A loose record that was written.
+/// Unflushed record that was written.
 struct Loose {
-    /// Of its sector.
+    /// Sequence of the record's sector.
     sequence: u64,
     number: u64,
     record: Record,
 }
 
-/// What waits to be written to the journal, and where that is.
+/// Queue of records for the journal, and the journal's state.
 pub(crate) struct Commits {
     queue: RefCell<Vec<Record>>,
-    /// Records queued since the cache was opened, and those of them that are written, and durable if they are firm.
+    /// Records queued since the cache was opened. `written` counts those that are written, and durable if they are
+    /// firm.
     queued: Cell<u64>,
     written: Cell<u64>,
-    /// Loose records that were written and are not known to be firm.
+    /// Unflushed records that were written and are not known to be durable.
     loose: RefCell<VecDeque<Loose>>,
-    /// Sectors below this one are durable, with the data that they tell of.
+    /// Sectors below this one are durable, and so is the data that they refer to.
     firm_end: Cell<u64>,
-    /// The highest firm end that a durable sector tells, and the one that is to be told.
+    /// Highest durable end that a durable sector states. `to_tell` is the one that is to be stated.
     told: Cell<u64>,
     to_tell: Cell<u64>,
     running: Cell<bool>,
     waiting: Signal,
     session: u32,
-    /// Of the next sector that is begun.
+    /// Sequence of the next sector that is begun; `tail` is that of the oldest sector that is needed.
     end: Cell<u64>,
     tail: Cell<u64>,
-    /// What the last sector has, if it may get more.
+    /// Records of the last sector, if more can be added to it.
     open: RefCell<Option<Vec<Record>>>,
-    /// The last block that was written, up to the end.
+    /// Content of the last block that was written, up to the end.
     block: RefCell<Vec<u8>>,
-    /// Which of a set's two marks is set by changes now.
+    /// The one of a set's two change marks that changes set now.
     half: Cell<usize>,
     checkpoint_runs: Cell<bool>,
 }
 
 impl Commits {
-    /// `block` is what the block in which the end lies has before it.
+    /// Begins a journal at `end`; `block` holds the sectors of its block before the end.
     pub(crate) fn new(session: u32, tail: u64, end: u64, block: Vec<u8>) -> Self {
         Self {
             queue: RefCell::default(),
             queued: Cell::new(0),
             written: Cell::new(0),
             loose: RefCell::default(),
-            // What an opening has found was made durable.
+            // The opening has made durable whatever it found.
             firm_end: Cell::new(end),
             told: Cell::new(tail),
             to_tell: Cell::new(tail),
@@ -93,17 +95,17 @@ impl Commits {
         }
     }
 
-    /// Something has happened that those who wait for a commit want to know.
+    /// Wakes tasks that wait for a commit, after a change that concerns them.
     pub(crate) fn wake(&self) {
         self.waiting.raise();
     }
 
-    /// How many records have been asked for.
+    /// Returns the number of records queued so far.
     pub(crate) fn queued(&self) -> u64 {
         self.queued.get()
     }
 
-    /// Whether so many records are written, and durable if they are firm.
+    /// Returns whether the first `records` records are written, and durable if they are firm.
     pub(crate) fn have_written(&self, records: u64) -> bool {
         self.written.get() >= records
     }
@@ -112,26 +114,26 @@ impl Commits {
         self.to_tell.get() > self.told.get()
     }
 
-    /// Of the next sector that is begun, if nothing is being written.
+    /// Returns the sequence of the next sector that is begun, if none is being written.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
     }
 
-    /// The first sector that may get more records, or is getting some.
+    /// Returns the first sector that may get more records, or is getting some.
     pub(crate) fn growing(&self) -> u64 {
         self.end.get() - u64::from(self.open.borrow().is_some())
     }
 }
 
 impl Cache {
-    /// Has the next commit say, whatever happens, that a slot holds `entry` from then on.
+    /// Queues a durable record that a slot holds `entry`.
     pub(crate) fn queue(&self, slot: Slot, entry: Entry) {
         let number = self.commits.queued.get();
         self.ledger.borrow_mut().commit_begins(slot, entry, number);
         self.push(slot, entry, false);
     }
 
-    /// Has the next commit say that a slot holds `entry` from then on, if only this process dies.
+    /// Queues an unflushed record that a slot holds `entry`: it outlives this process, but perhaps not a power loss.
     pub(crate) fn queue_loose(&self, slot: Slot, entry: Entry) {
         let memory = || self.index.borrow().entry(slot);
         self.ledger
@@ -145,7 +147,7 @@ impl Cache {
         self.commits.queued.set(self.commits.queued.get() + 1);
     }
 
-    /// Starts to write what is queued.
+    /// Starts to write the queue.
     pub(crate) fn start_commit(&self) {
         let has_work = !self.commits.queue.borrow().is_empty() || self.commits.has_to_tell();
         if !has_work || self.commits.running.replace(true) {
@@ -155,7 +157,7 @@ impl Cache {
         self.spawn(async move { cache.run_commits().await });
     }
 
-    /// Writes all that is queued, so that it outlives this process, and makes it durable if it is firm.
+    /// Writes all queued records, so that they outlive this process, and makes the firm ones durable.
     pub(crate) async fn commit(&self) -> Result<(), Failed> {
         let records = self.commits.queued();
         self.committed(|commits| commits.have_written(records)).await
@@ -170,7 +172,8 @@ impl Cache {
         is_over(&self.commits).then_some(()).ok_or(Failed)
     }
 
-    /// Makes all firm that was written loosely before, if there is any, and flushes what writes have put into the cache.
+    /// Makes all unflushed records durable, if there are any, and flushes the data that writes have put into the
+    /// cache.
     pub(crate) async fn harden(&self) -> Result<(), Failed> {
         let has_none = self.commits.loose.borrow().is_empty() && self.kept.is_flushed();
         if has_none || !self.may_be_dirty.get() {
@@ -179,13 +182,13 @@ impl Cache {
         self.harden_all().await
     }
 
-    /// Makes all firm that is to be written loosely.
+    /// Writes the queued records, and makes all unflushed ones durable.
     pub(crate) async fn harden_queued(&self) -> Result<(), Failed> {
         self.commit().await?;
         self.harden().await
     }
 
-    /// Flushes the cache device, and makes all firm that was written loosely before.
+    /// Flushes the cache device, and makes all unflushed records durable.
     pub(crate) async fn harden_all(&self) -> Result<(), Failed> {
         if self.has_failed() {
             return Err(Failed);
@@ -205,16 +208,16 @@ impl Cache {
             return Ok(());
         }
         commits.to_tell.set(commits.to_tell.get().max(end));
-        // Who waits for room lets it go first.
+        // A task that waits for journal space gives way to this sector.
         commits.waiting.raise();
         self.committed(|commits| commits.told.get() >= end).await
     }
 
-    /// Tells that all is firm that an opening has found.
+    /// States that everything that an opening has found is durable.
     pub(crate) async fn tell_all(&self) {
         let end = self.commits.end.get();
         self.commits.to_tell.set(end);
-        // A failure is known by then.
+        // A failure was already recorded.
         let _ = self.committed(|commits| commits.told.get() >= end).await;
     }
 
@@ -243,7 +246,7 @@ impl Cache {
                 self.start_checkpoint();
             }
             if used() > ring {
-                // A checkpoint that began long ago may give up too little, and then another one is needed.
+                // A checkpoint that began long ago may free too little, and then another one is needed.
                 let is_over = || {
                     used() <= ring
                         || (count > 0 && commits.has_to_tell())
@@ -262,7 +265,7 @@ impl Cache {
         commits.waiting.raise();
     }
 
-    /// Whether the first `count` queued records can be added to the last sector.
+    /// Returns whether the first `count` queued records can be added to the last sector.
     fn can_be_added(&self, count: usize) -> bool {
         let (open, queue) = (self.commits.open.borrow(), self.commits.queue.borrow());
         let room = open
@@ -271,8 +274,8 @@ impl Cache {
         (1..=room).contains(&count) && queue[..count].iter().all(|record| !record.loose)
     }
 
-    /// Writes a commit into so many sectors, for which there is room, or adds it to the last one. One without records only
-    /// tells what is firm.
+    /// Writes a commit into `sectors` sectors, for which there is room, or adds it to the last sector. A commit
+    /// without records only states the durable end.
     async fn write_commit(&self, mut records: Vec<Record>, is_added: bool, sectors: u64) -> IoResult {
         let commits = &self.commits;
         let ring = self.shape.journal_sectors();
@@ -286,7 +289,7 @@ impl Cache {
         };
         let is_firm = records.iter().any(|record| !record.loose);
         let is_all_firm = records.iter().all(|record| !record.loose);
-        // Sectors before it that were written loosely must not be missing where a firm record is to be found.
+        // An unflushed sector before a durable record must not be missing, or the record would not be found.
         let is_forced = is_all_firm && (records.is_empty() || position.firm_end == sequence);
         {
             let mut index = self.index.borrow_mut();
@@ -300,7 +303,7 @@ impl Cache {
             false => Vec::new(),
         };
         said.extend_from_slice(&records);
-        // Whole blocks; what is written already of the first one stays what it is.
+        // Whole blocks are written; the part of the first one that is written already does not change.
         let from = sequence - sequence % COMMIT_SECTORS;
         let count = end.next_multiple_of(COMMIT_SECTORS) - from;
         let mut bytes = AlignedBuf::zeroed((count * SECTOR) as usize);
@@ -327,7 +330,7 @@ impl Cache {
         }
         if is_firm || is_forced {
             commits.told.set(position.firm_end);
-            // What tells only may be there where something before it is not.
+            // A sector that only states the durable end may survive where one before it does not.
             if !records.is_empty() || commits.firm_end.get() >= sequence {
                 commits.firm_end.set(end);
             }
@@ -347,7 +350,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Records were written, the first ones into sector `sequence`, and flushed if one of them is firm.
+    /// Applies written records to the ledger. The first ones are in sector `sequence`; all were flushed if one is
+    /// firm.
     fn are_written(&self, records: &[Record], sequence: u64) {
         let commits = &self.commits;
         let per_sector = journal::records_per_sector(&self.shape);
@@ -392,21 +396,22 @@ impl Cache {
         });
     }
 
-    /// Writes the pages of all sets that have changed; nothing is changing.
+    /// Writes the pages of all changed sets. No change may be under way.
     pub(crate) async fn checkpoint_all(&self) -> IoResult {
         self.commits.waiting.when(|| !self.commits.checkpoint_runs.get()).await;
         self.checkpoint().await?;
         self.checkpoint().await
     }
 
-    /// Writes the pages of all sets that have changed up to now, after which the journal's beginning is not needed.
+    /// Writes the pages of all sets that have changed so far, and frees the journal's beginning.
     async fn checkpoint(&self) -> IoResult {
         let commits = &self.commits;
         let old = commits.half.get();
         commits.half.set(1 - old);
-        // A commit that is being written is there, or behind it, and marks the other half.
+        // A commit that is being written is at the cut or after it, and marks the other half.
         let cut = commits.growing();
-        // The pages have what is firm; what is loose must not be only in the part of the journal that is given up.
+        // Pages have only durable records, so an unflushed one must not be only in the part of the journal that is
+        // freed.
         if self.harden().await.is_err() {
             return Ok(());
         }
@@ -423,7 +428,7 @@ impl Cache {
             let pages: SmallVec<[Io<'_>; PAGES_AT_ONCE]> =
                 batch.iter().map(|set| Io::task(self.write_page(*set, old))).collect();
             join(pages).await?;
-            // Files in memory do everything in the call.
+            // Files in memory complete in the call, so nothing above yields.
             yield_now().await;
         }
         self.fast.flush().await?;
@@ -452,7 +457,7 @@ impl Cache {
                         .map_or_else(|| index.entry(slot), |place| place.durable)
                 })
                 .collect();
-            // What is loose is not in the page, nor what its last sector gets besides.
+            // The page has neither unflushed records nor those that its last sector gets later.
             let growing = self.commits.growing();
             let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
             let newest = index.newest_page(set).next();

@@ -1,17 +1,18 @@
-//! Compare before use: clean lines of which it is not known whether the disk still has the same are compared with it.
+//! Compare before use: clean lines that the disk may no longer match are compared with it.
 //!
 //! After a kill another program may have changed the disk. Then every clean line is *unproven* when it is loaded
-//! ([`crate::index::Index`]), and no read gets it from the cache: only dirty sectors are read there. A background task reads
-//! the lines from both devices, in the order of the disk. Sectors that are equal are used from then on, and the others are
-//! taken out. A read of the guest that brings an unproven line from the disk has it compared at once.
+//! ([`crate::index::Index`]), and no read gets it from the cache: only dirty sectors are read there. A background
+//! task reads the lines from both devices, in the order of the disk. Equal sectors are used from then on, and the
+//! others are removed. A read of the guest that gets an unproven line from the disk has the line compared at once.
 //!
 //! Invariants:
-//! - The superblock says "unproven" durably before the first request is served, and until neither memory nor a crash finds
-//!   an unproven line. So no kill, no clean stop and no copy makes one trusted.
-//! - A piece is compared while its range is held as a change holds it: no change of the guest and no fill touches it.
-//! - A change of the guest takes the unproven sectors that it writes out, durably, before it begins: write-back would
-//!   otherwise mark as dirty what the disk may have newer.
-//! - A line that cannot be read from the disk stays unproven; it is tried again.
+//! - The superblock says "unproven" durably before the first request is served, and until neither memory nor a crash
+//!   has an unproven line. So no kill, no clean stop and no copy makes such a line trusted.
+//! - The range of a piece is held as for a change while it is compared: no change of the guest and no fill touches
+//!   it.
+//! - A change of the guest removes the unproven sectors that it writes, durably, before it begins: write-back would
+//!   otherwise mark sectors as dirty of which the disk may have a newer version.
+//! - A line that cannot be read from the disk stays unproven, and is tried again.
 
 use std::cell::Cell;
 use std::rc::Weak;
@@ -33,25 +34,25 @@ use crate::shape::{Line, SECTOR, Sectors, Slot};
 /// Bytes of the disk that are compared at once. As many are read from the cache device.
 const PIECE_LEN: u64 = 256 << 10;
 
-/// Beside requests of the guest the task pauses so many times as long as it took for a piece...
+/// Length of the pause after a piece while the guest has requests, as a multiple of the time that the piece took.
 const PAUSE_FACTOR: u32 = 3;
 
-/// ...but no longer than this.
+/// The longest pause after a piece.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
-/// When lines that could not be read from the disk are tried again.
+/// Delay before lines that could not be read from the disk are tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// How far the comparing is.
+/// State of the comparison.
 #[derive(Default)]
 pub(crate) struct Comparing {
-    /// Lines that are loaded are unproven, and the superblock says so.
+    /// Set while loaded clean lines are unproven, which the superblock says too.
     enabled: Cell<bool>,
     stopped: Cell<bool>,
-    /// A piece is being compared.
+    /// Set while a piece is being compared.
     busy: Cell<bool>,
     idle: Signal,
-    /// Bytes that were compared.
+    /// Bytes that were compared and equal; `unequal` counts the others.
     equal: Cell<u64>,
     unequal: Cell<u64>,
 }
@@ -64,12 +65,12 @@ impl Comparing {
         }
     }
 
-    /// Whether clean lines that are loaded are unproven.
+    /// Returns whether clean lines are unproven when they are loaded.
     pub(crate) fn is_enabled(&self) -> bool {
         self.enabled.get()
     }
 
-    /// Completes when nothing is being compared, nor will be.
+    /// Stops the comparison for good, and waits until it has stopped.
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);
         self.idle.when(|| !self.busy.get()).await;
@@ -82,7 +83,7 @@ impl Comparing {
     }
 }
 
-/// Says that a piece is being compared, until this is dropped.
+/// Marks a piece as being compared until it is dropped.
 struct Busy<'a>(&'a Comparing);
 
 impl<'a> Busy<'a> {
@@ -99,17 +100,17 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// A line that is being compared.
+/// Line that is being compared.
 struct Compared {
     line: Line,
     slot: Slot,
-    /// The sectors that are compared.
+    /// Sectors to compare.
     clean: Sectors,
-    /// Those of them that the disk has otherwise.
+    /// Sectors that differ on the disk.
     stale: Cell<Sectors>,
 }
 
-/// Those of `sectors` that differ between two copies of a line, of which `first` is the first sector.
+/// Returns those of `sectors` that differ between two copies of a part of a line; `first` is the part's first sector.
 fn unequal(sectors: Sectors, first: u32, one: &[u8], other: &[u8]) -> Sectors {
     let pairs = one
         .chunks_exact(SECTOR as usize)
@@ -119,7 +120,7 @@ fn unequal(sectors: Sectors, first: u32, one: &[u8], other: &[u8]) -> Sectors {
 }
 
 impl Cache {
-    /// Compares all that is unproven, once everything is loaded, until nothing is left of it or the cache is closed.
+    /// Compares all unproven lines, once every set is loaded, until none is left or the cache is closed.
     pub(crate) async fn compare_all(this: Weak<Self>) {
         let (mut next, mut is_failed) = (0, false);
         loop {
@@ -158,7 +159,7 @@ impl Cache {
             });
             match sleep {
                 Some(sleep) => sleep.await,
-                // Files in memory do everything in the call.
+                // Files in memory complete in the call, so nothing above yields.
                 None => yield_now().await,
             }
         }
@@ -168,7 +169,7 @@ impl Cache {
         (self.now().since(began) * PAUSE_FACTOR).min(PAUSE_MAX)
     }
 
-    /// The unproven lines of the next piece, from `next` on.
+    /// Returns the unproven lines of the next piece, from `next` on.
     fn next_unproven(&self, next: Line) -> Vec<Line> {
         let index = self.index.borrow();
         let per_piece = (PIECE_LEN >> self.shape.line_bits).max(1);
@@ -178,17 +179,17 @@ impl Cache {
         index.unproven.within(first..first + per_piece).collect()
     }
 
-    /// Compares some lines, which are in order and within [`PIECE_LEN`].
+    /// Compares some lines, which are sorted and within [`PIECE_LEN`].
     ///
     /// # Errors
-    /// The disk's: the lines stay unproven.
+    /// An error of the disk: the lines stay unproven.
     async fn compare_piece(&self, lines: &[Line]) -> IoResult {
         let (Some(first), Some(last)) = (lines.first(), lines.last()) else {
             return Ok(());
         };
         let whole = self.range_of(*first..last + 1);
         let _held = self.changes.enter(whole, Hold::Exclusive).await;
-        // None begins now.
+        // No fill begins now.
         self.fills.ended(whole).await;
         if self.has_other_size() {
             self.see_size().await?;
@@ -197,7 +198,7 @@ impl Cache {
         if range.is_empty() {
             return Ok(());
         }
-        // Before the disk is read: what is dirty now may be clean by then, and is what the disk has.
+        // Before the disk is read: sectors that are dirty now may be clean by then, and then equal the disk.
         let compared: Vec<Compared> = lines.iter().filter_map(|line| self.to_compare(*line, range)).collect();
         let pins: Vec<_> = compared.iter().map(|compared| self.pin(compared.slot)).collect();
         let mut on_disk = AlignedBuf::zeroed(whole.len.as_usize());
@@ -229,13 +230,14 @@ impl Cache {
             self.is_compared(compared);
         }
         if is_any_stale {
-            // A failure is seen to next. This bounds what waits to be written down.
+            // The next piece handles a failure. The commit bounds the records that wait to be written.
             let _ = self.commit().await;
         }
         Ok(())
     }
 
-    /// What is to be compared of an unproven line, as far as it is on the disk; `None` if it has left the cache.
+    /// Returns the sectors to compare of an unproven line, as far as it is on the disk; `None` if it has left the
+    /// cache.
     fn to_compare(&self, line: Line, disk: ByteRange) -> Option<Compared> {
         let index = self.index.borrow();
         let slot = index.find(line).filter(|_| index.unproven.contains(line))?;
@@ -248,7 +250,7 @@ impl Cache {
         })
     }
 
-    /// Compares lines that follow each other on both devices with what the disk has from the first one on.
+    /// Compares lines that are consecutive on both devices with `on_disk`, the disk's data from the first one on.
     async fn compare_run(&self, run: &[Compared], on_disk: &[u8]) -> IoResult {
         let line_len = self.shape.line_len() as usize;
         let len = run.len() * line_len;
@@ -261,7 +263,7 @@ impl Cache {
         Ok(())
     }
 
-    /// A line is used from now on, without the sectors that are stale.
+    /// Makes a line usable, without its stale sectors.
     fn is_compared(&self, compared: &Compared) {
         let Compared { line, slot, clean, .. } = *compared;
         let stale = {
@@ -275,8 +277,8 @@ impl Cache {
         self.take_sectors(slot, stale);
     }
 
-    /// Compares an unproven line with `bytes`, which a fill has read of `part` of it. Returns whether they may be stored:
-    /// the cache has something else of the line, or nothing any more.
+    /// Compares an unproven line with `bytes`, which a fill has read of `part` of it. Returns whether the fill may
+    /// store them: the cache had other data of the line, which is removed, or has none any more.
     pub(crate) async fn compare_filled(&self, fill: &Fill, bytes: &[u8], part: Part) -> bool {
         let Some(compared) = self.to_compare(part.line, part.range) else {
             return self.index.borrow().find(part.line).is_none();
@@ -287,7 +289,7 @@ impl Cache {
             index.valid(slot) & !index.dirty(slot)
         };
         if clean != compared.clean || self.has_loose(part.range) {
-            // The task compares all of it.
+            // The background task compares the whole line.
             return false;
         }
         let pin = self.pin(slot);
@@ -300,20 +302,21 @@ impl Cache {
             }
         };
         drop(pin);
-        // A change that came meanwhile takes the line itself.
+        // A change that began during the read removes the line itself.
         if fill.is_void() || self.has_failed() {
             return false;
         }
         let is_stale = unequal(clean, part.sectors.trailing_zeros(), &in_cache, bytes) != 0;
         if is_stale {
-            // All of it makes room for what was read.
+            // The whole line makes room for the bytes that were read.
             compared.stale.set(clean);
         }
         self.is_compared(&compared);
         is_stale
     }
 
-    /// Before a change of `range`, which is held and loaded: neither memory nor a crash finds unproven sectors of it.
+    /// Removes the unproven sectors of `range`, which is held and loaded, from memory and for any crash, before a
+    /// change.
     pub(crate) async fn retract_unproven(&self, range: ByteRange) -> Result<(), Failed> {
         let is_any = {
             let unproven = &self.index.borrow().unproven;
@@ -325,13 +328,13 @@ impl Cache {
         }
     }
 
-    /// Notes that nothing is unproven any more.
+    /// Records that no line is unproven any more.
     async fn all_compared(&self) {
         if self.loading.has_fences() {
-            // Whoever mends the device may find clean lines there that nobody has compared.
+            // After a repair of the device, fenced sets may have clean lines that were never compared.
             return;
         }
-        // Also what was evicted: a crash is not to find it.
+        // Evicted lines count too: a crash must not find them.
         if self.commit().await.is_err() {
             return;
         }
@@ -354,7 +357,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unequal_sectors_are_told_by_their_place() {
+    /// Differing sectors are returned by their positions in the line, as far as the mask has them.
+    fn unequal_returns_mask_of_differing_sectors() {
         let one = vec![1; 4 * SECTOR as usize];
         let mut other = one.clone();
         other[SECTOR as usize] = 2;

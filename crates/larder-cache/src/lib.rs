@@ -1,17 +1,19 @@
 //! A cache on a fast device that belongs to one disk, as a block filter.
 //!
-//! Lines of the disk are kept on the cache device, so that hot data is read at its speed. Where what lies is in memory
-//! ([`index`]), some ten bytes for a line, and up to four more where the lines are scattered; what a crash leaves of that
-//! is written down in a journal and in pages ([`journal`], [`page`]), so that the cache is warm after anything.
+//! The cache device holds lines of the disk, so that hot data is read at its speed. Memory maps lines to slots
+//! ([`index`]): some ten bytes for a line, and up to four more where the lines are scattered. A journal and pages on
+//! the device hold the metadata that survives a crash ([`journal`], [`page`]), so that the cache is warm after a
+//! stop, a kill or a power loss.
 //!
 //! Invariants:
-//! - A read never finds an older byte than the last completed write, also after a crash, and also after the line has left
-//!   the cache: what the cache holds without being dirty is what the disk holds, durably, or it is marked as not to be
-//!   believed before they can differ ([`change`]).
-//! - What may not be what the disk has is compared with it before it is used ([`compare`]).
-//! - A slot gets another line only when a crash would leave it empty ([`place`]).
-//! - A line is written down only after its data has been flushed ([`settle`]).
-//! - The cache device is never waited for where the disk can answer; if it fails, the disk is all there is.
+//! - A read never returns a byte older than the last completed write, also after a crash, and also after the line was
+//!   evicted. Clean data equals what the disk holds durably, or is marked as invalid before the two can differ
+//!   ([`change`]).
+//! - Data that may differ from the disk is compared with it before it is used ([`compare`]).
+//! - A slot gets another line only when a crash would leave the slot empty ([`place`]).
+//! - A line's metadata is persisted only after its data has been flushed ([`settle`]).
+//! - No request waits for the cache device where the disk can answer. If the cache device fails, the disk serves
+//!   everything.
 
 mod apart;
 mod change;
@@ -89,20 +91,21 @@ use watch::Fast;
 
 const EIO: i32 = 5;
 
-/// Rounds of cleaning or settling while new lines become dirty or unsettled; the rest waits until no request comes.
+/// Rounds of cleaning or persisting while new lines become dirty or unpersisted; the rest waits until no request
+/// comes.
 const ROUNDS: u32 = 4;
 
-/// What is done with writes.
+/// The handling of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Mode {
-    /// To the disk and to the cache; complete when the disk has it.
+    /// Writes go to the disk and to the cache, and complete when both have the data.
     #[default]
     WriteThrough,
-    /// To the cache only; the disk gets it later.
+    /// Writes go to the cache only; the disk gets the data later.
     WriteBack,
-    /// To the disk only; reads fill the cache.
+    /// Writes go to the disk only; reads fill the cache.
     WriteAround,
-    /// The cache is not used, and nothing of what is written stays in it.
+    /// The cache is not used, and data that is written does not stay in it.
     PassThrough,
 }
 
@@ -128,154 +131,154 @@ impl Mode {
     }
 }
 
-/// What has been done so far; requests, or bytes where it says so.
+/// Counters of the cache since it was opened: requests, or bytes where the field says so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Reads that the cache had all of.
+    /// Reads served entirely from the cache.
     pub hits: u64,
-    /// Reads that it had a part of.
+    /// Reads served partly from the cache.
     pub partial_hits: u64,
-    /// Reads that it had nothing of.
+    /// Reads of which the cache had nothing.
     pub misses: u64,
-    /// Reads of what the cache has that went to the disk all the same, because the cache device was slower than it.
+    /// Reads of cached data that went to the disk, because the cache device was slower than the disk.
     pub bypassed_slow: u64,
-    /// Reads that waited for another one's data, or copied it.
+    /// Reads that waited for another read's data, or copied it.
     pub joined: u64,
     /// Bytes read from the cache device for guests.
     pub hit_bytes: u64,
-    /// Bytes brought in after reads.
+    /// Bytes filled into the cache after reads.
     pub filled: u64,
-    /// Bytes of these that no guest has asked for here: they were hot elsewhere.
+    /// Bytes of [`Self::filled`] that no guest has asked for on this host: they were hot on another host.
     pub warmed: u64,
-    /// Reads that were not kept because too much was being brought in, or was being written.
+    /// Reads that filled nothing, because too many fills or a write of the same range were under way.
     pub bypassed_busy: u64,
-    /// Lines taken out to make room.
+    /// Lines evicted to make room.
     pub evicted: u64,
-    /// Bytes of the journal and of pages written.
+    /// Bytes of journal and pages written.
     pub metadata_written: u64,
-    /// Bytes written to the disk that only the cache had.
+    /// Dirty bytes written to the disk.
     pub cleaned: u64,
-    /// Bytes read from the disk, and written to it.
+    /// Bytes read from the disk.
     pub disk_read: u64,
-    /// See above.
+    /// Bytes written to the disk.
     pub disk_written: u64,
-    /// Bytes read from the cache device, and written to it, for whatever reason.
+    /// Bytes read from the cache device, for any purpose.
     pub cache_read: u64,
-    /// See above.
+    /// Bytes written to the cache device, for any purpose.
     pub cache_written: u64,
-    /// Reads of the cache device, and other requests to it, that have failed or were not answered in time.
+    /// Reads of the cache device that failed or timed out.
     pub read_errors: u64,
-    /// See above.
+    /// Requests to the cache device other than reads that failed or timed out.
     pub write_errors: u64,
-    /// Lines in the cache.
+    /// Cached lines.
     pub lines: u64,
-    /// Of them those that have data which the disk has not.
+    /// Cached lines with dirty data.
     pub dirty_lines: u64,
-    /// Lines of which a crash would leave something else than is in the cache now.
+    /// Lines whose metadata on the cache device differs from memory, so that a crash would leave another state.
     pub unsettled: u64,
-    /// Bytes in cached lines that are not compared with the disk yet, and not used before ([`Verdict::Unproven`]); as far as
-    /// the lines are loaded.
+    /// Bytes in loaded lines that are not used before they were compared with the disk ([`Verdict::Unproven`]).
     pub unproven: u64,
 }
 
-/// A place apart from the cache device, where it can be noted what of the cache is not to be believed any more: the device
-/// itself, which fails, cannot be told. Whoever opens the cache next says so in [`OpenOptions::detached`].
+/// Durable storage apart from the cache device, which records that the cache's content is invalid: a cache device
+/// that fails cannot record that itself. The next opening passes the record in [`OpenOptions::detached`].
 pub trait Witness {
-    /// Notes, durably, that what the cache has is not to be believed, but for what only the cache has.
+    /// Records, durably, that the cache's content is invalid, except for dirty data.
     fn detach(&self) -> BoxFuture<'_, std::io::Result<()>>;
 
-    /// Notes besides, durably, that what only the cache has of `range` is not to be believed either: the disk has newer.
+    /// Records in addition, durably, that the dirty data of `range` is invalid too: the disk has newer data.
     fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>>;
 
-    /// Forgets all that, durably: the cache is to be believed.
+    /// Removes all these records, durably: the cache is valid again.
     fn attach(&self) -> BoxFuture<'_, std::io::Result<()>>;
 }
 
-/// What a [`Witness`] has noted.
+/// The records of a [`Witness`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Detached {
-    /// Of these ranges of the disk nothing is to be believed.
+    /// Ranges of the disk of which no cached data is valid.
     pub superseded: Vec<ByteRange>,
 }
 
-/// Whether the cache device works.
+/// State of the cache device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Works,
-    /// It does not, and that is being noted.
+    /// The device has failed, and the witness is recording that.
     Failing,
-    /// It does not, and the next one will know.
+    /// The device has failed, and the next opening will know.
     Detached,
-    /// It does not, and the next one would not know: what it has must not become older than the disk.
+    /// The device has failed, and the next opening would not know: the disk must not get newer than the cache's
+    /// content.
     Unwitnessed,
 }
 
-/// A disk with a cache.
+/// Cache of one disk on a faster device, as a filter over the disk.
 pub struct Cache {
     this: Weak<Self>,
     on: WeakLoop,
     lower: Rc<dyn BlockDevice>,
     fast: Rc<Fast>,
     shape: Shape,
-    /// What checksums begin with.
+    /// Initial value of all checksums.
     seed: u32,
     mode: Cell<Mode>,
     superblock: RefCell<Superblock>,
-    /// Held while it is written: one at a time, or an older one could be the last.
+    /// Held while the superblock is written: one write at a time, or an older one could land last.
     noting: Ranges,
     stamp: Box<dyn Fn() -> Vec<u8>>,
     index: RefCell<Index>,
     ledger: RefCell<Ledger>,
     leaving: RefCell<Leaving>,
-    /// Ranges of which something was taken out of memory that only the cache had; when so many records are written, no crash
-    /// finds it any more.
+    /// Ranges whose dirty data was removed from memory. Once the given number of records is written, no crash finds
+    /// that data.
     undoing: RefCell<Vec<(ByteRange, u64)>>,
     loading: Loading,
     commits: Commits,
     settling: Settling,
     changes: Changes,
-    /// Where the guest wrote last.
+    /// Locations of the guest's last writes.
     written: samples::Written,
-    /// Data that writes have put into the cache, and that only it has.
+    /// Flush state of the dirty data that writes have put on the cache device.
     kept: Flushing,
     cleaning: Cleaning,
     comparing: Comparing,
-    /// The disk's size in bytes, as far as it is known, and the change that it is of.
+    /// The disk's size in bytes as the cache knows it; `size_generation` is the change of size that it belongs to.
     size: Cell<u64>,
-    /// Behind this there is nothing in the cache.
+    /// End of the part of the disk that the cache may hold, in bytes.
     reach: Cell<u64>,
     size_generation: Cell<u64>,
     sizing: Ranges,
     fills: Fills,
-    /// Fragments that reads may be of at the same time.
+    /// Budget of fragments that concurrent reads may consist of.
     fragments: Rc<Budget>,
-    /// Those who wait for readers to leave a slot.
+    /// Wakes tasks that wait for readers to leave a slot.
     readers: Signal,
     counts: RefCell<Statistics>,
     pace: Pace,
     usage: Usage,
-    /// So many lines may be unsettled.
+    /// The most lines whose metadata may be unpersisted.
     unsettled_max: usize,
-    /// And for so long.
+    /// The longest time for which a line's metadata may be unpersisted.
     settle_after: Duration,
-    /// Where the last line was put.
+    /// Way in which the last line was put.
     way_hint: Cell<u32>,
-    /// There may have been dirty lines when it was opened.
+    /// Set if there may have been dirty lines when the cache was opened.
     was_dirty: bool,
-    /// There may be now: that is noted.
+    /// Set if there may be dirty lines now, which the superblock says too.
     may_be_dirty: Cell<bool>,
-    /// It was opened after something that only dirty lines survive, apart from some ranges.
+    /// Set if only dirty lines were valid when the cache was opened, except for the ranges given.
     only_dirty: Option<Detached>,
-    /// Lines of which a crash does not believe what a cache has that has failed.
+    /// Lines of a failed cache whose content no later opening will use.
     superseded: RefCell<LineSet>,
     state: Cell<State>,
     witness: Box<dyn Witness>,
-    /// Those who wait until it is noted.
+    /// Wakes tasks that wait for the witness's record.
     detaching: Signal,
 }
 
 impl Cache {
-    /// What has been done so far.
+    /// Returns the counters since the cache was opened.
     pub fn statistics(&self) -> Statistics {
         let index = self.index.borrow();
         let (read_errors, write_errors) = self.fast.errors();
@@ -296,33 +299,32 @@ impl Cache {
         }
     }
 
-    /// How long reads took that the cache had all of: from the cache device.
+    /// Returns the latency of reads that the cache device served entirely.
     pub fn hit_latency(&self) -> Histogram {
         self.pace.hits()
     }
 
-    /// How long reads took that the disk was needed for.
+    /// Returns the latency of reads that needed the disk.
     pub fn miss_latency(&self) -> Histogram {
         self.pace.misses()
     }
 
-    /// How it is laid out.
+    /// Returns the cache's block layout.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// What is done with writes now.
+    /// Returns the current handling of writes.
     pub fn mode(&self) -> Mode {
         self.mode.get()
     }
 
-    /// Has writes go another way from now on, also when the cache is opened the next time. No byte is lost or becomes
-    /// stale. If the disk then always has all that was written, all that it has not is written to it first, which
-    /// [`Statistics::dirty_lines`] tells the progress of.
+    /// Changes the handling of writes, also for the next opening. No byte is lost or becomes stale. In a mode without
+    /// dirty data, all dirty lines are written to the disk first; [`Statistics::dirty_lines`] shows the progress.
     ///
     /// # Errors
-    /// If the disk does not take what only the cache has, or the cache device does not work. The mode has changed all the
-    /// same, until the cache is closed.
+    /// The disk fails a write of dirty data, or the cache device does not work. The new mode applies all the same,
+    /// until the cache is closed.
     pub async fn set_mode(&self, mode: Mode) -> IoResult {
         self.mode.set(mode);
         if mode != Mode::WriteBack {
@@ -330,17 +332,17 @@ impl Cache {
             self.clean().await?;
             self.is_clean().await?;
         }
-        // Another change of the mode may have come in between.
+        // The mode may have changed again in between.
         self.note(|superblock| superblock.mode = self.mode.get()).await
     }
 
-    /// Everything was clean a moment ago: if nobody writes back any more, it is noted that nothing can be dirty.
+    /// Records that no line can be dirty, if all were clean a moment ago and the mode is no longer write-back.
     async fn is_clean(&self) -> IoResult {
         for _ in 0..ROUNDS {
             if !self.may_be_dirty.get() || self.settle().await.is_err() {
                 return Ok(());
             }
-            // If the mode was changed to and fro meanwhile, writes may be on their way that have seen that they may be dirty.
+            // After a change of the mode and back, writes that saw the old mode may still be in flight.
             self.changes.drained().await;
             if self.mode.get() == Mode::WriteBack {
                 return Ok(());
@@ -350,28 +352,28 @@ impl Cache {
                 let note = self.note(|superblock| superblock.may_be_dirty = self.may_be_dirty.get());
                 return note.await;
             }
-            // Lines that were dirty were being filled.
+            // Dirty lines were being filled.
         }
         Ok(())
     }
 
-    /// Whether whoever opens it next will take it for one that may have what the disk has not.
+    /// Returns whether the next opening will assume that the cache may have dirty data.
     pub fn is_noted_dirty(&self) -> bool {
         self.superblock.borrow().may_be_dirty
     }
 
-    /// Whether it may have, or get without being asked, what the disk has not.
+    /// Returns whether the cache may have dirty data, or get some without another change of the mode.
     pub fn may_be_dirty(&self) -> bool {
         self.may_be_dirty.get() || self.mode.get() == Mode::WriteBack
     }
 
-    /// Whether the cache device works; one that does not is not used until the cache is opened again.
+    /// Returns whether the cache device works. One that has failed is not used until the cache is opened again.
     pub fn works(&self) -> bool {
         !self.has_failed()
     }
 
-    /// Whether the cache device gives no answer for so long that the cache has failed, and has not since: reads that were
-    /// under way there may never end, nor may they be dropped.
+    /// Returns whether the cache failed because its device timed out, and the device still has requests to answer.
+    /// Reads that were under way there may never complete, nor may they be dropped.
     pub fn hangs(&self) -> bool {
         self.fast.is_hanging()
     }
@@ -382,7 +384,7 @@ impl Cache {
         }
     }
 
-    /// Behind the last byte that can be in the cache.
+    /// Returns the end of the part of the disk that the cache can hold.
     fn end(&self) -> ByteOffset {
         ByteOffset::new(self.lower.geometry().size.min(self.shape.disk_max()).get())
     }
@@ -391,7 +393,7 @@ impl Cache {
         self.state.get() != State::Works
     }
 
-    /// The cache device does not work.
+    /// Marks the cache as failed, and starts to record that.
     fn fail(&self, why: &dyn std::fmt::Display) {
         if self.has_failed() {
             return;
@@ -426,7 +428,7 @@ impl Cache {
         });
     }
 
-    /// Writes to the disk what only the cache has, which has failed.
+    /// Writes the dirty data of a failed cache to the disk.
     async fn rescue(&self) {
         match self.let_go().await {
             Ok(()) => tracing::warn!("{}: all that only its cache had is on it now", self.lower.name()),
@@ -438,11 +440,11 @@ impl Cache {
         }
     }
 
-    /// Has the disk have all that only the cache has, before the disk is used without it; whoever opens one that has failed
-    /// knows that then.
+    /// Writes all dirty data to the disk, before the disk is used without the cache. If the cache has failed, the
+    /// witness records that its content is invalid.
     ///
     /// # Errors
-    /// What the disk or the cache device has said, or that it cannot be noted.
+    /// The disk or the cache device fails a request, or the record cannot be written.
     pub async fn hand_over(&self) -> IoResult {
         match (self.may_be_dirty.get(), self.has_failed()) {
             (false, _) => Ok(()),
@@ -451,7 +453,7 @@ impl Cache {
         }
     }
 
-    /// The same of most of it, while the guest goes on.
+    /// Writes most dirty data to the disk while the guest's writes continue.
     ///
     /// # Errors
     /// As in [`Cache::hand_over`].
@@ -462,14 +464,14 @@ impl Cache {
         }
     }
 
-    /// Whether the disk has all that only this cache had, for certain: no part of it is damaged, and no crash finds anything.
-    /// No request is under way.
+    /// Returns whether the disk certainly has all data: no set is damaged, and no crash would find dirty data. No
+    /// request may be under way.
     pub async fn has_handed_over(&self) -> bool {
         if !self.may_be_dirty.get() || self.has_failed() {
             return true;
         }
         for _ in 0..ROUNDS {
-            // A fill continues after its read has ended, and its line cannot settle until then.
+            // A fill continues after its read has ended, and its line cannot be persisted until then.
             self.fills.idle().await;
             if self.settle().await.is_err() {
                 return false;
@@ -481,12 +483,12 @@ impl Cache {
         false
     }
 
-    /// The disk is another cache's from now on: nothing is written to it any more.
+    /// Stops all writes to the disk for good, because another cache owns the disk from now on.
     pub async fn abandon(&self) {
         self.cleaning.abandon().await;
     }
 
-    /// Has the disk have all that there is, and whoever opens the cache, which has failed, next, know that.
+    /// Writes the dirty data of a failed cache to the disk, and records that the cache's content is invalid.
     async fn let_go(&self) -> IoResult {
         self.clean().await?;
         let whole = ByteRange::new(0, u64::MAX >> 1);
@@ -496,12 +498,12 @@ impl Cache {
         Ok(())
     }
 
-    /// A request that cannot be done because of the cache device.
+    /// Returns the error of a request that fails because of the cache device.
     fn refused(&self, operation: Operation, range: ByteRange) -> IoError {
         IoError::new(self.lower.name(), operation, range, Failure::Os(EIO))
     }
 
-    /// Waits until the next one to open the cache will know that it has failed.
+    /// Waits until the cache's failure is recorded for the next opening.
     async fn detached(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.detaching.when(|| self.state.get() != State::Failing).await;
         match self.state.get() {
@@ -510,7 +512,7 @@ impl Cache {
         }
     }
 
-    /// The cache, or a crash, has something of `range` that the disk has not.
+    /// Returns whether memory, or a crash, has data of `range` that the disk does not have.
     fn has_only(&self, range: ByteRange) -> bool {
         if !self.may_be_dirty.get() {
             return false;
@@ -533,7 +535,7 @@ impl Cache {
                 .any(|(line, slot)| !index.lines.contains(line) && has_only(line, slot))
     }
 
-    /// Notes that nothing that the cache has of exactly this range is to be believed.
+    /// Records that no cached data of exactly this range is valid.
     async fn note_superseded(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.witness.supersede(range).await.map_err(|error| {
             tracing::error!(
@@ -544,7 +546,7 @@ impl Cache {
         })
     }
 
-    /// The circumstances of a request of so many bytes that came at `now`, for the policy.
+    /// Returns the policy's context of a request of `request_bytes` that came at `now`.
     fn context(&self, now: LoopTime, access: Access, request_bytes: u64) -> Context {
         Context {
             access,
@@ -557,12 +559,12 @@ impl Cache {
         self.on.upgrade().map(|on| on.now()).unwrap_or_default()
     }
 
-    /// The same, and cheap: when a request began, to the length of a turn of the loop.
+    /// Returns the time of the current turn of the loop: cheaper than [`Self::now`], and less exact.
     fn turn_time(&self) -> LoopTime {
         self.on.upgrade().map(|on| on.turn_time()).unwrap_or_default()
     }
 
-    /// Whether a line that is not in the cache shall be brought in. To be asked once for each request.
+    /// Returns whether an uncached line is to be filled. Each request asks once for each line.
     fn admits(&self, line: Line, context: Context) -> bool {
         let set = self.shape.set_of(line);
         self.tell_written(context.now);
@@ -573,7 +575,7 @@ impl Cache {
         admits
     }
 
-    /// Has the sets of a range in memory.
+    /// Loads the sets of a range into memory.
     async fn load_range(&self, range: ByteRange, operation: Operation) -> IoResult {
         if self.has_other_size() {
             self.see_size().await?;
