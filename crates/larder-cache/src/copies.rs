@@ -1,8 +1,8 @@
-//! Copies of what guests write, in memory that is bounded: a guest that writes more at once waits for it.
+//! Copies of the guest's writes in bounded memory: a guest that writes more at once waits.
 //!
-//! A copy belongs to the request that writes it to the cache device, and its room is free again when that request has
-//! ended, also if the caller that waited for it has gone (see [`crate::watch`]). Room is reserved before anything is allocated for
-//! a write, and nobody who has it waits for another write.
+//! A copy belongs to the request that writes it to the cache device. Its room is free again when that request has
+//! ended, also if the caller that waited for the request was cancelled (see [`crate::watch`]). Room is reserved
+//! before anything is allocated for a write, and the holder of room waits for no other write.
 
 use std::cell::RefCell;
 use std::ops::Deref;
@@ -11,14 +11,15 @@ use std::rc::Rc;
 use larder_block::budget::{Budget, Share};
 use larder_block::{AlignedBuf, WriteBuf};
 
-/// Bytes of all copies at the same time.
+/// Bytes that all copies together may take.
 const BYTES_MAX: usize = 32 << 20;
 
-/// A copy takes as much at least; buffers of this length are kept to be used again, so many at most.
+/// Length of the shortest copy in bytes. Buffers of this length are reused; [`KEPT_MAX`] bounds how many are
+/// retained.
 const LEN_MIN: usize = 64 << 10;
 const KEPT_MAX: usize = 16;
 
-/// The memory for copies.
+/// Bounded memory for copies.
 pub(crate) struct Copies {
     bytes: Rc<Budget>,
     kept: Rc<RefCell<Vec<AlignedBuf>>>,
@@ -33,13 +34,13 @@ impl Default for Copies {
     }
 }
 
-/// Room for one copy.
+/// Reserved room for one copy.
 pub(crate) struct Room {
     _share: Share,
     kept: Rc<RefCell<Vec<AlignedBuf>>>,
 }
 
-/// What a guest has written. It may be longer.
+/// Copy of a guest's write. The buffer may be longer than the write.
 pub(crate) struct WriteCopy {
     memory: Option<AlignedBuf>,
     room: Room,
@@ -65,22 +66,22 @@ impl Drop for WriteCopy {
 }
 
 impl Copies {
-    /// Room for a copy of `len` bytes, once it is this caller's turn; `None` if `is_over` meanwhile, which [`Copies::wake`]
-    /// has those who wait look at.
+    /// Reserves room for a copy of `len` bytes, in the order of arrival. Returns `None` as soon as `is_over`, which
+    /// waiting tasks check again after [`Copies::wake`].
     pub(crate) async fn reserve(&self, len: usize, is_over: impl Fn() -> bool) -> Option<Room> {
         let share = self.bytes.take(len.max(LEN_MIN), is_over).await?;
         let kept = Rc::clone(&self.kept);
         Some(Room { _share: share, kept })
     }
 
-    /// Has those who wait look whether it is over.
+    /// Makes waiting tasks check their `is_over` again.
     pub(crate) fn wake(&self) {
         self.bytes.wake();
     }
 }
 
 impl Room {
-    /// A copy of `buffer`, for which the room was reserved.
+    /// Copies `buffer`, for which the room was reserved.
     pub(crate) fn copy(self, buffer: WriteBuf<'_>) -> Rc<WriteCopy> {
         let kept = match buffer.len() <= LEN_MIN {
             true => self.kept.borrow_mut().pop(),

@@ -1,4 +1,4 @@
-//! A closed cache becomes one of another size: its lines are copied into a new one.
+//! Resizing: copies the lines of a closed cache into a new one of another size.
 
 use std::rc::Rc;
 
@@ -12,14 +12,15 @@ use crate::page::{self, Version};
 use crate::shape::{Shape, Slot};
 use crate::superblock::Superblock;
 
-/// Bytes of lines that are copied at the same time.
+/// Bytes of lines that are copied concurrently.
 const COPIED_AT_ONCE: u64 = 1 << 20;
 
-/// Makes a cache on `to`, of whose size it takes all, with what the closed one on `from` has, as far as there is room, and
-/// with another identity. Until this succeeds, what is on `to` is an empty cache, or none. How many lines it has then.
+/// Creates a cache on `to`, of its whole size, with the content of the closed cache on `from` as far as there is
+/// room, and with another identity. Until this succeeds, `to` has an empty cache or none. Returns how many lines the
+/// new cache has.
 ///
 /// # Errors
-/// See [`OpenError`]; [`OpenError::TooSmall`] if `to` has no room for a cache, or not for all that only the cache has.
+/// See [`OpenError`]. [`OpenError::TooSmall`] if `to` has no room for a cache, or not for all dirty lines.
 pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u8; 16]) -> Result<Lines, OpenError> {
     let io = |source| OpenError::Io {
         cache: to.name().to_string(),
@@ -72,7 +73,7 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
         }
     }
     if old.may_be_dirty && sets.damage() != Damage::default() {
-        // The old one still has what cannot be found in it.
+        // The old cache still has the data that cannot be found in it.
         return Err(OpenError::Damaged {
             cache: from.name().to_string(),
             disk: old.disk.name,
@@ -87,7 +88,7 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
         ..new
     };
     if new.unproven {
-        // Before there is a line that could be trusted.
+        // Written before any line exists that could be trusted.
         write_superblock(to, &new).await.map_err(io)?;
     }
     write_pages(to, &new, &places).await.map_err(io)?;
@@ -101,12 +102,12 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
     Ok(places.lines)
 }
 
-/// What the new cache has in its sets.
+/// Content of the new cache's sets.
 struct Places {
     shape: Shape,
-    /// Entries as they are written, by set and way.
+    /// Encoded entries by set and way.
     entries: Vec<u8>,
-    /// Ways that each set has taken.
+    /// Number of ways in use, for each set.
     taken: Vec<u16>,
     lines: Lines,
 }
@@ -127,7 +128,7 @@ impl Places {
         index * len..(index + 1) * len
     }
 
-    /// A slot for a line, if its set has room.
+    /// Assigns a slot to a line, if its set has room.
     fn put(&mut self, set: u32, entry: &Entry) -> Option<Slot> {
         let taken = &mut self.taken[set as usize];
         if u32::from(*taken) >= self.shape.ways {
@@ -148,7 +149,7 @@ impl Places {
     }
 }
 
-/// Copies lines from places to places, each whole, whatever of it is valid.
+/// Copies whole lines from slot to slot, including invalid sectors.
 async fn copy_lines(
     from: &Rc<dyn BlockDevice>,
     to: &Rc<dyn BlockDevice>,

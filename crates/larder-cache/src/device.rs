@@ -1,4 +1,4 @@
-//! The cache as a block device.
+//! Block device interface of the cache.
 
 use std::rc::Rc;
 

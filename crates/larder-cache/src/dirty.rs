@@ -1,4 +1,4 @@
-//! Which lines are dirty, in the order of the disk.
+//! Set of the dirty lines, in the order of the disk.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use crate::shape::Line;
 
 #[derive(Default)]
 pub(crate) struct DirtyLines {
-    /// Those that became dirty lately, and those that are to be cleaned.
+    /// Lines that became dirty recently; `old` has those that are to be cleaned.
     young: LineSet,
     old: LineSet,
 }
@@ -17,29 +17,29 @@ impl DirtyLines {
         self.young.len() + self.old.len()
     }
 
-    /// A line is dirty that was not.
+    /// Adds a line that has become dirty.
     pub(crate) fn insert(&mut self, line: Line) {
         self.young.insert(line);
     }
 
-    /// A line is not dirty any more.
+    /// Removes a line that is no longer dirty.
     pub(crate) fn remove(&mut self, line: Line) {
         if !self.old.remove(line) {
             self.young.remove(line);
         }
     }
 
-    /// All are to be cleaned.
+    /// Marks all dirty lines as to be cleaned.
     pub(crate) fn age(&mut self) {
         self.old.append(std::mem::take(&mut self.young));
     }
 
-    /// Whether some are to be cleaned.
+    /// Returns whether any line is to be cleaned.
     pub(crate) fn has_old(&self) -> bool {
         !self.old.is_empty()
     }
 
-    /// The next ones that are to be cleaned, from `line` on, or from the first one if there are none.
+    /// Returns the next `count` lines to clean, from `line` on, or from the first line if there are none after it.
     pub(crate) fn old_from(&self, line: Line, count: usize) -> Vec<Line> {
         let next: Vec<Line> = self.old.within(line..Line::MAX).take(count).collect();
         match next.is_empty() {
@@ -48,7 +48,7 @@ impl DirtyLines {
         }
     }
 
-    /// Those of some lines, in order; no more than `count`.
+    /// Returns the dirty ones of `lines`, sorted, at most `count`.
     pub(crate) fn within(&self, lines: Range<Line>, count: usize) -> Vec<Line> {
         let mut found: Vec<Line> = [&self.young, &self.old]
             .into_iter()

@@ -1,8 +1,8 @@
-//! What is known of a line in the cache, and its bytes in pages and in the journal.
+//! Metadata of a cached line, and its encoding in pages and in the journal.
 //!
 //! ```text
 //! byte 0  tag, u32: line number / sets + 1; 0 if the slot is empty
-//!      4  what the policy wants to be told again, u8
+//!      4  hotness, u8: the policy's state of the line
 //!      5  flags, u8: bit 0: open
 //!      6  valid sectors, one bit each, 1 to 16 bytes
 //!         dirty sectors, as many
@@ -14,29 +14,28 @@ use crate::shape::{SECTOR_BITS, Sectors, Shape};
 const FLAG_OPEN: u8 = 1;
 const FIXED_LEN: usize = 6;
 
-/// Where the flags are.
+/// Offset of the flags in an entry.
 pub(crate) const FLAGS_AT: usize = 5;
 
 /// Bytes of the longest entry.
 pub(crate) const LEN_MAX: usize = len_for(16);
 
-/// A line in the cache; empty by default.
+/// Metadata of a cached line; empty by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// See [`Shape::tag_of`]; zero if there is no line.
+    /// Tag of the line ([`Shape::tag_of`]); zero if the slot is empty.
     pub(crate) tag: u32,
-    /// For the policy.
+    /// State of the line that the policy restores after an opening.
     pub(crate) hotness: u8,
-    /// The disk may hold something else than the cache does where it is not dirty: whoever finds this after a crash
-    /// believes the disk.
+    /// Set while the disk may differ from the cache's clean sectors: after a crash only dirty sectors are trusted.
     pub(crate) open: bool,
-    /// The cache has them.
+    /// Sectors that the cache has.
     pub(crate) valid: Sectors,
-    /// Only the cache has them; valid.
+    /// Sectors that only the cache has; a subset of `valid`.
     pub(crate) dirty: Sectors,
 }
 
-/// Bytes of an entry of a cache with such lines.
+/// Returns the bytes of an entry in a cache with lines of `line_bits`.
 pub(crate) const fn len_for(line_bits: u32) -> usize {
     FIXED_LEN + 2 * (1 << (line_bits - SECTOR_BITS - 3))
 }
@@ -46,12 +45,12 @@ impl Entry {
         self.tag == 0
     }
 
-    /// The sectors that are what they should be, also after a crash.
+    /// Returns the sectors that are trusted after a crash.
     pub(crate) fn believed(&self) -> Sectors {
         if self.open { self.dirty } else { self.valid }
     }
 
-    /// Writes it into bytes as long as [`len_for`] says.
+    /// Encodes the entry into `bytes`, which are [`len_for`] long.
     pub(crate) fn encode(&self, shape: &Shape, bytes: &mut [u8]) {
         let mask = shape.mask_len();
         bytes[..4].copy_from_slice(&self.tag.to_le_bytes());
@@ -61,7 +60,7 @@ impl Entry {
         bytes[FIXED_LEN + mask..FIXED_LEN + 2 * mask].copy_from_slice(&self.dirty.to_le_bytes()[..mask]);
     }
 
-    /// Reads it; `None` if no cache has such an entry.
+    /// Decodes an entry; `None` if it is invalid.
     pub(crate) fn decode(shape: &Shape, bytes: &[u8]) -> Option<Self> {
         let mask = shape.mask_len();
         let sectors = |from: usize| {

@@ -1,11 +1,11 @@
-//! Brings what was read from the disk into the cache, after the guest has got it.
+//! Fills: data read from the disk is stored in the cache, after the guest has got it.
 //!
-//! A fill is a read of the disk into memory of ours. The guest's read copies from there and is over; then the data is
-//! written to the cache device, and the line is in the cache once it is there. Until then other reads of the same bytes
-//! are served from that memory, or wait for it. A change of any of its bytes ([`Fills::forget`]) makes a fill void: what
-//! it has is not believed any more, neither by reads that come later nor by the cache.
+//! A fill reads the disk into its own memory. The guest's read copies from there and completes. Then the data is
+//! written to the cache device, and the line is cached once that has completed. Until then other reads of the same
+//! bytes are served from the fill's memory, or wait for it. A change of any of its bytes ([`Fills::forget`]) makes a
+//! fill void: its data is used neither by later reads nor by the cache.
 //!
-//! Bounded by its memory: when none is free a read goes to the disk and is not kept.
+//! The memory of fills is bounded: when none is free, a read goes to the disk and fills nothing.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -19,26 +19,26 @@ use crate::parts::Part;
 use crate::shape::Line;
 use larder_block::signal::Signal;
 
-/// Bytes of one fill at most.
+/// The most bytes of one fill.
 pub(crate) const FILL_LEN: u64 = 64 << 10;
-/// Fills at the same time.
+/// The most concurrent fills.
 const FILLS_MAX: usize = 32;
 
-/// One fill.
+/// Fill that is under way.
 pub(crate) struct Fill {
     range: ByteRange,
-    /// Those of its lines that are to be brought in.
+    /// Those lines of the range that are to be cached.
     lines: SmallVec<[Line; 16]>,
     context: Context,
-    /// Once it has arrived, and until the fill ends.
+    /// Data from the disk, from its arrival to the end of the fill.
     memory: RefCell<Option<Rc<AlignedBuf>>>,
-    /// It is being written to the cache device.
+    /// Set while the data is being written to the cache device.
     is_stored: Cell<bool>,
     ended: Cell<bool>,
     void: Cell<bool>,
 }
 
-/// All that are under way.
+/// All fills that are under way.
 #[derive(Default)]
 pub(crate) struct Fills {
     running: RefCell<Vec<Rc<Fill>>>,
@@ -46,20 +46,20 @@ pub(crate) struct Fills {
     waiting: Signal,
 }
 
-/// What a read finds.
+/// Result of a read's search among the fills.
 pub(crate) enum Found {
-    /// Nothing that it may use.
+    /// No fill has usable data of the range.
     Nothing,
-    /// All of it is in memory.
+    /// A fill has all of the range in memory.
     Here(Rc<Fill>),
-    /// All of it is on its way.
+    /// A fill is reading all of the range.
     Coming(Rc<Fill>),
-    /// A part of it is there or on its way.
+    /// A fill has or reads a part of the range.
     Some,
 }
 
 impl Fills {
-    /// Begins one, if there is memory, and nothing of it is being brought in already.
+    /// Begins a fill, if there is memory and no other fill overlaps the range.
     fn begin(&self, range: ByteRange, lines: &[Line], context: Context) -> Option<Rc<Fill>> {
         let mut running = self.running.borrow_mut();
         let is_taken = running.iter().any(|fill| fill.range.overlaps(range));
@@ -87,7 +87,7 @@ impl Fills {
         self.waiting.raise();
     }
 
-    /// A change of `range` begins: what is being brought in of it is not believed.
+    /// Makes all fills that overlap `range` void, because a change of it begins.
     pub(crate) fn forget(&self, range: ByteRange) {
         for fill in self.running.borrow().iter() {
             if fill.range.overlaps(range) {
@@ -96,8 +96,8 @@ impl Fills {
         }
     }
 
-    /// Completes once nothing of `range`, which was forgotten, is on its way to the cache device: it could land on what is
-    /// written there after it.
+    /// Completes once no fill of `range`, which was forgotten, is writing to the cache device: it could land after a
+    /// later write to the same slot, and overwrite that.
     pub(crate) async fn landing(&self, range: ByteRange) {
         let is_landing = |fill: &Rc<Fill>| fill.is_stored.get() && fill.range.overlaps(range);
         self.waiting
@@ -105,7 +105,7 @@ impl Fills {
             .await;
     }
 
-    /// What there is of `range`.
+    /// Returns the state of `range` among the fills.
     pub(crate) fn find(&self, range: ByteRange) -> Found {
         let running = self.running.borrow();
         let mut near = running
@@ -119,32 +119,32 @@ impl Fills {
         }
     }
 
-    /// Completes once a fill has arrived, or has failed.
+    /// Completes once a fill's data has arrived, or the fill has failed.
     pub(crate) async fn arrival(&self, fill: &Rc<Fill>) {
         self.waiting
             .when(|| fill.ended.get() || fill.memory.borrow().is_some())
             .await;
     }
 
-    /// Completes once nothing of `range` is being brought in, nor written to the cache device.
+    /// Completes once no fill of `range` reads the disk or writes to the cache device.
     pub(crate) async fn ended(&self, range: ByteRange) {
         let is_near = |fill: &Rc<Fill>| fill.range.overlaps(range);
         self.waiting.when(|| !self.running.borrow().iter().any(is_near)).await;
     }
 
-    /// Completes once none is under way.
+    /// Completes once no fill is under way.
     pub(crate) async fn idle(&self) {
         self.waiting.when(|| self.running.borrow().is_empty()).await;
     }
 }
 
 impl Fill {
-    /// A change of what it has read has begun since.
+    /// Returns whether a change of the fill's range has begun since the fill did.
     pub(crate) fn is_void(&self) -> bool {
         self.void.get()
     }
 
-    /// Copies what has arrived; whether it could.
+    /// Copies data that has arrived to `buffer`; returns whether that was possible.
     pub(crate) fn copy(&self, range: ByteRange, buffer: ReadBuf<'_>) -> bool {
         let memory = self.memory.borrow();
         let Some(memory) = memory.as_ref().filter(|_| !self.void.get()) else {
@@ -156,7 +156,7 @@ impl Fill {
     }
 }
 
-/// Ends a fill whose reader has gone.
+/// Ends a fill if its reader is cancelled.
 struct Guard<'a> {
     cache: &'a Cache,
     fill: Option<Rc<Fill>>,
@@ -171,7 +171,7 @@ impl Drop for Guard<'_> {
 }
 
 impl Cache {
-    /// Reads from the disk, and keeps what is read if it can.
+    /// Reads from the disk, and stores the data in the cache if possible.
     pub(crate) async fn read_and_fill(
         &self,
         range: ByteRange,
@@ -208,7 +208,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Writes what a fill has brought to the cache device.
+    /// Writes the data of a fill to the cache device.
     async fn store(&self, fill: &Rc<Fill>) {
         let Some(memory) = fill.memory.borrow().clone() else {
             return;

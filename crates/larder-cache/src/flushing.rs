@@ -1,46 +1,47 @@
-//! Whether a device has been flushed since it completed something.
+//! Tracks whether a device has been flushed since it completed a change.
 
 use std::cell::Cell;
 
-/// What is known of a device.
+/// Flush state of a device.
 #[derive(Default)]
 pub(crate) struct Flushing {
-    /// It has completed changes that no flush has covered which had begun by now.
+    /// Set if the device completed changes that no flush covers which has begun by now.
     unflushed: Cell<bool>,
-    /// Flushes that are under way.
+    /// Number of flushes that are under way.
     running: Cell<u32>,
 }
 
-/// A flush that is under way; one that is dropped without having succeeded has covered nothing.
+/// Flush that is under way. One that is dropped without success covers nothing.
 pub(crate) struct Flush<'a> {
     of: &'a Flushing,
     uncovered: bool,
 }
 
 impl Flushing {
-    /// As after the death of a process that may have left something unflushed.
+    /// Returns the state after a process died that may have left changes unflushed.
     pub(crate) fn unflushed() -> Self {
         let flushing = Self::default();
         flushing.changed();
         flushing
     }
 
-    /// The device has completed a change.
+    /// Records that the device has completed a change.
     pub(crate) fn changed(&self) {
         self.unflushed.set(true);
     }
 
-    /// A change begins, which the device may complete, even if it is given up, until this is dropped.
+    /// Begins a change. The device may complete it at any time until the returned guard is dropped, even if it is
+    /// cancelled.
     pub(crate) fn change(&self) -> Change<'_> {
         Change(self)
     }
 
-    /// Nothing that it has completed waits for a flush to end.
+    /// Returns whether every completed change is covered by a flush that has ended.
     pub(crate) fn is_flushed(&self) -> bool {
         !self.unflushed.get() && self.running.get() == 0
     }
 
-    /// A flush begins.
+    /// Begins a flush.
     pub(crate) fn begin(&self) -> Flush<'_> {
         self.running.set(self.running.get() + 1);
         Flush {
@@ -50,7 +51,7 @@ impl Flushing {
     }
 }
 
-/// A change that is under way.
+/// Change that is under way.
 pub(crate) struct Change<'a>(&'a Flushing);
 
 impl Drop for Change<'_> {
@@ -60,7 +61,7 @@ impl Drop for Change<'_> {
 }
 
 impl Flush<'_> {
-    /// It has succeeded.
+    /// Ends the flush successfully.
     pub(crate) fn done(mut self) {
         self.uncovered = false;
     }

@@ -1,6 +1,7 @@
-//! What is hot, for a cache of the same disk elsewhere; and what was hot elsewhere, brought in.
+//! Reports hot lines to a cache of the same disk on another host, and warms this cache with lines that were hot
+//! there.
 //!
-//! Nothing of it is needed: it stops at any moment, and takes no line's place.
+//! Nothing depends on this: it may stop at any moment, and evicts no line.
 
 use std::time::Duration;
 
@@ -11,20 +12,20 @@ use crate::Cache;
 use crate::fill::FILL_LEN;
 use crate::shape::Line;
 
-/// Lines that are looked at before others get their turn.
+/// Lines that are inspected before other tasks run.
 const LINES_PER_TURN: u32 = 1 << 14;
-/// Lines that are told of at most: each takes 16 bytes of memory for a moment.
+/// The most lines that are reported: each takes 16 bytes of memory temporarily.
 const LINES_MAX: usize = 1 << 20;
-/// Of so many parts of all slots one stays free for what the guest asks for itself.
+/// Inverse share of the slots that stays free for the guest's own requests.
 const FREE_SHARE: u64 = 16;
 
 impl Cache {
-    /// Ranges of the disk whose lines are in the cache, the hottest first, `ranges_max` at most. Lines that are next to one
-    /// another and as hot are one range. Others get their turn meanwhile.
+    /// Returns ranges of the disk whose lines are cached, the hottest first, at most `ranges_max`. Adjacent lines
+    /// that are equally hot are one range. Other tasks run during the search.
     pub async fn hot(&self, ranges_max: usize) -> Vec<ByteRange> {
         let mut counts = [0_usize; HEATS];
         self.each_line(|_, heat| counts[usize::from(heat)] += 1).await;
-        // The hottest, up to so many.
+        // Find the lowest heat such that the hotter lines do not fill the bound.
         let mut room = LINES_MAX;
         let least = (0..HEATS).rev().find(|heat| {
             let is_last = counts[*heat] >= room;
@@ -76,18 +77,18 @@ impl Cache {
         }
     }
 
-    /// Whether [`Cache::warm`] may still bring something in.
+    /// Returns whether [`Cache::warm`] may still store lines.
     pub fn has_room(&self) -> bool {
         let slots = self.shape.slots();
         self.works() && self.index.borrow().lines.len() < slots - slots / FREE_SHARE
     }
 
-    /// Brings in the lines of `range`, of which the first [`Cache::WARM_LEN`] bytes count, that are not in the cache; how much
-    /// that is, once it is there. Nothing, where there is no room but in the place of other lines, where the device is slow,
-    /// or where what may be written to it in a day is used up.
+    /// Fills the uncached lines of the first [`Cache::WARM_LEN`] bytes of `range`. Returns the number of bytes that
+    /// are stored. Stores nothing where a line would have to be evicted, where the device is slow, or where the day's
+    /// write budget of the cache device is spent.
     ///
     /// # Errors
-    /// The disk's.
+    /// An error of the disk.
     pub async fn warm(&self, range: ByteRange) -> IoResult<ByteLen> {
         let mut brought = ByteLen::ZERO;
         let end = self
@@ -110,7 +111,7 @@ impl Cache {
             if !self.may_warm() {
                 break;
             }
-            // As many lines may come as the cache settles, not only as many as may be unsettled.
+            // The number of lines may exceed `unsettled_max` in total: lines are persisted in between.
             if !self.settles_before(lines as usize).await {
                 break;
             }
@@ -128,7 +129,7 @@ impl Cache {
         Ok(brought)
     }
 
-    /// So much is brought in at once, in bytes.
+    /// Bytes that [`Cache::warm`] stores at once.
     pub const WARM_LEN: u64 = FILL_LEN;
 
     fn may_warm(&self) -> bool {

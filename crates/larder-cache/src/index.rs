@@ -1,5 +1,5 @@
-//! Which lines are in the cache, and what is valid and dirty of them: what the program knows, in memory. What that is for
-//! each line is in [`crate::sets`], some ten bytes with those of the policy, whose matter it is which are worth most.
+//! In-memory index of the cached lines, with their valid and dirty sectors. The data of each line is in
+//! [`crate::sets`]: some ten bytes including those of the policy, which scores the lines.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::policy::{self, OverSets};
 use crate::sets::Sets;
 use crate::shape::{Line, Sectors, Shape, Slot};
 
-/// What is known of a set besides its lines.
+/// Flags of a set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SetFlags(u8);
 
@@ -23,7 +23,7 @@ impl SetFlags {
     const LOADED: u8 = 1;
     const SECOND: u8 = 2;
     const CHANGED: [u8; 2] = [4, 8];
-    /// From this bit on: the turn of the newer page.
+    /// Lowest bit of the newer page's turn.
     const TURN_SHIFT: u32 = 4;
     const TURN: u8 = (TURNS - 1) << Self::TURN_SHIFT;
 
@@ -32,16 +32,17 @@ impl SetFlags {
     }
 }
 
-/// Who uses a slot, which no other line gets meanwhile.
+/// Users of a slot: no other line gets the slot while it has any.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pins {
     readers: u32,
     writers: u32,
-    /// What is being written, which readers do not get from here until it is known whether the disk has it.
+    /// Sectors that are being written. Readers do not get them from the slot until the disk has them, or the write
+    /// has failed.
     hidden: Sectors,
 }
 
-/// What a slot is used for.
+/// Kind of use of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Use {
     Read,
@@ -52,7 +53,7 @@ pub(crate) struct Index {
     shape: Shape,
     sets: Sets,
     flags: Vec<SetFlags>,
-    /// Sets that are not loaded.
+    /// Number of sets that are not loaded.
     unloaded: u32,
     policy: Policy,
     /// Slots that are in use.
@@ -60,7 +61,7 @@ pub(crate) struct Index {
     /// All cached lines.
     pub(crate) lines: LineSet,
     pub(crate) dirty: DirtyLines,
-    /// Lines whose clean sectors are not to be used before they were compared with the disk: see [`crate::compare`].
+    /// Lines whose clean sectors must be compared with the disk before they are used: see [`crate::compare`].
     pub(crate) unproven: LineSet,
 }
 
@@ -80,7 +81,7 @@ impl Index {
         }
     }
 
-    /// The policy, over what it keeps of all sets.
+    /// Returns the policy with its state of all sets.
     pub(crate) fn policy(&mut self) -> OverSets<'_> {
         OverSets {
             policy: &mut self.policy,
@@ -88,14 +89,15 @@ impl Index {
         }
     }
 
-    /// The line in `slot` is going to be touched: memory has time meanwhile to bring what the policy knows of it.
+    /// Prefetches the policy's state of the line in `slot` into the processor's cache, because the line is touched
+    /// soon.
     pub(crate) fn announce(&self, slot: Slot) {
         let state = self.sets.policy(slot.set());
         let touched = self.policy.touched(slot.way() as u8);
         touched.iter().for_each(|at| memory::prefetch(&state[*at]));
     }
 
-    /// A line of `set` is going to be looked for.
+    /// Prefetches the tags of `set` into the processor's cache, because a line of the set is looked up soon.
     pub(crate) fn announce_set(&self, set: u32) {
         self.sets.announce(set);
         memory::prefetch(&self.flags[set as usize].0);
@@ -119,7 +121,7 @@ impl Index {
         self.flags[set as usize].set(SetFlags::LOADED, true);
     }
 
-    /// The newer page of a set.
+    /// Returns the newer page of a set.
     pub(crate) fn newest_page(&self, set: u32) -> Newest {
         let SetFlags(flags) = self.flags[set as usize];
         Newest {
@@ -135,7 +137,7 @@ impl Index {
         flags.set(newest.turn << SetFlags::TURN_SHIFT, true);
     }
 
-    /// Whether a set has changed, in the even or the odd half of the journal, and its page was not written since.
+    /// Returns whether a set has changed since its page was written; `half` selects one of its two change marks.
     pub(crate) fn is_changed(&self, set: u32, half: usize) -> bool {
         self.flags[set as usize].0 & SetFlags::CHANGED[half] != 0
     }
@@ -144,7 +146,7 @@ impl Index {
         self.flags[set as usize].set(SetFlags::CHANGED[half], changed);
     }
 
-    /// The slot in which a line is; of a set that is loaded.
+    /// Returns the slot of a line, whose set is loaded.
     pub(crate) fn find(&self, line: Line) -> Option<Slot> {
         self.sets.find(line)
     }
@@ -153,7 +155,7 @@ impl Index {
         self.sets.tag(slot)
     }
 
-    /// The line in a slot that is not empty.
+    /// Returns the line in a slot that is not empty.
     fn line(&self, slot: Slot) -> Line {
         self.shape.line_of(slot.set(), self.tag(slot))
     }
@@ -169,7 +171,7 @@ impl Index {
         }
     }
 
-    /// What is known of a slot, but for how hot it is.
+    /// Returns the metadata of a slot, without its hotness.
     pub(crate) fn entry(&self, slot: Slot) -> Entry {
         let tag = self.tag(slot);
         if tag == 0 {
@@ -184,7 +186,7 @@ impl Index {
         }
     }
 
-    /// Sets what is valid and dirty of a slot that holds a line.
+    /// Sets the valid and dirty sectors of a slot that holds a line.
     pub(crate) fn set_sectors(&mut self, slot: Slot, valid: Sectors, dirty: Sectors) {
         debug_assert!(dirty & !valid == 0 && valid != 0 && self.tag(slot) != 0);
         let was_dirty = self.dirty(slot) != 0;
@@ -246,7 +248,7 @@ impl Index {
         }
     }
 
-    /// Has readers not get sectors of a slot, which is pinned for writing; of none again if `sectors` is zero.
+    /// Hides `sectors` of a slot, which is pinned for writing, from readers; zero makes all visible again.
     pub(crate) fn hide(&mut self, slot: Slot, sectors: Sectors) {
         if let Some(pins) = self.pinned.get_mut(&slot) {
             pins.hidden = sectors;
@@ -261,7 +263,7 @@ impl Index {
         self.pinned.get(&slot).is_some_and(|pins| pins.readers > 0)
     }
 
-    /// What readers may have of a slot.
+    /// Returns the sectors of a slot that readers may use.
     pub(crate) fn visible(&self, slot: Slot) -> Sectors {
         let valid = match self.unproven.is_empty() || !self.unproven.contains(self.line(slot)) {
             true => self.valid(slot),
@@ -277,7 +279,7 @@ impl Index {
         !self.pinned.is_empty() && self.pinned.contains_key(&slot)
     }
 
-    /// Every slot of a set.
+    /// Returns all slots of a set.
     pub(crate) fn slots_of(&self, set: u32) -> impl Iterator<Item = Slot> + use<> {
         (0..self.shape.ways).map(move |way| Slot::new(set, way))
     }
