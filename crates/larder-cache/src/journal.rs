@@ -1,23 +1,25 @@
-//! The journal's bytes: what has changed since the pages were written.
+//! Encoding and reading of the journal: the changes since the pages were written.
 //!
-//! A ring of sectors, numbered from 1 on without end; number n lies at n modulo the ring's length. A commit is one or
-//! more sectors, written at once, or the last one again, with more records than before. A sector is written whole or not at
-//! all, so one that is not what it should be was either never written (it is older, or zero), or it is damaged; and one that
-//! is written again is what it was, or what it becomes. A record says all of what a slot holds from then on.
+//! The journal is a ring of sectors, numbered from 1 on without end; sector n lies at n modulo the ring's length. A
+//! commit is one or more sectors written at once, or the last sector again with more records than before. A sector is
+//! written whole or not at all. So a sector with unexpected content was either never written (it is older, or zero)
+//! or is damaged, and one that was being rewritten has its old or its new content. A record holds the whole state of
+//! a slot from then on.
 //!
-//! Whole blocks of the device are written, so what lies around a commit is, too: before it what is there already, and after
-//! it *blanks*. These have the number of what will be there, tell what any sector tells of others, and end the journal.
+//! Whole blocks of the device are written. So a write covers the sectors of the block before the commit, unchanged,
+//! and after the commit *blanks*. A blank has the sequence of the sector that will be there, states the durable end
+//! like any sector, and ends the journal.
 //!
-//! A record is *firm* or *loose*. What a firm one says is so whatever happens. A loose one was written without a flush,
-//! after data that was written without one: if the host has not lost power since, both are there; otherwise only those
-//! below the *firm end* that a later sector tells are to be believed. No sector below that end can be missing; those
-//! behind it can, one without the other.
+//! A record is *firm* or *loose*. A firm record is durable. A loose one was written without a flush, after data that
+//! was written without a flush. If the host has not lost power since, both are there. Otherwise only loose records
+//! below the *firm end* that a later sector states are trusted. No sector below the firm end can be missing; those
+//! from there on can be missing independently of each other.
 //!
 //! ```text
 //! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
 //!      4   session, u32: grows with every opening
 //!      8   sequence of the sector, u64
-//!      16  firm end: sectors with a lower sequence are durable, and so is the data that they tell of, u64
+//!      16  firm end: sectors with a lower sequence are durable, and so is the data that they refer to, u64
 //!      24  sequence of the oldest sector that is still needed, u64
 //!      32  records, u16; 0xffff in a blank
 //!      34  zero, 6 bytes
@@ -29,25 +31,25 @@ use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, SECTOR, Shape, Slot};
 
 pub(crate) const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 40;
-/// Said instead of a number of records by a sector that is not written yet.
+/// Number of records that a blank has instead: the sector is not written yet.
 const BLANK: u16 = u16::MAX;
 
-/// What a slot holds from now on.
+/// State of a slot from this record on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) slot: Slot,
     pub(crate) entry: Entry,
-    /// It is only to be believed if the host has not lost power since, or if it is below a firm end.
+    /// Set if the record is trusted only below a firm end, or if the host has not lost power since it was written.
     pub(crate) loose: bool,
 }
 
-/// Set in the flags of a loose record's entry.
+/// Flag of a loose record's entry.
 const FLAG_LOOSE: u8 = 2;
 
-/// Where the flags are in a record.
+/// Offset of the flags in a record.
 const FLAGS_AT: usize = 4 + entry::FLAGS_AT;
 
-/// How many records fit in a sector.
+/// Returns how many records fit in a sector.
 pub(crate) fn records_per_sector(shape: &Shape) -> usize {
     (SECTOR_LEN - HEADER_LEN) / record_len(shape)
 }
@@ -56,19 +58,19 @@ fn record_len(shape: &Shape) -> usize {
     4 + entry::len_for(shape.line_bits)
 }
 
-/// Where the next commit goes, and what it says of itself.
+/// Position of a commit, and the header fields of its sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) session: u32,
-    /// Of the first sector.
+    /// Sequence of the first sector.
     pub(crate) sequence: u64,
-    /// The oldest sector that is still needed.
+    /// Sequence of the oldest sector that is still needed.
     pub(crate) tail: u64,
-    /// Sectors below this one are durable, and the data that they tell of.
+    /// Sectors below this one are durable, and so is the data that they refer to.
     pub(crate) firm_end: u64,
 }
 
-/// Writes a commit into `bytes`, whole sectors; those that the records do not need are blank, but for the first.
+/// Encodes a commit into `bytes`, whole sectors. Sectors after the first that the records do not need become blanks.
 pub(crate) fn encode(shape: &Shape, seed: u32, position: Position, records: &[Record], bytes: &mut [u8]) {
     bytes.fill(0);
     let mut left = records.chunks(records_per_sector(shape));
@@ -95,7 +97,7 @@ pub(crate) fn encode(shape: &Shape, seed: u32, position: Position, records: &[Re
     debug_assert!(left.next().is_none(), "the records fit");
 }
 
-/// Reads a record; `None` if no cache has such a one.
+/// Decodes a record; `None` if it is invalid.
 fn decode(shape: &Shape, place: &[u8]) -> Option<Record> {
     let slot = Slot(u32::from_le_bytes(place[..4].try_into().ok()?));
     let mut entry = [0; entry::LEN_MAX];
@@ -110,24 +112,25 @@ fn decode(shape: &Shape, place: &[u8]) -> Option<Record> {
     (slot.set() < shape.sets).then_some(record)
 }
 
-/// Records of a journal that was read, by set. They stay in the journal's bytes, of which some millions may be.
+/// Records of a journal that was read, by set. They stay encoded in the journal's bytes, because there may be
+/// millions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Records {
     shape: Shape,
-    /// The whole ring.
+    /// Content of the whole ring.
     bytes: Vec<u8>,
-    /// The oldest sector that is needed.
+    /// Sequence of the oldest sector that is needed.
     tail: u64,
-    /// One for each record: its set, and where it is (see [`key`]). In order once all are there.
+    /// Set and position of each record (see [`key`]), sorted once all are there.
     keys: Vec<u64>,
 }
 
-/// How many bits of a key say which of a sector's records it is, and which sector from the tail on.
+/// Bits of a key for the record's index in its sector. [`SECTOR_KEY_BITS`] hold the sector's distance from the tail.
 const RECORD_BITS: u32 = 6;
 const SECTOR_KEY_BITS: u32 = 34;
 
 impl Records {
-    /// None.
+    /// Returns no records.
     pub(crate) fn none(shape: &Shape) -> Self {
         Self {
             shape: *shape,
@@ -137,12 +140,12 @@ impl Records {
         }
     }
 
-    /// Bytes of memory that they take.
+    /// Returns the bytes of memory that the records take.
     pub(crate) fn memory(&self) -> usize {
         self.bytes.len() + size_of_val(&self.keys[..])
     }
 
-    /// Its sector's sequence, and its bytes.
+    /// Returns the sequence of a record's sector, and the record's bytes.
     fn at(&self, key: u64) -> (u64, &[u8]) {
         let sequence = self.tail + ((key >> RECORD_BITS) & ((1 << SECTOR_KEY_BITS) - 1));
         let index = (key & ((1 << RECORD_BITS) - 1)) as usize;
@@ -152,7 +155,7 @@ impl Records {
         (sequence, &self.bytes[from..from + len])
     }
 
-    /// Those of a set in the order in which they were made, each with its sector's sequence.
+    /// Returns the records of a set, oldest first, each with the sequence of its sector.
     pub(crate) fn of_set(&self, set: u32) -> impl Iterator<Item = (u64, Record)> {
         let from = self.keys.partition_point(|key| set_of_key(*key) < set);
         let of_it = self.keys[from..].iter().take_while(move |key| set_of_key(**key) == set);
@@ -162,14 +165,14 @@ impl Records {
         })
     }
 
-    /// The sets that have some.
+    /// Returns the sets that have records.
     pub(crate) fn sets(&self) -> impl Iterator<Item = u32> {
         let chunks = self.keys.chunk_by(|one, other| set_of_key(*one) == set_of_key(*other));
         chunks.map(|chunk| set_of_key(chunk[0]))
     }
 }
 
-/// By set, then by time.
+/// Returns the key of a record; keys sort by set, then by age. `sector` counts from the tail.
 fn key(set: u32, sector: u64, index: usize) -> u64 {
     u64::from(set) << (SECTOR_KEY_BITS + RECORD_BITS) | sector << RECORD_BITS | index as u64
 }
@@ -218,38 +221,38 @@ fn decode_header(shape: &Shape, seed: u32, bytes: &[u8]) -> Sector {
     }
 }
 
-/// What a journal holds.
+/// Content of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Contents {
-    /// The last session that wrote to it; 0 if none did.
+    /// Last session that wrote to the journal; 0 if none did.
     pub(crate) session: u32,
-    /// The oldest sector that is needed.
+    /// Sequence of the oldest sector that is needed.
     pub(crate) tail: u64,
-    /// The sequence after the last sector.
+    /// Sequence after the last sector.
     pub(crate) end: u64,
-    /// Those that are to be believed.
+    /// Records that are trusted.
     pub(crate) records: Records,
-    /// Sectors with records that are not, by their sequences, as they are to be from now on.
+    /// Sectors with records that are not trusted: sequence and new content without them, to be written back.
     pub(crate) disbelieved: Vec<(u64, Vec<u8>)>,
-    /// Blocks with sectors of which nothing is needed and which are not what was written, by their places in the ring, as
-    /// they are to be from now on: behind the end such a sector would be taken for one that is missing.
+    /// Blocks with damaged sectors that are not needed: position in the ring, and new content, to be written back.
+    /// Past the end, a damaged sector would later be taken for a missing one.
     pub(crate) mended: Vec<(u64, Vec<u8>)>,
-    /// What the block in which the end lies has before it, from now on.
+    /// Sectors before the end in the block that contains it, with their new content.
     pub(crate) block: Vec<u8>,
 }
 
-/// A part of the journal that must have been written is not readable.
+/// Error of a journal of which a part that must have been written is unreadable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Damaged;
 
-/// What is known of how a journal was left.
+/// State in which a journal was left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WasLeft {
-    /// By a clean stop, which has noted the end.
+    /// Left by a clean stop, which has recorded the end.
     Clean { end: u64 },
-    /// By a process that was killed, while the host went on.
+    /// Left by a process that was killed, while the host kept running.
     Killed,
-    /// Perhaps by a loss of power.
+    /// Left in an unknown way, perhaps by a power loss.
     Somehow,
 }
 
@@ -291,13 +294,13 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) 
                 }
                 end += 1;
             }
-            // Nothing was written there any more.
+            // The clean stop had written nothing from here on.
             Sector::Broken if was_left == (WasLeft::Clean { end }) => break,
             Sector::Broken => return Err(Damaged),
             Sector::Never | Sector::Whole(_) => break,
         }
     }
-    // Of what lies behind the end, some was being written when it was cut off, or was not durable yet.
+    // Sectors past the end were cut off by the crash, or were not durable yet.
     let told = sectors.iter().filter_map(whole).map(|header| header.firm_end);
     let firm_end = told.max().unwrap_or(end);
     if firm_end > end {
@@ -358,8 +361,8 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) 
     })
 }
 
-/// Has damaged sectors be as if they were never written; none of them is needed. The blocks that have some, as they are
-/// then.
+/// Zeroes damaged sectors, as if they were never written; none of them is needed. Returns the blocks that had some,
+/// with their new content.
 fn mend(sectors: &[Sector], bytes: &mut [u8]) -> Vec<(u64, Vec<u8>)> {
     let per_block = COMMIT_SECTORS as usize;
     let blocks = bytes.chunks_mut(COMMIT_UNIT as usize).zip(sectors.chunks(per_block));
@@ -404,7 +407,7 @@ mod tests {
         }
     }
 
-    /// All records in the order in which they were made.
+    /// Returns all records, oldest first.
     fn in_order(found: &Contents) -> Vec<(u64, Record)> {
         let records = &found.records;
         let mut keys = records.keys.clone();
@@ -415,17 +418,17 @@ mod tests {
             .collect()
     }
 
-    /// A journal as it was written.
+    /// Journal as it was written.
     struct Written {
         bytes: Vec<u8>,
-        /// Those that are needed, with their sequences.
+        /// Records that are needed, with the sequences of their sectors.
         records: Vec<(u64, Record)>,
         end: u64,
-        /// Where the last commit begins.
+        /// Sequence of the last commit's first sector.
         last: u64,
     }
 
-    /// Commits of so many records each.
+    /// Writes commits with the given numbers of records.
     fn written(commits: &[usize]) -> Written {
         let shape = shape();
         let mut bytes = vec![0; shape.journal_len as usize];
@@ -468,16 +471,18 @@ mod tests {
     }
 
     proptest! {
+        /// Reading a cleanly closed journal returns every needed record, in order.
         #[test]
-        fn what_was_committed_is_read(commits in prop::collection::vec(0_usize..150, 0..40)) {
+        fn journal_returns_committed_records(commits in prop::collection::vec(0_usize..150, 0..40)) {
             let Written { bytes, records, end, .. } = written(&commits);
             let found = read(&shape(), SEED, bytes, WasLeft::Clean { end }).expect("is whole");
             prop_assert_eq!(in_order(&found), records);
             prop_assert_eq!(found.end, end);
         }
 
+        /// Of a torn last commit, the records before the first missing sector are found.
         #[test]
-        fn a_torn_last_commit_is_as_far_as_it_goes(
+        fn torn_commit_keeps_its_first_sectors(
             commits in prop::collection::vec(1_usize..150, 2..40),
             kept in any::<u16>(),
         ) {
@@ -501,9 +506,10 @@ mod tests {
             prop_assert_eq!(last, wanted);
         }
 
-        /// Commits that nobody has flushed may be there one without the other; what is loose in them is not believed.
+        /// Unflushed commits may survive independently of each other; their loose records are not trusted after a
+        /// power loss.
         #[test]
-        fn what_was_not_flushed_is_believed_if_it_is_firm(commits in 1_u64..50, flushed in 0_u64..50, kept in any::<u64>()) {
+        fn power_loss_drops_unflushed_loose_records(commits in 1_u64..50, flushed in 0_u64..50, kept in any::<u64>()) {
             let shape = shape();
             let flushed = flushed.min(commits - 1);
             let mut bytes = vec![0; shape.journal_len as usize];
@@ -525,8 +531,9 @@ mod tests {
             prop_assert!(found.iter().map(|(sequence, _)| *sequence).eq(wanted));
         }
 
+        /// A journal with a flipped bit is refused, or read without any change.
         #[test]
-        fn a_flipped_bit_is_seen_or_is_of_no_matter(
+        fn journal_detects_relevant_bit_flips(
             commits in prop::collection::vec(1_usize..150, 1..40),
             at in 0_usize..64 * SECTOR_LEN,
             bit in 0_u32..8,

@@ -1,58 +1,58 @@
-//! What the cache device says of the slots, where that is not what memory says.
+//! Slots whose metadata on the cache device differs from memory.
 //!
-//! A slot that is not in the ledger is *settled*: a crash leaves of it what memory has, and that is true. For every
-//! other one the ledger has what a crash would leave ([`Unsettled::durable`]). What memory has may become durable
-//! once every change of the line has ended, and both devices were flushed after that.
+//! A slot that is not in the ledger is *settled*: a crash leaves the state that memory has, and that state is valid.
+//! For every other slot the ledger has the state that a crash would leave ([`Unsettled::durable`]). The state in
+//! memory may be made durable once every change of the line has ended, and both devices were flushed after that.
 //!
-//! Where the two crashes differ, a loss of power leaves [`Unsettled::durable`], and a kill what was written *loosely*
-//! since.
+//! A power loss leaves [`Unsettled::durable`]; a kill leaves the state that was written *loosely* (unflushed) since,
+//! if any.
 //!
-//! A slot is *free* when memory has no line in it, a crash would leave none, and nobody uses it.
+//! A slot is *free* when memory has no line in it, a crash would leave none, and it has no users.
 
 use std::collections::HashMap;
 
 use crate::entry::Entry;
 use crate::shape::{Sectors, Slot};
 
-/// A slot of which the cache device says something else than memory does.
+/// State of a slot whose metadata on the cache device differs from memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Unsettled {
-    /// What a crash leaves.
+    /// State after a power loss.
     pub(crate) durable: Entry,
-    /// The same, when all commits that were asked for have ended.
+    /// State after a power loss once all commits that were queued have ended.
     pub(crate) last: Entry,
-    /// Firm commits that were asked for and have not ended.
+    /// Durable commits that were queued and have not ended.
     pub(crate) commits: u32,
-    /// Records with lower numbers say nothing new.
+    /// Records with lower numbers are obsolete.
     firm: u64,
-    /// What was written loosely after all of them, or is about to be, with the number of that record.
+    /// Newest loose record, if it is newer than all firm ones: its entry, and its number. It may not be written yet.
     pub(crate) loose: Option<(Entry, u64)>,
-    /// What such records have said to be dirty that firm ones take the place of, until these are durable.
+    /// Sectors that replaced loose records call dirty, until the firm records that replace them are durable.
     replaced: Sectors,
     /// Changes of the line that are under way.
     pub(crate) changes: u32,
-    /// When the last change ended.
+    /// Epoch in which the last change ended.
     pub(crate) epoch: u64,
 }
 
 impl Unsettled {
-    /// Nothing is under way that a crash would see.
+    /// Returns whether no change is under way that a crash would see.
     fn is_quiet(&self) -> bool {
         self.commits == 0 && self.changes == 0 && self.loose.is_none()
     }
 
-    /// Nothing has changed since `epoch` ended, nor is changing.
+    /// Returns whether nothing has changed since the end of `epoch`, nor is changing.
     fn is_ripe(&self, epoch: u64) -> bool {
         self.is_quiet() && self.epoch <= epoch
     }
 
-    /// Sectors that some crash would take for dirty.
+    /// Returns the sectors that any crash would take for dirty.
     pub(crate) fn any_dirty(&self) -> Sectors {
         let loose = self.loose.map_or(0, |(entry, _)| entry.dirty);
         self.durable.dirty | self.last.dirty | loose | self.replaced
     }
 
-    /// What a kill leaves, when all that was asked for has been written.
+    /// Returns the state after a kill once all queued records are written.
     pub(crate) fn after_kill(&self) -> Entry {
         self.loose.map_or(self.last, |(entry, _)| entry)
     }
@@ -62,7 +62,7 @@ impl Unsettled {
 pub(crate) struct Ledger {
     slots: HashMap<Slot, Unsettled>,
     epoch: u64,
-    /// Of the next record.
+    /// Number of the next record.
     number: u64,
 }
 
@@ -71,12 +71,12 @@ impl Ledger {
         self.slots.len()
     }
 
-    /// Some crash would take something for dirty.
+    /// Returns whether any crash would take a sector for dirty.
     pub(crate) fn is_anything_dirty(&self) -> bool {
         self.slots.values().any(|place| place.any_dirty() != 0)
     }
 
-    /// Slots of which something was written loosely.
+    /// Returns the slots with a loose record.
     pub(crate) fn loose_slots(&self) -> impl Iterator<Item = Slot> {
         let loose = self.slots.iter().filter(|(_, place)| place.loose.is_some());
         loose.map(|(slot, _)| *slot)
@@ -86,7 +86,7 @@ impl Ledger {
         self.slots.get(&slot)
     }
 
-    /// The slot's place, made if it is settled; `memory` is what memory has for it now, before any change.
+    /// Returns the entry of a slot, and creates it if the slot is settled; `memory` is the state before any change.
     fn place(&mut self, slot: Slot, memory: impl FnOnce() -> Entry) -> &mut Unsettled {
         let (epoch, firm) = (self.epoch, self.number);
         self.slots.entry(slot).or_insert_with(|| {
@@ -94,7 +94,7 @@ impl Ledger {
             Unsettled {
                 durable,
                 last: durable,
-                // What was written loosely of a settled slot is of no matter any more.
+                // Loose records of a settled slot no longer matter.
                 firm,
                 epoch,
                 ..Unsettled::default()
@@ -102,14 +102,14 @@ impl Ledger {
         })
     }
 
-    /// A change of the line in a slot begins.
+    /// Begins a change of the line in a slot.
     pub(crate) fn begin(&mut self, slot: Slot, memory: impl FnOnce() -> Entry) -> &Unsettled {
         let place = self.place(slot, memory);
         place.changes += 1;
         place
     }
 
-    /// It has ended.
+    /// Ends a change of the line in a slot.
     pub(crate) fn end(&mut self, slot: Slot) {
         let epoch = self.epoch;
         if let Some(place) = self.slots.get_mut(&slot) {
@@ -118,7 +118,7 @@ impl Ledger {
         }
     }
 
-    /// What memory has is no longer what it was, without a change that takes time.
+    /// Records a change of the state in memory that takes no time.
     pub(crate) fn note(&mut self, slot: Slot, memory: impl FnOnce() -> Entry) -> &Unsettled {
         let epoch = self.epoch;
         let place = self.place(slot, memory);
@@ -126,7 +126,7 @@ impl Ledger {
         place
     }
 
-    /// Record `number` is to say firmly what a slot holds.
+    /// Records that firm record `number` with `entry` was queued for a slot.
     pub(crate) fn commit_begins(&mut self, slot: Slot, entry: Entry, number: u64) {
         self.number = number + 1;
         if let Some(place) = self.slots.get_mut(&slot) {
@@ -137,13 +137,13 @@ impl Ledger {
         }
     }
 
-    /// Record `number` is to say loosely what a slot holds; `memory` is what memory has.
+    /// Records that loose record `number` with `entry` was queued for a slot; `memory` is the state in memory.
     pub(crate) fn loosen(&mut self, slot: Slot, entry: Entry, number: u64, memory: impl FnOnce() -> Entry) {
         self.place(slot, memory).loose = Some((entry, number));
         self.number = number + 1;
     }
 
-    /// Loose record `number`, which said that a slot holds `entry`, is firm; `memory` is what memory has now.
+    /// Records that loose record `number`, with `entry`, has become durable; `memory` is the present state in memory.
     pub(crate) fn harden(&mut self, slot: Slot, entry: Entry, number: u64, memory: Entry) {
         let Some(place) = self.slots.get_mut(&slot) else {
             return;
@@ -156,7 +156,7 @@ impl Ledger {
         self.tidy(slot, memory);
     }
 
-    /// It is durable; `memory` is what memory has now.
+    /// Records that a firm record with `entry` has become durable; `memory` is the present state in memory.
     pub(crate) fn commit_ends(&mut self, slot: Slot, entry: Entry, memory: Entry) {
         let Some(place) = self.slots.get_mut(&slot) else {
             return;
@@ -169,7 +169,7 @@ impl Ledger {
         self.tidy(slot, memory);
     }
 
-    /// Takes a slot out that is settled after all.
+    /// Removes the entry of a slot that has become settled.
     pub(crate) fn tidy(&mut self, slot: Slot, memory: Entry) {
         let is_settled = self
             .slots
@@ -180,13 +180,13 @@ impl Ledger {
         }
     }
 
-    /// Begins a new epoch; what has ended before is of the returned one, or of an earlier one.
+    /// Begins a new epoch. Changes that have ended so far belong to the returned epoch or to an earlier one.
     pub(crate) fn next_epoch(&mut self) -> u64 {
         self.epoch += 1;
         self.epoch - 1
     }
 
-    /// The slots in which nothing has changed since `epoch` ended, nor is changing.
+    /// Returns the slots in which nothing has changed since the end of `epoch`, nor is changing.
     pub(crate) fn ripe(&self, epoch: u64) -> Vec<Slot> {
         let ripe = self.slots.iter().filter(|(_, place)| place.is_ripe(epoch));
         ripe.map(|(slot, _)| *slot).collect()

@@ -1,7 +1,7 @@
-//! A set of lines in the order of the disk, which finds the few lines of a long range that matter.
+//! Sorted set of lines, which finds the few relevant lines of a long range.
 //!
-//! Takes two bytes for a line, up to four while it grows, or a bit where many lie near each other. Finding the lines of a
-//! range costs by the lines that are found, whatever the range's length.
+//! A line takes two bytes, up to four while the set grows, or one bit where many are close to each other. The cost of
+//! finding the lines of a range depends on the lines that are found, not on the range's length.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use roaring::RoaringBitmap;
 
 use crate::shape::Line;
 
-/// Lines of a chunk, as a power of two. A bitmap of more lines would be a longer list of parts, each of 2^16 lines, and a
-/// new part moves those after it.
+/// Lines of a chunk, as a power of two. A bitmap of more lines would have a longer list of containers, each of 2^16
+/// lines, and a new container moves those after it.
 const CHUNK_BITS: u32 = 24;
 
 #[derive(Default)]
 pub(crate) struct LineSet {
-    /// By line / 2^24; none is empty.
+    /// Chunks by line / 2^24; none is empty.
     chunks: BTreeMap<u64, RoaringBitmap>,
     count: u64,
 }
@@ -43,14 +43,14 @@ impl LineSet {
         chunk.is_some_and(|chunk| chunk.contains(in_chunk(line)))
     }
 
-    /// Adds a line; returns whether it was not there.
+    /// Adds a line; returns whether it was absent.
     pub(crate) fn insert(&mut self, line: Line) -> bool {
         let is_new = self.chunks.entry(chunk_of(line)).or_default().insert(in_chunk(line));
         self.count += u64::from(is_new);
         is_new
     }
 
-    /// Removes a line; returns whether it was there.
+    /// Removes a line; returns whether it was present.
     pub(crate) fn remove(&mut self, line: Line) -> bool {
         let Some(chunk) = self.chunks.get_mut(&chunk_of(line)) else {
             return false;
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(within(0..Line::MAX), lines);
         assert_eq!(within(7..1 << 24), [7, (1 << 24) - 1]);
         assert_eq!(within(8..3 << 24), [(1 << 24) - 1, 1 << 24]);
-        // The place within its chunk is before the range's.
+        // The offset of the end in its chunk is less than that of the start.
         assert_eq!(within(10..FAR), [(1 << 24) - 1, 1 << 24, 3 << 24]);
         assert_eq!(within((3 << 24) + 10..Line::MAX), [FAR]);
         assert_eq!(within(FAR + 1..Line::MAX), [0; 0]);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_lines_are_gone_and_counted() {
+    fn removed_lines_are_not_found_or_counted() {
         let mut set = LineSet::default();
         assert!(set.insert(5) && set.insert(FAR));
         assert!(set.remove(5) && !set.remove(5) && !set.remove(6));

@@ -1,5 +1,5 @@
-//! Takes up what an earlier process has left: the journal at once, the sets' pages when they are needed, and all of them
-//! bit by bit.
+//! Loads the metadata that an earlier process has left: the journal at once, the pages of sets on demand, and all
+//! pages gradually in the background.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -17,28 +17,28 @@ use crate::page::{self, Believed, Newest, Version};
 use crate::shape::{Line, Sectors, Slot};
 use crate::{Cache, Detached, EIO};
 
-/// So many bytes of pages are read at once when all are.
+/// Bytes of pages that are read at once.
 const CHUNK_LEN: u64 = 256 << 10;
 
-/// So many bytes are worth asking the allocator to give them back.
+/// Fewest freed bytes for which the allocator is asked to return memory.
 const TRIM_MIN: usize = 64 << 10;
 
-/// What is left to be taken up.
+/// Metadata that is still to be loaded.
 pub(crate) struct Left {
     records: Records,
-    /// The journal's oldest sector that was needed: pages that are not whole and should have been written by then are
+    /// Oldest sector of the journal that was needed. A page that should have been complete by then, and is not, is
     /// damaged.
     tail: u64,
 }
 
-/// The loading of sets.
+/// State of the loading of sets.
 pub(crate) struct Loading {
     left: RefCell<Left>,
     /// Sets that are being loaded.
     busy: Ranges,
-    /// They are not loaded ahead any more.
+    /// Set once the background loading must stop.
     stopped: Cell<bool>,
-    /// Sets whose pages are damaged, in a cache that had dirty lines: nobody knows which.
+    /// Sets whose pages are damaged, in a cache that had dirty lines: whether they had some is unknown.
     fenced: RefCell<HashSet<u32>>,
 }
 
@@ -52,19 +52,19 @@ impl Loading {
         }
     }
 
-    /// Of some set nobody knows what is in it.
+    /// Returns whether the content of any set is unknown.
     pub(crate) fn has_fences(&self) -> bool {
         !self.fenced.borrow().is_empty()
     }
 
-    /// The sets that the journal has something of.
+    /// Returns the sets that have records in the journal.
     pub(crate) fn sets(&self) -> Vec<u32> {
         self.left.borrow().records.sets().collect()
     }
 }
 
 impl Cache {
-    /// Has what is known of a set in memory.
+    /// Loads the metadata of a set into memory.
     pub(crate) async fn load(&self, set: u32) -> IoResult {
         if self.index.borrow().is_loaded(set) {
             return Ok(());
@@ -83,20 +83,20 @@ impl Cache {
         Ok(())
     }
 
-    /// Completes when all is known of what the cache has.
+    /// Loads the metadata of the whole cache.
     ///
     /// # Errors
-    /// The cache device's.
+    /// An error of the cache device.
     pub async fn load_all(&self) -> IoResult {
         self.load_while(|| true).await
     }
 
-    /// The same before anybody wants them, until it is closed.
+    /// Loads all sets in the background, until the cache is closed.
     pub(crate) async fn load_ahead(&self) -> IoResult {
         self.load_while(|| !self.loading.stopped.get()).await
     }
 
-    /// Completes when nothing is being loaded ahead, nor will be.
+    /// Stops the background loading for good, and waits until it has stopped.
     pub(crate) async fn stop_loading(&self) {
         self.loading.stopped.set(true);
         let all = ByteRange::new(0, self.shape.sets.into());
@@ -149,19 +149,19 @@ impl Cache {
                 let found = page::believed(&self.shape, self.seed, set, pair, tail);
                 self.mend_pages(set, pair, found.as_ref()).await?;
                 self.take_up(set, found);
-                // A set takes a while, and requests come first.
+                // Installing a set takes a while, and requests come first.
                 yield_now().await;
             }
         }
         Ok(())
     }
 
-    /// Nobody knows what is in a set.
+    /// Returns whether the content of a set is unknown.
     pub(crate) fn is_fenced(&self, set: u32) -> bool {
         self.loading.fenced.borrow().contains(&set)
     }
 
-    /// Refuses lines that lie in a set whose pages are damaged.
+    /// Refuses a request for lines of a set whose pages are damaged.
     pub(crate) fn check_fence(&self, lines: Range<Line>, operation: Operation, range: ByteRange) -> IoResult {
         let fenced = self.loading.fenced.borrow();
         if !fenced.is_empty() && self.shape.sets_of(lines).any(|set| fenced.contains(&set)) {
@@ -170,8 +170,9 @@ impl Cache {
         Ok(())
     }
 
-    /// Has a set's damaged pages be sound before anything is put into the set: a later process would not know what they
-    /// may have had. Not those of a set that may have had dirty lines: who mends the device may find them again.
+    /// Repairs the damaged pages of a set before a line is put into the set: a later process could not know their
+    /// former content. A set that may have had dirty lines is left as it is, because a repair of the device may
+    /// recover them.
     async fn mend_pages(&self, set: u32, pair: &[u8], found: Option<&Believed>) -> IoResult {
         let len = self.shape.page_len as usize;
         let mut bytes = AlignedBuf::zeroed(len);
@@ -179,14 +180,14 @@ impl Cache {
             Some(found) if !found.has_damage => return Ok(()),
             None if self.was_dirty => return Ok(()),
             Some(found) => {
-                // The same twice is as good as once.
+                // The copy equals the newer page, which is as good as one page.
                 let is_second = found.newest.is_second;
                 let whole = pair.chunks_exact(len).nth(is_second.into());
                 bytes.copy_from_slice(whole.unwrap_or_default());
                 !is_second..=!is_second
             }
             None => {
-                // What the journal says of the set is no more believed than its pages.
+                // The journal's records of the set are discarded with its pages.
                 let empty = vec![Entry::default(); self.shape.ways as usize];
                 let version = Version {
                     sequence: self.commits.growing(),
@@ -237,7 +238,7 @@ impl Cache {
         self.install(set, &empty, newest);
     }
 
-    /// Puts what was found of a set into memory. What was open is not believed.
+    /// Installs the entries of a set in memory. Clean sectors of open lines are dropped.
     fn install(&self, set: u32, entries: &[Entry], newest: Newest) {
         let mut removed = Vec::new();
         {
@@ -252,7 +253,7 @@ impl Cache {
             by_tag.sort_unstable();
             let mut kept = vec![false; entries.len()];
             for copies in by_tag.chunk_by(|one, other| one.0 == other.0) {
-                // Of a line that is there twice, the copy that is dirty was made later.
+                // If a line is there twice, the dirty copy is the later one.
                 let is_dirty = |(_, way): &&(u32, usize)| entries[*way].dirty != 0;
                 let newest = copies.iter().rev().find(is_dirty).or(copies.first());
                 newest.into_iter().for_each(|(_, way)| kept[*way] = true);
@@ -286,7 +287,7 @@ impl Cache {
         }
     }
 
-    /// The sectors of an entry that are what they should be.
+    /// Returns the trusted sectors of an entry.
     fn believed(&self, set: u32, entry: &Entry) -> Sectors {
         let Some(Detached { superseded }) = &self.only_dirty else {
             return entry.believed();

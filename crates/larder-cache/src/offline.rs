@@ -1,4 +1,4 @@
-//! What can be said of a cache, and done to it, while nobody uses it.
+//! Inspection and changes of a cache that is not in use.
 
 use std::rc::Rc;
 
@@ -12,31 +12,31 @@ use crate::shape::JOURNAL_AT;
 use crate::superblock::Superblock;
 use crate::{Mode, Shape};
 
-/// So many bytes of pages are read at once.
+/// Bytes of pages that are read at once.
 const CHUNK_LEN: u64 = 256 << 10;
 
-/// What a cache that nobody uses would have if it were opened for the same, unchanged disk.
+/// Content of an unused cache, if it were opened for the same, unchanged disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lines {
-    /// Lines that it has something of.
+    /// Cached lines.
     pub lines: u64,
-    /// Of them those that have data which the disk has not.
+    /// Cached lines with dirty data.
     pub dirty: u64,
-    /// Of what is damaged, and so not counted.
+    /// Damaged metadata, which is not counted.
     pub damage: Damage,
 }
 
-/// What of the bookkeeping is damaged.
+/// Damage of a cache's metadata.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Damage {
-    /// Nothing is known of any line.
+    /// Set if the journal is damaged, so that the content of all sets is unknown.
     pub journal: bool,
-    /// Sets of which nothing is known.
+    /// Number of sets whose content is unknown.
     pub sets: u32,
 }
 
-/// Counts the lines of the cache with this superblock, as far as they are known. For `boot` see
-/// [`OpenOptions::boot`](crate::OpenOptions::boot).
+/// Counts the lines of the cache with this superblock, as far as they are known. `boot` identifies the host's present
+/// boot, as in [`OpenOptions::boot`](crate::OpenOptions::boot).
 ///
 /// # Errors
 /// [`OpenError::Io`].
@@ -55,16 +55,16 @@ pub async fn count_lines(
     Ok(found)
 }
 
-/// What all sets have, one after the other; nothing of what is damaged.
+/// Iterator over the entries of all sets; damaged ones have none.
 pub(crate) struct Sets<'a> {
     fast: &'a Rc<dyn BlockDevice>,
     shape: Shape,
     seed: u32,
-    /// Of the journal, by set; `None` if that is damaged.
+    /// Records of the journal by set; `None` if the journal is damaged.
     records: Option<Records>,
-    /// The journal's oldest sector that is needed.
+    /// Oldest sector of the journal that is needed.
     tail: u64,
-    /// Sets that are damaged.
+    /// Number of damaged sets so far.
     damaged: u32,
     next: u32,
     /// Pages of the sets from the next one on.
@@ -72,7 +72,7 @@ pub(crate) struct Sets<'a> {
     used: usize,
 }
 
-/// See [`Sets`].
+/// Reads the journal, and returns an iterator over the sets' entries.
 pub(crate) async fn entries_of_all<'a>(
     fast: &'a Rc<dyn BlockDevice>,
     superblock: &Superblock,
@@ -100,7 +100,7 @@ pub(crate) async fn entries_of_all<'a>(
 }
 
 impl Sets<'_> {
-    /// What was damaged of those that were looked at.
+    /// Returns the damage found so far.
     pub(crate) fn damage(&self) -> Damage {
         Damage {
             journal: self.records.is_none(),
@@ -108,7 +108,7 @@ impl Sets<'_> {
         }
     }
 
-    /// The next set, and what its slots hold.
+    /// Returns the next set with its slots' entries.
     pub(crate) async fn next(&mut self) -> Result<Option<(u32, Vec<Entry>)>, OpenError> {
         let set = self.next;
         let Some(records) = self.records.as_ref().filter(|_| set < self.shape.sets) else {
@@ -141,7 +141,7 @@ fn failed(fast: &Rc<dyn BlockDevice>, source: IoError) -> OpenError {
     }
 }
 
-/// Has a cache that nobody uses do something else with writes when it is opened the next time.
+/// Sets the mode in which an unused cache handles writes when it is opened the next time.
 ///
 /// # Errors
 /// [`OpenError::Superblock`] and [`OpenError::Io`].

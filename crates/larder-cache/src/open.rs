@@ -1,4 +1,4 @@
-//! Makes a cache, and opens one.
+//! Creates, opens and closes caches.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -32,63 +32,64 @@ use crate::usage::Usage;
 use crate::watch::Fast;
 use crate::{Cache, Detached, Mode, State, Witness};
 
-/// So many lines may be unsettled for each that fits: what a crash leaves cold.
+/// Inverse share of the lines that may be unpersisted, and so cold after a crash.
 const UNSETTLED_SHARE: u64 = 128;
 const UNSETTLED_MIN: u64 = 64;
 const UNSETTLED_MAX: u64 = 16 << 10;
 
-/// The stamp of no disk: that of one that was used on when its cache was closed.
+/// Stamp that no disk has, for a disk that stayed in use when its cache was closed.
 const LEFT: &[u8] = b"left";
 
-/// How to make a cache.
+/// Options for the creation of a cache.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// log2 of a line's bytes: 12 to 16.
     pub line_bits: u32,
-    /// How writes go.
+    /// Handling of writes.
     pub mode: Mode,
-    /// What no other cache has.
+    /// Unique identity of the cache.
     pub uuid: [u8; 16],
-    /// The disk that it is for.
+    /// Disk that the cache belongs to.
     pub disk: DiskId,
-    /// Bytes of the disk.
+    /// Size of the disk.
     pub disk_size: ByteLen,
 }
 
-/// How to open a cache.
+/// Options for the opening of a cache.
 pub struct OpenOptions {
-    /// How writes go; as before if it is not said.
+    /// Handling of writes; unset: as before.
     pub mode: Option<Mode>,
-    /// The disk that it is opened for, as it is now.
+    /// Present identity of the disk.
     pub disk: DiskId,
-    /// Whether the disk is as the cache knows it.
+    /// Result of the check whether another program has changed the disk.
     pub verdict: Verdict,
-    /// The disk's stamp once it has been closed.
+    /// Returns the disk's stamp after the disk was closed.
     pub stamp: Box<dyn Fn() -> Vec<u8>>,
-    /// What a [`Witness`] has noted, if it has.
+    /// Record of a failure that the [`Witness`] has, if any.
     pub detached: Option<Detached>,
-    /// Where that is noted.
+    /// Storage for the record of a failure.
     pub witness: Box<dyn Witness>,
-    /// What differs between two boots of the host, and is zero if that is not known: what was written and not flushed is
-    /// there after a kill, and may not be after a loss of power.
+    /// Identity of the host's boot, which differs between two boots, or zero if unknown. Unflushed writes survive a
+    /// kill, but perhaps not a power loss.
     pub boot: [u8; 16],
-    /// What may be written to the cache device in a day. What has to be is, all the same: dirty data, and that something
-    /// is not to be believed any more.
+    /// Bytes that may be written to the cache device in a day. Necessary writes are not limited: dirty data, and
+    /// records that make cached data invalid.
     pub endurance: Option<ByteLen>,
-    /// When dirty lines are cleaned.
+    /// Conditions under which dirty lines are cleaned.
     pub cleaning: CleanOptions,
-    /// Take up everything in the background. Otherwise only what is needed.
+    /// Load all metadata in the background; otherwise only on demand.
     pub load_ahead: bool,
-    /// When what has changed is written down.
+    /// Conditions under which metadata is persisted.
     pub settling: SettleOptions,
 }
 
-/// When what has changed is written down: what is not is cold after a crash.
+/// Conditions under which changed metadata is persisted. Lines whose metadata is not persisted are cold after a
+/// crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SettleOptions {
-    /// After this time at the latest.
+    /// The longest delay.
     pub after: Duration,
-    /// When so many lines wait; a 128th of all, and at most 16 Ki, if it is not said.
+    /// Number of waiting lines that start it early; unset: a 128th of all lines, and at most 16 Ki.
     pub lines_max: Option<usize>,
 }
 
@@ -101,7 +102,7 @@ impl Default for SettleOptions {
     }
 }
 
-/// Why a cache cannot be made or opened.
+/// Error of creating or opening a cache.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
@@ -132,7 +133,7 @@ pub enum OpenError {
     Io { cache: String, source: IoError },
 }
 
-/// Makes a cache on `fast`, of whose size it takes all. Whatever was there is lost.
+/// Creates a cache on `fast`, of its whole size. All earlier content is lost.
 ///
 /// # Errors
 /// [`OpenError::TooSmall`] and [`OpenError::Io`].
@@ -164,7 +165,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Resu
         samples: Vec::new(),
     };
     let io = |source| OpenError::Io { cache: cache(), source };
-    // What was a cache before is none until this one is whole.
+    // An older cache is invalidated until the new one is complete.
     let gone = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize * 2);
     fast.write(ByteOffset::ZERO, WriteBuf::new(&gone), WriteFlags::FUA)
         .await
@@ -174,7 +175,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Resu
     Ok(shape)
 }
 
-/// Forgets everything that was written down of lines, durably.
+/// Erases journal and pages, durably.
 async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
     let range = ByteRange::new(JOURNAL_AT, shape.journal_len + shape.pages_len());
     let flags = ZeroFlags {
@@ -185,7 +186,7 @@ async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
     fast.flush().await
 }
 
-/// Writes both copies, durably, one after the other.
+/// Writes both copies of the superblock, durably, one after the other.
 pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
     let bytes = bytes_of(superblock);
     for at in COPIES {
@@ -194,7 +195,7 @@ pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Su
     Ok(())
 }
 
-/// Where the copies of the superblock are.
+/// Positions of the superblock's copies.
 const COPIES: [ByteOffset; 2] = [ByteOffset::ZERO, ByteOffset::new(SUPERBLOCK_LEN)];
 
 fn bytes_of(superblock: &Superblock) -> AlignedBuf {
@@ -203,7 +204,7 @@ fn bytes_of(superblock: &Superblock) -> AlignedBuf {
     bytes
 }
 
-/// What a cache says of itself.
+/// Reads the superblock of a cache.
 ///
 /// # Errors
 /// [`OpenError::Superblock`] and [`OpenError::Io`].
@@ -224,10 +225,10 @@ pub async fn read_superblock(fast: &Rc<dyn BlockDevice>) -> Result<Superblock, O
 }
 
 impl Cache {
-    /// `lower`, with the cache on `fast`, on `on`, which what is returned does not keep alive.
+    /// Opens the cache on `fast` as a filter over `lower`, on the loop `on`, which the result does not keep alive.
     ///
     /// # Errors
-    /// See [`OpenError`].
+    /// The variants of [`OpenError`].
     pub fn open(
         on: &Loop,
         lower: Rc<dyn BlockDevice>,
@@ -256,8 +257,8 @@ impl Cache {
             });
         }
         let shape = superblock.shape;
-        // Somebody else has written to the disk: to which state, nobody knows. Part of a disk may have no times, and times
-        // can be put back.
+        // Another program has written to the disk, which may now hold anything. The samples are compared because
+        // parts of a disk may have no modification times, and times can be reset.
         let is_other = options.verdict == Verdict::Changed
             || superblock.clean
                 && (superblock.disk.stamp != options.disk.stamp
@@ -265,12 +266,12 @@ impl Cache {
         if is_other && superblock.may_be_dirty && options.detached.is_none() {
             return Err(OpenError::Diverged { cache: cache(), disk });
         }
-        // What only the cache has is right all the same; what the disk has, too, may have been changed there since.
+        // Dirty data is valid all the same; clean data may differ from the disk.
         let is_changed = is_other || superblock.disk_size != size || options.detached.is_some();
         let is_detached = options.detached.is_some();
         let only_dirty = (is_changed && superblock.may_be_dirty).then(|| options.detached.unwrap_or_default());
-        // What a killed process has written is there, but a loss of power may still take it away, and what follows from it
-        // must not be the only thing that is left.
+        // The writes of a killed process are there, but a power loss may still undo them. It must not leave only what
+        // follows from them.
         fast.flush().await.map_err(io)?;
         let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
         let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
@@ -298,12 +299,12 @@ impl Cache {
                     records: journal::Records::none(&shape),
                     disbelieved: Vec::new(),
                     mended: Vec::new(),
-                    // Of the first sector, which is never written.
+                    // Sector 0, which is never written.
                     block: vec![0; SECTOR as usize],
                 }
             }
         };
-        // Before anything is accepted: a journal that goes on up to a damaged sector is taken for a damaged one.
+        // Written before any request is accepted: a journal that runs up to a damaged sector counts as damaged.
         if !contents.mended.is_empty() {
             tracing::warn!(
                 "{disk}: cache {}: its journal is damaged where nothing is needed of it, and is made anew there; something else has written to it, or its device fails",
@@ -321,7 +322,7 @@ impl Cache {
         if !contents.mended.is_empty() {
             fast.flush().await.map_err(io)?;
         }
-        // What is not believed now must not be later.
+        // Records that are discarded now must not be trusted later.
         for (sequence, sector) in &contents.disbelieved {
             let at = ByteOffset::new(JOURNAL_AT + sequence % shape.journal_sectors() * SECTOR);
             let mut bytes = AlignedBuf::zeroed(SECTOR as usize);
@@ -406,7 +407,7 @@ impl Cache {
         opened.tell_all().await;
         if opened.only_dirty.is_some() {
             opened.load_all().await.map_err(io)?;
-            // If it fails, what is noted stays so.
+            // On failure the witness's record stays.
             let _ = opened.commit().await;
         }
         if is_detached && !opened.has_failed() {
@@ -430,10 +431,10 @@ impl Cache {
         Ok(opened)
     }
 
-    /// Leaves everything so that the next one finds it all.
+    /// Closes the cache so that the next opening finds all of it.
     pub(crate) async fn close_steps(&self) -> IoResult {
         self.stop_background().await;
-        // What a disk that is only read does not take stays in the cache.
+        // Dirty data of a read-only disk stays in the cache.
         let cleaned = match self.may_be_dirty.get() && !self.lower.geometry().read_only {
             true => self.clean_at_last().await,
             false => Ok(()),
@@ -446,12 +447,12 @@ impl Cache {
         cleaned
     }
 
-    /// Closes the cache, and leaves the disk open for others; what it has will not be believed. No request is under way,
-    /// and none that comes will use the cache. One that has failed does only what requests want from then on: it can be used as before. Of one that works
-    /// the disk has everything already.
+    /// Closes the cache, and leaves the disk open for other users; the next opening will discard the cache's content.
+    /// No request may be under way, and later requests do not use the cache. A failed cache is not closed: it stays
+    /// usable as before, and only does what requests need. A working cache must have no dirty data left.
     ///
     /// # Errors
-    /// The disk's; the cache is not closed then, and what it has may not be what the disk has.
+    /// An error of the disk. The cache is not closed then, and its content may differ from the disk.
     pub async fn leave(&self) -> IoResult {
         self.detaching.when(|| self.state.get() != State::Failing).await;
         self.stop_background().await;
@@ -465,7 +466,7 @@ impl Cache {
         Ok(())
     }
 
-    /// What goes on in the background must not do so over a disk that is somebody else's by then.
+    /// Stops the background work, which must not touch a disk that has been handed over.
     async fn stop_background(&self) {
         self.fills.idle().await;
         self.stop_loading().await;
@@ -475,12 +476,12 @@ impl Cache {
 
     async fn settle_all(&self) {
         if !self.has_failed() && self.settle().await.is_ok() {
-            // What was opened or taken out meanwhile; nothing is changing any more.
+            // A second pass covers lines that were opened or removed during the first; no more changes come.
             let _ = self.settle().await;
         }
     }
 
-    /// Has the disk have everything before it is closed.
+    /// Writes all dirty data to the disk before it is closed.
     async fn clean_at_last(&self) -> IoResult {
         let dirty = self.index.borrow().dirty.len() << self.shape.line_bits;
         if dirty > 0 {
@@ -510,7 +511,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Closes one that works, after its disk.
+    /// Closes a cache that works, after its disk.
     async fn close_cache(&self, stamp: Vec<u8>, samples: Vec<Sample>) {
         if !self.has_failed()
             && let Err(error) = self.close_cache_steps(stamp, samples).await
