@@ -1,7 +1,6 @@
-//! How long reads take, and whether the cache device is slower than the disk: then what both have is read from the disk
-//! for a while.
+//! Read latencies. While the cache device is slower than the disk, data that both have is read from the disk.
 //!
-//! A fast device may be slow at times: an SSD that tidies up, or one whose bandwidth somebody else takes.
+//! A fast device may be slow at times: an SSD during garbage collection, or one whose bandwidth other programs use.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
@@ -9,25 +8,26 @@ use std::time::Duration;
 use larder_block::LoopTime;
 use larder_block::histogram::{Histogram, is_due};
 
-/// Hits that are quicker than this on average are left to the cache, whatever the disk can do: on a host that is short of
-/// processors anything takes some milliseconds at times.
+/// Average latency of hits below which the cache is used, however fast the disk is: on a host that is short of
+/// processors, any request takes some milliseconds at times.
 const SLOW_MIN: Duration = Duration::from_millis(10);
 
-/// So many reads must have been timed before anything is concluded from them.
+/// Reads that must have been timed before an average counts.
 const READS_MIN: u32 = 16;
 
-/// Of so many hits that are answered in the call one is timed, for all of them: asking the clock twice would cost a tenth
-/// of what they take.
+/// Of this many hits that complete in the call, one is timed and counts for all: reading the clock twice would cost a
+/// tenth of such a hit.
 const IN_CALL: u32 = 16;
 
-/// The weight of a read in the average is one over this.
+/// Inverse weight of a read in the moving average.
 const SMOOTHING: u32 = 16;
 
-/// How long a cache that is slow is left alone; twice as long each time that it still is, up to the most.
+/// Time for which a slow cache is not read from. It doubles each time that the cache is still slow, up to
+/// [`REST_MAX`].
 const REST_MIN: Duration = Duration::from_secs(1);
 const REST_MAX: Duration = Duration::from_secs(32);
 
-/// A moving average of times.
+/// Moving average of latencies.
 #[derive(Clone, Copy, Debug, Default)]
 struct Average {
     value: Duration,
@@ -37,7 +37,7 @@ struct Average {
 impl Average {
     fn add(&mut self, time: Duration) {
         self.count = self.count.saturating_add(1);
-        // The plain mean at first.
+        // The first values have equal weights.
         let weight = self.count.min(SMOOTHING);
         self.value = (self.value * (weight - 1) + time) / weight;
     }
@@ -47,32 +47,32 @@ impl Average {
     }
 }
 
-/// What reads are timed for.
+/// Latencies of reads, and the decision that follows from them.
 #[derive(Default)]
 pub(crate) struct Pace {
     hits: RefCell<Histogram>,
     misses: RefCell<Histogram>,
-    /// Hits that were answered in the call since one was timed.
+    /// Hits that completed in the call since one was timed.
     untimed: Cell<u32>,
     hit: Cell<Average>,
     miss: Cell<Average>,
-    /// The cache is not read from until then if that can be avoided.
+    /// Until this time, the cache is read from only for data that the disk does not have.
     rests_until: Cell<Option<LoopTime>>,
     rest: Cell<Duration>,
 }
 
 impl Pace {
-    /// Whether the next hit is to be timed if it is answered in the call.
+    /// Returns whether the next hit is to be timed if it completes in the call.
     pub(crate) fn times_this_one(&self) -> bool {
         is_due(&self.untimed, IN_CALL)
     }
 
-    /// A hit that was to be timed has been answered in the call.
+    /// Records a timed hit that completed in the call.
     pub(crate) fn hit_in_call(&self, since: LoopTime, now: LoopTime) {
         self.count_hit(now.since(since), IN_CALL, now);
     }
 
-    /// A read that the cache had all of was made at `since`, and is complete.
+    /// Records the completion of a read that the cache served entirely; `since` is its begin.
     pub(crate) fn hit(&self, since: LoopTime, now: LoopTime) {
         self.count_hit(now.since(since), 1, now);
     }
@@ -88,7 +88,7 @@ impl Pace {
             }
             return;
         };
-        // What is not known of the disk is found out by reading from it.
+        // If the disk's latency is unknown, reads from the disk will measure it.
         if self.miss.get().known().is_none_or(|disk| disk < slow) && self.rests_until.get().is_none() {
             let rest = (self.rest.get() * 2).clamp(REST_MIN, REST_MAX);
             self.rest.set(rest);
@@ -96,7 +96,7 @@ impl Pace {
         }
     }
 
-    /// A read that the disk was needed for was made at `since`, and is complete.
+    /// Records the completion of a read that needed the disk; `since` is its begin.
     pub(crate) fn miss(&self, since: LoopTime, now: LoopTime) {
         let time = now.since(since);
         self.misses.borrow_mut().add(time);
@@ -104,12 +104,12 @@ impl Pace {
         miss.add(time);
         self.miss.set(miss);
         if self.rests_until.get().is_some() && miss.known().is_some_and(|disk| disk >= self.hit.get().value) {
-            // The disk is no better.
+            // The disk is no faster.
             self.rests_until.set(None);
         }
     }
 
-    /// Whether the cache is to be left alone.
+    /// Returns whether reads should bypass the cache.
     pub(crate) fn rests(&self, now: LoopTime) -> bool {
         let Some(until) = self.rests_until.get() else {
             return false;

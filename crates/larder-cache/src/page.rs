@@ -1,21 +1,21 @@
-//! A set's page: what is known of all its lines, as of a place in the journal.
+//! Page of a set: the metadata of all its lines, as of a position in the journal.
 //!
-//! A set has two pages, which are written in turn, so that the older one is whole while the newer one is written. Each
-//! sector stands for itself: a page whose writing was cut off has whole sectors that do not fit together, and only one
-//! that is damaged has others.
+//! A set has two pages, which are written in turn, so that the older one is intact while the newer one is written.
+//! Each sector has its own checksum: an interrupted write leaves intact sectors that do not match each other, and
+//! only damage leaves broken ones.
 //!
-//! Both pages may be as of the same place in the journal, since a sector of it is written again with more records: by the
-//! turn the newer one is known.
+//! Both pages may have the same position in the journal, since a journal sector is written again with more records.
+//! Their turns tell which one is newer.
 //!
 //! ```text
 //! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
 //!      4   the set, u32
-//!      8   sequence, u64: records of the journal with a lower one are contained
+//!      8   sequence, u64: journal records with a lower one are included
 //!      16  the sector's number in the page, u16
 //!      18  zero, 2 bytes
 //!      20  turn, u8: 0 to 3, one more than that of the page before, or 0 after 3
 //!      21  zero, 3 bytes
-//!      24  entries, as many as fit; those of the ways in order
+//!      24  entries in the order of the ways, as many as fit
 //! ```
 
 use crate::entry::{self, Entry};
@@ -25,18 +25,18 @@ use crate::shape::{SECTOR, Shape, WAYS_MAX};
 const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 24;
 
-/// The number of turns.
+/// Number of different turns.
 pub(crate) const TURNS: u8 = 4;
 
-/// The turn of the page that is written next.
+/// Returns the turn of the next page.
 fn turn_after(turn: u8) -> u8 {
     (turn + 1) % TURNS
 }
 
-/// The version of a page.
+/// Version of a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Version {
-    /// Records of the journal below this one are contained.
+    /// Journal records below this sequence are included.
     pub(crate) sequence: u64,
     pub(crate) turn: u8,
 }
@@ -48,16 +48,16 @@ impl Version {
     }
 }
 
-/// The newer one of a set's two pages.
+/// Position and turn of the newer one of a set's two pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Newest {
-    /// It is the second of the two.
+    /// Set if the newer page is the second of the two.
     pub(crate) is_second: bool,
     pub(crate) turn: u8,
 }
 
 impl Newest {
-    /// The one that is written next.
+    /// Returns the page that is written next.
     pub(crate) fn next(self) -> Self {
         Self {
             is_second: !self.is_second,
@@ -66,16 +66,16 @@ impl Newest {
     }
 }
 
-/// A page as it was found.
+/// Result of reading a page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Nothing was ever written there.
+    /// The page was never written.
     Never,
-    /// Its writing was cut off.
+    /// Writing the page was interrupted.
     Torn,
-    /// It is not what was written.
+    /// The page has a sector that was never written like this.
     Damaged,
-    /// All is well.
+    /// The page is intact.
     Whole { version: Version, entries: Vec<Entry> },
 }
 
@@ -83,12 +83,12 @@ fn per_sector(line_bits: u32) -> usize {
     (SECTOR_LEN - HEADER_LEN) / entry::len_for(line_bits)
 }
 
-/// Bytes of a page with room for as many ways as there may ever be.
+/// Returns the bytes of a page with room for [`WAYS_MAX`] entries.
 pub(crate) fn len_for(line_bits: u32) -> u64 {
     (WAYS_MAX as usize).div_ceil(per_sector(line_bits)) as u64 * SECTOR
 }
 
-/// Writes a page; `bytes` is as long as the shape says.
+/// Encodes a page into `bytes`, which are as long as the shape says.
 pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, version: Version, entries: &[Entry], bytes: &mut [u8]) {
     bytes.fill(0);
     let len = entry::len_for(shape.line_bits);
@@ -107,7 +107,7 @@ pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, version: Version, entri
     }
 }
 
-/// Reads a page.
+/// Decodes a page.
 pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found {
     let (mut versions, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
     let sectors = bytes.chunks_exact(SECTOR_LEN);
@@ -146,20 +146,20 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
     }
 }
 
-/// What of a set's two pages is to be believed.
+/// Trusted content of a set's two pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Believed {
-    /// Records of the journal below this one are contained.
+    /// Journal records below this sequence are included.
     sequence: u64,
     entries: Vec<Entry>,
-    /// Its place and its turn.
+    /// Position and turn of the trusted page.
     pub(crate) newest: Newest,
-    /// The other one is damaged.
+    /// Set if the other page is damaged.
     pub(crate) has_damage: bool,
 }
 
 impl Believed {
-    /// What the set's slots hold, with what its records in the journal say since.
+    /// Returns the entries of the set's slots after `records`, the set's records in the journal.
     pub(crate) fn with(self, records: impl Iterator<Item = (u64, Record)>, shape: &Shape) -> Vec<Entry> {
         let mut entries = self.entries;
         for (sequence, Record { slot, entry, .. }) in records {
@@ -171,14 +171,14 @@ impl Believed {
     }
 }
 
-/// Looks at both pages of a set; `tail` is the oldest sector of the journal that is needed. `None` if something may be
-/// missing.
+/// Returns the trusted one of a set's two pages; `tail` is the oldest sector of the journal that is needed. Returns
+/// `None` if records may be missing.
 pub(crate) fn believed(shape: &Shape, seed: u32, set: u32, pair: &[u8], tail: u64) -> Option<Believed> {
     let (first, second) = pair.split_at(shape.page_len as usize);
     let (first, second) = (decode(shape, seed, set, first), decode(shape, seed, set, second));
     let has_damage = first == Found::Damaged || second == Found::Damaged;
-    // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the journal has
-    // all that happened since.
+    // The other page is older, or was interrupted. If it is damaged, it may have been newer, unless the journal has
+    // all records since.
     let suffices = |version: Version, other: &Found| *other != Found::Damaged || version.sequence >= tail;
     let never = || (Version::default(), vec![Entry::default(); shape.ways as usize]);
     let ((version, entries), is_second) = match (first, second) {
@@ -187,7 +187,7 @@ pub(crate) fn believed(shape: &Shape, seed: u32, set: u32, pair: &[u8], tail: u6
         }
         (Found::Whole { version, entries }, other) if suffices(version, &other) => ((version, entries), false),
         (other, Found::Whole { version, entries }) if suffices(version, &other) => ((version, entries), true),
-        // The very first one was being written, and is again: never both are torn.
+        // The first page ever was being written, and is written again: the two are never both torn.
         (Found::Never | Found::Torn, Found::Never) => (never(), true),
         (Found::Never, Found::Torn) => (never(), false),
         _ => return None,
@@ -222,8 +222,9 @@ mod tests {
         (entries, bytes)
     }
 
+    /// Reading distinguishes intact, interrupted, damaged and unwritten pages, for all line lengths.
     #[test]
-    fn a_page_is_whole_torn_or_damaged() {
+    fn decode_distinguishes_whole_torn_damaged_pages() {
         for line_bits in 12..=16 {
             let shape = Shape::for_size(ByteLen::mib(64), line_bits, 512).expect("large enough");
             let (entries, old) = page(&shape, 7);
@@ -247,8 +248,9 @@ mod tests {
         }
     }
 
+    /// Of two pages of the same journal sector, the one written later is used.
     #[test]
-    fn of_two_pages_as_of_the_same_sector_the_one_written_later_is_believed() {
+    fn later_turn_wins_between_equal_sequences() {
         let shape = Shape::for_size(ByteLen::mib(64), 12, 512).expect("large enough");
         let page = |sequence, turn, valid| {
             let entries = vec![
@@ -273,7 +275,7 @@ mod tests {
             let found = believed(&shape, SEED, 5, &pages.concat(), 0).expect("whole");
             assert_eq!((found.newest, found.entries[0].valid), (newest, valid));
             if round > 0 {
-                // Its writing was cut off.
+                // Its write was interrupted.
                 let torn = [&new[..SECTOR_LEN], &old[SECTOR_LEN..]].concat();
                 let mut pages = pages.clone();
                 pages[usize::from(newest.is_second)] = torn;

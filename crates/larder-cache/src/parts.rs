@@ -1,15 +1,15 @@
-//! A request's range, line by line.
+//! Division of a request's range into lines.
 
 use larder_block::{ByteOffset, ByteRange};
 
 use crate::shape::{Line, SECTOR_BITS, Sectors, Shape};
 
-/// What a request touches of one line.
+/// Part of a request in one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) line: Line,
     pub(crate) sectors: Sectors,
-    /// On the disk.
+    /// Range of the part on the disk.
     pub(crate) range: ByteRange,
 }
 
@@ -18,7 +18,7 @@ impl Shape {
         at.get() >> self.line_bits
     }
 
-    /// The lines that a range touches.
+    /// Returns the lines that a range touches.
     pub(crate) fn lines_of(&self, range: ByteRange) -> std::ops::Range<Line> {
         match range.is_empty() {
             true => 0..0,
@@ -26,7 +26,7 @@ impl Shape {
         }
     }
 
-    /// The part of `line` that is in `range`, which touches it.
+    /// Returns the part of `line` that is in `range`, which touches it.
     pub(crate) fn part_of(&self, line: Line, range: ByteRange) -> Part {
         let whole = ByteRange::new(line << self.line_bits, self.line_len());
         let range = whole.intersection(range);
@@ -44,13 +44,13 @@ impl Shape {
         self.lines_of(range).map(move |line| shape.part_of(line, range))
     }
 
-    /// Bytes from a line's start.
+    /// Returns the offset of a byte in its line.
     pub(crate) fn within(&self, at: ByteOffset) -> u64 {
         at.get() & (self.line_len() - 1)
     }
 }
 
-/// `count` sectors from `first` on.
+/// Returns `count` sectors from `first` on.
 fn run(first: u32, count: u32) -> Sectors {
     match count {
         0 => 0,
@@ -58,7 +58,8 @@ fn run(first: u32, count: u32) -> Sectors {
     }
 }
 
-/// The runs of sectors of `part` that are alike: in `mask` or not. In order; each with whether it is in it.
+/// Returns the maximal runs of sectors of `part` that are all in `mask` or all not, in order, each with whether it is
+/// in it.
 pub(crate) fn runs(part: Part, mask: Sectors) -> impl Iterator<Item = (bool, ByteRange)> {
     let first = part.sectors.trailing_zeros();
     let end = Sectors::BITS - part.sectors.leading_zeros();
@@ -86,8 +87,9 @@ mod tests {
     use super::*;
     use larder_block::ByteLen;
 
+    /// Ranges are cut at line boundaries, and lines at changes of the sector mask.
     #[test]
-    fn a_range_is_cut_at_lines_and_by_what_is_known_of_their_sectors() {
+    fn range_splits_at_lines_and_mask() {
         let shape = Shape::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
         let range = ByteRange::new(4096 - 1024, 1024 + 4096 + 512);
         let parts: Vec<Part> = shape.parts_of(range).collect();

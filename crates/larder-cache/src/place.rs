@@ -1,4 +1,4 @@
-//! Finds places for lines, and takes lines out of them.
+//! Assigns slots to lines, and removes lines from slots.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -14,10 +14,10 @@ use crate::parts::Part;
 use crate::shape::{Line, Sectors, Slot, WAYS_MAX};
 use larder_policy::policy::Context;
 
-/// Lines that are changed before other tasks run: some 0.1 ms.
+/// Lines that are changed before other tasks run: some 0.1 ms of work.
 const SLICE_LINES: usize = 128;
 
-/// Lines that memory has taken out, while a crash would still leave them.
+/// Lines that were removed from memory, while a crash would still find them.
 #[derive(Default)]
 pub(crate) struct Leaving {
     slots: BTreeMap<Line, Slot>,
@@ -25,25 +25,25 @@ pub(crate) struct Leaving {
 }
 
 impl Leaving {
-    /// Returns those of some lines that have left memory, with the slots that a crash would leave them in.
+    /// Returns those of some lines that were removed from memory, with the slots where a crash would find them.
     pub(crate) fn within(&self, lines: Range<Line>) -> impl Iterator<Item = (Line, Slot)> {
         self.slots.range(lines).map(|(line, slot)| (*line, *slot))
     }
 }
 
-/// What is taken out of the cache.
+/// Selection of the sectors to remove.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retract {
     All,
-    /// What the disk has, too.
+    /// Sectors that are not dirty: the disk has them too.
     Clean,
 }
 
-/// A slot that is being written to: nobody else's until this is dropped.
+/// Slot that is being written to. No other line gets it until this is dropped.
 pub(crate) struct Place<'a> {
     cache: &'a Cache,
     slot: Slot,
-    /// The line was in it before.
+    /// Set if the slot held the line before the write.
     is_old: bool,
 }
 
@@ -52,7 +52,7 @@ impl Place<'_> {
         self.slot
     }
 
-    /// The line was in it before, and it may be taken out meanwhile.
+    /// Returns whether the slot held the line before; if so, the line may be removed during the write.
     pub(crate) fn is_old(&self) -> bool {
         self.is_old
     }
@@ -70,12 +70,12 @@ impl Drop for Place<'_> {
 }
 
 impl Cache {
-    /// Where a byte of the disk is in a slot.
+    /// Returns the position on the cache device of a byte of the disk in a slot.
     pub(crate) fn data_at(&self, slot: Slot, at: ByteOffset) -> ByteOffset {
         self.shape.data_of(slot) + ByteLen::new(self.shape.within(at))
     }
 
-    /// The slot of a line that is in the cache, to be written to.
+    /// Pins the slot of a cached line for writing.
     pub(crate) fn place_of(&self, slot: Slot) -> Place<'_> {
         let mut index = self.index.borrow_mut();
         index.pin(slot, Use::Write);
@@ -87,7 +87,8 @@ impl Cache {
         }
     }
 
-    /// Where what was read of a line can be put: beside what is there of it, or in a free slot. The line's set is loaded.
+    /// Returns a slot for data of a line that is not cached yet: the line's slot, or a free one. The line's set is
+    /// loaded.
     pub(crate) fn place_for(&self, part: Part) -> Option<Place<'_>> {
         if self.ledger.borrow().len() >= self.unsettled_max {
             self.start_settle();
@@ -107,7 +108,7 @@ impl Cache {
             self.free_slot(set)
         });
         let Some(slot) = slot else {
-            // Those that are about to become free do so with the next commit.
+            // Slots that are about to become free do so with the next commit.
             self.start_commit();
             return None;
         };
@@ -125,7 +126,7 @@ impl Cache {
     }
 
     fn free_slot(&self, set: u32) -> Option<Slot> {
-        // The way that the line before has, or will most likely get.
+        // The way of the last line: the next line of a run most likely gets the same.
         let hint = self.way_hint.get();
         let hinted = Slot::new(set, hint.min(self.shape.ways - 1));
         if self.is_free(hinted) {
@@ -137,7 +138,7 @@ impl Cache {
         Some(slot)
     }
 
-    /// Takes lines out of a set, so that there are a few free slots, now or after the next commit.
+    /// Evicts lines of a set, so that a few slots are free now or after the next commit.
     fn make_room(&self, set: u32) {
         let slots = self.index.borrow().slots_of(set);
         let taken = slots
@@ -165,7 +166,7 @@ impl Cache {
         }
     }
 
-    /// Empties a slot. What a crash leaves of it is seen to with the next commit.
+    /// Empties a slot. The next commit removes the state that a crash would leave.
     fn take_out(&self, slot: Slot) {
         let memory = self.index.borrow().entry(slot);
         let place = *self.ledger.borrow_mut().note(slot, || memory);
@@ -182,7 +183,7 @@ impl Cache {
         self.queue(slot, Entry::default());
     }
 
-    /// Notes that a crash would leave a line in a slot from which memory has taken it.
+    /// Records that a crash would find a line in a slot from which memory has removed it.
     pub(crate) fn leaves(&self, slot: Slot, entry: Entry) {
         let line = self.shape.line_of(slot.set(), entry.tag);
         let mut leaving = self.leaving.borrow_mut();
@@ -190,7 +191,7 @@ impl Cache {
         leaving.lines.insert(slot, line);
     }
 
-    /// Some slots are empty, also after a crash.
+    /// Records that some slots are empty, also after a crash.
     pub(crate) fn have_left(&self, slots: impl Iterator<Item = Slot>) {
         let leaving = &mut *self.leaving.borrow_mut();
         if leaving.lines.is_empty() {
@@ -205,16 +206,16 @@ impl Cache {
         }
     }
 
-    /// A crash would leave some of these lines, although memory has taken them out.
+    /// Returns whether a crash would find any of these lines, although memory has removed them.
     pub(crate) fn has_leaving(&self, lines: Range<Line>) -> bool {
         self.leaving.borrow().within(lines).next().is_some()
     }
 
-    /// What was written to `place` is in the cache from now on; `dirty` are those of its sectors that the disk has not.
+    /// Makes data that was written to `place` usable; `dirty` are those of its sectors that the disk does not have.
     pub(crate) fn is_stored(&self, place: &Place<'_>, part: Part, dirty: Sectors, context: Context) {
         let slot = place.slot;
         if part.range.end().get() > self.size.get() {
-            // The disk has become shorter meanwhile.
+            // The disk has become shorter during the write.
             if place.is_old {
                 self.take_sectors(slot, part.sectors);
             }
@@ -227,7 +228,7 @@ impl Cache {
                     let (valid, was_dirty) = (index.valid(slot), index.dirty(slot));
                     index.set_sectors(slot, valid | part.sectors, was_dirty & !part.sectors | dirty);
                 }
-                // Another one was faster; or it was taken out, and does not come back from here.
+                // Another write stored the line first; or the line was removed, and stays so.
                 Some(_) => return,
                 None if place.is_old => return,
                 None => {
@@ -241,8 +242,8 @@ impl Cache {
         self.settle_in_time();
     }
 
-    /// Sees to it that neither memory nor a crash finds anything of `range` in the cache, or nothing that is what the disk
-    /// has. The range is held, and its sets are loaded.
+    /// Removes the sectors of `range` from memory and for any crash: all, or those that are not dirty. The range is
+    /// held, and its sets are loaded.
     pub(crate) async fn retract(&self, range: ByteRange, what: Retract) -> Result<(), Failed> {
         if self.has_failed() {
             return Err(Failed);
@@ -268,19 +269,19 @@ impl Cache {
         if self.has_failed() {
             return Err(Failed);
         }
-        // Also those that have made room meanwhile.
+        // Lines that were evicted in the meantime count too.
         match commits || self.has_leaving(lines) {
             true => self.commit().await,
             false => Ok(()),
         }
     }
 
-    /// Divides work on many lines.
+    /// Returns a work slice that lets other tasks run during work on many lines.
     pub(crate) fn work_slice(&self) -> WorkSlice {
         WorkSlice::new(SLICE_LINES.min(self.unsettled_max) as u64)
     }
 
-    /// Calls `change` for each of `lines` that is in the cache, in order, and lets other tasks run every now and then.
+    /// Calls `change` for each cached one of `lines`, in order, and lets other tasks run in between.
     pub(crate) async fn each_cached(&self, mut lines: Range<Line>, mut change: impl FnMut(Line, Slot)) {
         let mut slice = self.work_slice();
         loop {
@@ -294,7 +295,7 @@ impl Cache {
             let Some(last) = some.last() else { return };
             lines.start = last + 1;
             for line in some {
-                // It may have left meanwhile.
+                // The line may have been evicted since.
                 let found = self.index.borrow().find(line);
                 if let Some(slot) = found {
                     change(line, slot);
@@ -304,12 +305,13 @@ impl Cache {
         }
     }
 
-    /// Notes that data of `range` that only the cache had leaves memory with the records queued now.
+    /// Records that dirty data of `range` leaves memory, and a crash will find it until the queued records are
+    /// written.
     fn undo(&self, range: ByteRange) {
         let records = self.commits.queued();
         let mut undoing = self.undoing.borrow_mut();
         match undoing.last_mut() {
-            // One that no record will be written of is by itself.
+            // An entry without records (`u64::MAX`) stays separate.
             Some((last, of)) if last.end() == range.start && *of <= records => {
                 last.len += range.len;
                 *of = records;
@@ -318,15 +320,15 @@ impl Cache {
         }
     }
 
-    /// Something that only the cache had of `range` has been taken out of memory, and a crash may still find it.
+    /// Returns whether dirty data of `range` was removed from memory, and a crash may still find it.
     pub(crate) fn is_undoing(&self, range: ByteRange) -> bool {
         let mut undoing = self.undoing.borrow_mut();
         undoing.retain(|(_, records)| !self.commits.have_written(*records));
         undoing.iter().any(|(undoing, _)| undoing.overlaps(range))
     }
 
-    /// Waits until a crash finds no more than memory does of what only the cache had of a range: the disk has something else
-    /// there, which nobody is to see before.
+    /// Waits until a crash finds no dirty data of a range that memory has removed. The disk has other data there,
+    /// which no reader may see before.
     pub(crate) async fn undone(&self, operation: Operation, range: ByteRange) -> IoResult {
         while self.is_undoing(range) {
             if !self.has_failed() && self.commit().await.is_ok() {
@@ -342,7 +344,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Has memory find nothing of a range in a cache that has failed. What a crash finds is not its concern.
+    /// Removes a range from the memory of a failed cache. The state after a crash is not changed.
     pub(crate) fn forget(&self, range: ByteRange) {
         let mut index = self.index.borrow_mut();
         let lines: Vec<Line> = index.lines.within(self.shape.lines_of(range)).collect();
@@ -358,7 +360,7 @@ impl Cache {
         }
     }
 
-    /// Something of a range was written loosely.
+    /// Returns whether a range has unflushed records.
     pub(crate) fn has_loose(&self, range: ByteRange) -> bool {
         if !self.may_be_dirty.get() {
             return false;
@@ -369,7 +371,7 @@ impl Cache {
         places.any(|place| place.loose.is_some())
     }
 
-    /// Takes sectors out of a slot; whether a crash would still leave them.
+    /// Removes sectors of a slot from memory; returns whether a crash would still find them.
     pub(crate) fn take_sectors(&self, slot: Slot, sectors: Sectors) -> bool {
         let memory = self.index.borrow().entry(slot);
         if memory.is_empty() || sectors == 0 {
@@ -394,7 +396,7 @@ impl Cache {
             .borrow_mut()
             .set_sectors(slot, memory.valid & !sectors, memory.dirty & !sectors);
         if place.last.believed() & sectors == 0 {
-            // So there is nothing to be said, and no loose record that a firm one would take the place of too early.
+            // No record is needed, and so no unflushed one is replaced by a firm one too early.
             return place.commits > 0;
         }
         let mut entry = place.last;

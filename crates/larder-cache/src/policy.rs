@@ -1,4 +1,4 @@
-//! The policy over the sets, which keep its state beside their lines.
+//! Adapter between the policy and the sets, which hold its state together with their lines.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use larder_policy::policy::{Admission, Context, PolicyOptions};
 use crate::sets::Sets;
 use crate::shape::{Line, Shape, Slot};
 
-/// What says which lines of a cache of this shape are worth most. `budget` is what may be written to the cache device in a
-/// day, in bytes.
+/// Creates the policy that scores the lines of a cache of this shape. `budget` is the number of bytes that may be
+/// written to the cache device in a day.
 pub(crate) fn new(shape: &Shape, budget: Option<u64>) -> Policy {
     Policy::new(PolicyOptions {
         ways: shape.ways as usize,
@@ -21,14 +21,14 @@ pub(crate) fn new(shape: &Shape, budget: Option<u64>) -> Policy {
     })
 }
 
-/// The policy, and what it keeps of each set.
+/// The policy, with the sets that hold its state.
 pub(crate) struct OverSets<'a> {
     pub(crate) policy: &'a mut Policy,
     pub(crate) sets: &'a mut Sets,
 }
 
 impl OverSets<'_> {
-    /// The policy, and the state of a set.
+    /// Returns the policy and the state of a set.
     fn of(&mut self, set: u32) -> (&mut Policy, &mut [u8]) {
         (self.policy, self.sets.policy_mut(set))
     }
@@ -37,7 +37,7 @@ impl OverSets<'_> {
         self.policy.written(bytes, now);
     }
 
-    /// See [`Policy::set_budget`].
+    /// Forwards to [`Policy::set_budget`].
     pub(crate) fn set_budget(&mut self, bytes_per_day: Option<u64>, now: Duration) {
         self.policy.set_budget(bytes_per_day, now);
     }
@@ -77,13 +77,13 @@ impl OverSets<'_> {
         policy.remove(state, slot.way() as u8);
     }
 
-    /// What is written down of a slot.
+    /// Returns the persistent state of a slot.
     pub(crate) fn save(&mut self, slot: Slot) -> u8 {
         let (policy, state) = self.of(slot.set());
         policy.save(state, slot.way() as u8)
     }
 
-    /// Takes up what was written down of a set: ways, and what was said of each.
+    /// Restores the persistent state of a set: pairs of way and state.
     pub(crate) fn load(&mut self, set: u32, ways: impl IntoIterator<Item = (u8, u8)>) {
         let (policy, state) = self.of(set);
         policy.load(state, ways);

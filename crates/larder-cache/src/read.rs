@@ -10,16 +10,16 @@ use crate::shape::{Line, Slot};
 use crate::{Cache, Mode};
 use larder_policy::policy::{Access, Context};
 
-/// A read of up to so many bytes is of a few fragments at most.
+/// Reads of up to this length consist of a few fragments at most.
 const SMALL: ByteLen = ByteLen::kib(4);
 
-/// Fragments of one read that are read at the same time: stretches that lie together on a device.
+/// Fragments of one read that are read concurrently; a fragment is contiguous on one device.
 const FRAGMENTS_OF_READ: usize = 128;
 
-/// And of all reads: that bounds memory, of which each takes some hundred bytes.
+/// Fragments of all reads that are read concurrently. This bounds memory: each takes some hundred bytes.
 pub(crate) const FRAGMENTS_MAX: usize = 8192;
 
-/// A read that the cache has all of, of one line.
+/// Read of one line that the cache serves entirely.
 #[derive(Clone, Copy)]
 struct WholeHit {
     part: Part,
@@ -27,7 +27,7 @@ struct WholeHit {
     since: LoopTime,
 }
 
-/// Keeps a slot from being given to another line while it is read from.
+/// Keeps a slot from being given to another line while it is read.
 pub(crate) struct Pin<'a> {
     cache: &'a Cache,
     slot: Slot,
@@ -57,13 +57,13 @@ impl Cache {
         }
     }
 
-    /// A read that may be of many fragments: as many at a time as [`FRAGMENTS_OF_READ`], and of all reads together as
-    /// [`FRAGMENTS_MAX`].
+    /// Reads a range that may consist of many fragments: up to [`FRAGMENTS_OF_READ`] at a time, and [`FRAGMENTS_MAX`]
+    /// for all reads together.
     async fn read_in_windows(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let mut rest = range;
         while !rest.is_empty() {
             let (window, fragments) = self.window_of(rest);
-            // Of a cache that has failed nobody needs to wait for others' reads, which may never end.
+            // With a failed cache there is no wait for the reads of others, which may never end.
             let _share = self.fragments.take(fragments, || self.has_failed()).await;
             let from = (window.start - range.start).as_usize();
             self.read_steps(window, buffer.slice(from, window.len.as_usize()))
@@ -73,7 +73,7 @@ impl Cache {
         Ok(())
     }
 
-    /// The beginning of `range`, one line at least, and in how many fragments it is on the two devices, as it looks now.
+    /// Returns the beginning of `range`, at least one line, and its present number of fragments on the two devices.
     fn window_of(&self, range: ByteRange) -> (ByteRange, usize) {
         let index = self.index.borrow();
         let (mut fragments, mut end) = (0, range.start);
@@ -88,22 +88,22 @@ impl Cache {
         (ByteRange::between(range.start, end), fragments)
     }
 
-    /// What the cache has may be read from it.
+    /// Returns whether the cache may be read.
     fn is_used(&self) -> bool {
         !self.has_failed() && self.mode.get() != Mode::PassThrough
     }
 
-    /// The cache device is not to be read from if the disk can be.
+    /// Returns whether reads should bypass the cache where the disk has the data.
     fn rests(&self, now: LoopTime) -> bool {
         self.fast.is_late() || self.pace.rests(now)
     }
 
-    /// The cache is used, and its device is as fast as it should be.
+    /// Returns whether the cache may be read, and its device is fast enough.
     pub(crate) fn may_be_read(&self) -> bool {
         self.is_used() && !self.rests(self.turn_time())
     }
 
-    /// Where a range of one line is, if all of it is in the cache and nothing has to be waited for before it is read.
+    /// Returns the location of a range of one line, if all of it is cached and can be read without waiting.
     fn whole_hit(&self, range: ByteRange) -> Option<WholeHit> {
         let lines = self.shape.lines_of(range);
         let line = lines.start;
@@ -129,7 +129,7 @@ impl Cache {
         let begin = self.pace.times_this_one().then(|| self.now());
         let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
         let result = read.result_now();
-        // Only now: memory has brought what the policy knows of the line.
+        // After the read, because the prefetch of the policy's state has had time to complete.
         let context = self.context(since, Access::Read, range.len.get());
         self.index.borrow_mut().policy().touch(slot, part.line, context);
         {
@@ -166,7 +166,7 @@ impl Cache {
         let mut missing = ByteRange::default();
         let context = self.context(since, Access::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
-        // Of a cache that is not used, or rests, only what nobody else has.
+        // A cache that is unused or bypassed is read only for dirty data.
         let (is_used, rests) = (self.is_used(), self.rests(since));
         let mut is_bypassed = false;
         for part in self.shape.parts_of(range) {
@@ -235,7 +235,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Reads from a slot; if the cache has failed, so that the device need not be waited for if it hangs.
+    /// Reads from a slot; if the cache has failed, into separate memory, so that the caller need not wait for a
+    /// hanging device.
     fn read_slot<'a>(&'a self, slot: Slot, piece: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
         let at = self.data_at(slot, piece.start);
         if !self.has_failed() {
@@ -254,7 +255,7 @@ impl Cache {
         Pin { cache: self, slot }
     }
 
-    /// Ends a read of `piece` from the cache device.
+    /// Completes a read of `piece` from the cache device.
     async fn read_hit(
         &self,
         read: Io<'_>,
@@ -267,14 +268,14 @@ impl Cache {
         if let Err(error) = read.await {
             return self.read_failed(error, slot, part, piece, buffer).await;
         }
-        // What has been seen must outlive this process.
+        // Data that a reader has seen must survive a kill.
         if self.is_loose_unwritten(slot) && self.commit().await.is_err() {
             return Err(self.refused(Operation::Read, piece));
         }
         Ok(())
     }
 
-    /// The cache device could not read `piece`: the disk does, unless only the cache has it.
+    /// Reads `piece` from the disk after the cache device failed to, unless it is dirty.
     async fn read_failed(
         &self,
         error: IoError,
@@ -290,12 +291,12 @@ impl Cache {
         if self.index.borrow().dirty(slot) & part.sectors != 0 {
             return Err(error);
         }
-        // It may have been taken out meanwhile.
+        // Dirty data may have been removed since.
         self.undone(Operation::Read, piece).await?;
         self.lower.read(piece.start, buffer).await
     }
 
-    /// Reads what is not in the cache.
+    /// Reads data that is not cached.
     async fn read_missing(&self, piece: ByteRange, buffer: ReadBuf<'_>, context: Context) -> IoResult {
         loop {
             match self.fills.find(piece) {
@@ -309,7 +310,7 @@ impl Cache {
                 Found::Coming(fill) => {
                     self.fills.arrival(&fill).await;
                     if self.may_be_dirty.get() {
-                        // By now the cache may have what the disk has not.
+                        // The cache may have newer data than the disk by now.
                         return Io::task(self.read_steps(piece, buffer)).await;
                     }
                 }
@@ -317,7 +318,7 @@ impl Cache {
                 Found::Nothing => break,
             }
         }
-        // Of a line that is there in part, the rest is wanted.
+        // Of a partly cached line, the rest is always filled.
         let is_wanted = |line| self.index.borrow().find(line).is_some() || self.admits(line, context);
         let lines = self
             .shape

@@ -1,6 +1,6 @@
-//! Samples of the disk's content, taken when the cache is closed: where the guest wrote last. Who uses the disk without its
-//! cache, be it only to mount a file system, writes to the same places. They are compared because block devices and NBD
-//! exports have no times of their last change, and those of files can be put back.
+//! Samples of the disk's content where the guest wrote last, taken when the cache is closed. A program that uses the
+//! disk without the cache, even just to mount a file system, writes to the same sectors. The samples are compared
+//! because block devices and NBD exports have no modification times, and those of files can be reset.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -11,29 +11,29 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::shape::SECTOR;
 
-/// So many places are remembered.
+/// Number of sectors that are sampled.
 pub(crate) const SAMPLES: usize = 8;
 
-/// A sector of the disk.
+/// Sample of one sector of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sample {
-    /// Its first byte.
+    /// Offset of the sector in bytes.
     pub(crate) at: u64,
-    /// CRC32C of what is there.
+    /// CRC32C of the sector's content.
     pub(crate) sum: u32,
 }
 
-/// The places that were written last; the newest is the last one.
+/// Offsets of the sectors that were written last; the newest comes last.
 #[derive(Default)]
 pub(crate) struct Written(RefCell<SmallVec<[u64; SAMPLES]>>);
 
 impl Written {
-    /// As an earlier cache had them.
+    /// Returns the offsets that an earlier session has saved.
     pub(crate) fn before(samples: &[Sample]) -> Self {
         Self(RefCell::new(samples.iter().map(|sample| sample.at).collect()))
     }
 
-    /// A range is written, of which the first sector is remembered.
+    /// Records a write of `range` by its first sector.
     pub(crate) fn add(&self, range: ByteRange) {
         let at = range.start.align_down(SECTOR).get();
         let mut places = self.0.borrow_mut();
@@ -48,7 +48,7 @@ impl Written {
         }
     }
 
-    /// What a range has may change by itself from now on, or has no meaning.
+    /// Forgets a range whose content may change on its own, or has no meaning.
     pub(crate) fn forget(&self, range: ByteRange) {
         self.0
             .borrow_mut()
@@ -57,7 +57,7 @@ impl Written {
 }
 
 impl Cache {
-    /// What the disk has now where it was written last; nothing of what cannot be read.
+    /// Returns samples of the sectors that were written last, without those that cannot be read.
     pub(crate) async fn samples(&self) -> Vec<Sample> {
         let places = self.written.0.borrow().to_vec();
         let found = sums(&self.lower, &places).await;
@@ -66,7 +66,7 @@ impl Cache {
     }
 }
 
-/// Whether a disk still has all of them, as far as that can be read.
+/// Returns whether a disk still matches all samples; unreadable sectors match.
 pub(crate) async fn are_there(disk: &Rc<dyn BlockDevice>, samples: &[Sample]) -> bool {
     let places: Vec<u64> = samples.iter().map(|sample| sample.at).collect();
     let found = sums(disk, &places).await;
@@ -76,7 +76,7 @@ pub(crate) async fn are_there(disk: &Rc<dyn BlockDevice>, samples: &[Sample]) ->
         .all(|(sample, sum)| sum.is_none_or(|sum| sum == sample.sum))
 }
 
-/// CRC32C of the sectors at some places, read at the same time.
+/// Returns the CRC32C of some sectors, which are read concurrently; `None` for those that cannot be read.
 async fn sums(disk: &Rc<dyn BlockDevice>, places: &[u64]) -> Vec<Option<u32>> {
     let size = disk.geometry().size.get();
     let mut bytes = AlignedBuf::zeroed(places.len() * SECTOR as usize);
@@ -94,7 +94,7 @@ async fn sums(disk: &Rc<dyn BlockDevice>, places: &[u64]) -> Vec<Option<u32>> {
             })
         })
         .collect();
-    // What could not be read is told by `is_read`.
+    // Failures are in `is_read`.
     let _ = join(reads).await;
     let sums = bytes.chunks_exact(SECTOR as usize).map(crc32c::crc32c);
     is_read
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_places_that_were_written_last_are_remembered() {
+    fn written_keeps_latest_sectors_in_order() {
         let written = Written::default();
         for at in (0..10).chain([5, 9]) {
             written.add(ByteRange::new(at * 4096 + 700, 9000));

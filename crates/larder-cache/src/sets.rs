@@ -1,14 +1,14 @@
-//! What memory has of every set, in a row for each: finding a line and touching it is mostly waiting for memory, and what
-//! is of one set is of one page of memory, or two.
+//! In-memory table of all sets, with one row for each. Most of the time of a lookup is spent on memory latency, so
+//! the data of a set lies together, on one memory page or two.
 //!
 //! ```text
-//! byte 0         tags, their lowest bytes: what nearly always tells a line from the others of its set
-//!      w         for each way the rest of its tag, 3 bytes, and its sectors that are valid, m bytes
-//!      (4 + m) w what the policy keeps
+//! byte 0         lowest bytes of the tags, which nearly always distinguish the lines of a set
+//!      w         for each way the rest of its tag, 3 bytes, and its valid sectors, m bytes
+//!      (4 + m) w state of the policy
 //! ```
 //!
-//! with w ways and m bytes of the mask of a line's sectors. Which sectors are dirty is apart: where nothing is, that takes
-//! no memory.
+//! Here w is the number of ways, and m the bytes of a sector mask. Dirty sectors are in a separate array, which takes
+//! no memory while nothing is dirty.
 
 use std::ops::Range;
 
@@ -21,15 +21,15 @@ const HIGH: usize = 3;
 
 pub(crate) struct Sets {
     shape: Shape,
-    /// Of a set.
+    /// Bytes of a set.
     len: usize,
-    /// Zeroed memory that nobody has touched costs nothing.
+    /// Zeroed memory that was never touched takes no space.
     bytes: Vec<u8>,
     dirty: Vec<u8>,
 }
 
 impl Sets {
-    /// Without lines; the policy keeps so many bytes of each.
+    /// Creates sets without lines; the policy has `policy_len` bytes in each.
     pub(crate) fn new(shape: Shape, policy_len: usize) -> Self {
         let ways = shape.ways as usize;
         let len = ways * (1 + HIGH + shape.mask_len()) + policy_len;
@@ -53,19 +53,19 @@ impl Sets {
         &mut self.bytes[set as usize * self.len..][..self.len]
     }
 
-    /// Where in its set the rest of a way's tag is, with its valid sectors behind it.
+    /// Returns the offset in its set of the rest of a way's tag, which the valid sectors follow.
     fn way_at(&self, way: usize) -> usize {
         self.ways() + way * (HIGH + self.shape.mask_len())
     }
 
-    /// Asks memory for what [`Self::find`] of a line of `set` looks at first.
+    /// Prefetches the memory that [`Self::find`] reads first for a line of `set`.
     pub(crate) fn announce(&self, set: u32) {
         const CACHE_LINE: usize = 64;
         let lows = &self.of(set)[..self.ways()];
         lows.iter().step_by(CACHE_LINE).for_each(memory::prefetch);
     }
 
-    /// The slot in which a line is.
+    /// Returns the slot of a line.
     pub(crate) fn find(&self, line: Line) -> Option<Slot> {
         let (set, tag) = (self.shape.set_of(line), self.shape.tag_of(line));
         let [low, high @ ..] = tag.to_le_bytes();
@@ -75,7 +75,7 @@ impl Sets {
         Some(Slot::new(set, way as u32))
     }
 
-    /// The tag of the line in a slot; 0 if there is none.
+    /// Returns the tag of the line in a slot; 0 if the slot is empty.
     pub(crate) fn tag(&self, slot: Slot) -> u32 {
         let (way, set) = (slot.way() as usize, self.of(slot.set()));
         let high = self.way_at(way);
@@ -102,7 +102,7 @@ impl Sets {
         from..from + len
     }
 
-    /// The sectors of a slot that are valid.
+    /// Returns the valid sectors of a slot.
     pub(crate) fn valid(&self, slot: Slot) -> Sectors {
         sectors(&self.of(slot.set())[self.valid_at(slot)])
     }
@@ -113,7 +113,7 @@ impl Sets {
         self.of_mut(slot.set())[at].copy_from_slice(&valid.to_le_bytes()[..len]);
     }
 
-    /// The sectors of a slot that are dirty.
+    /// Returns the dirty sectors of a slot.
     pub(crate) fn dirty(&self, slot: Slot) -> Sectors {
         sectors(&self.dirty[self.dirty_at(slot)])
     }
@@ -124,7 +124,7 @@ impl Sets {
         self.dirty[at].copy_from_slice(&dirty.to_le_bytes()[..len]);
     }
 
-    /// What the policy keeps of a set.
+    /// Returns the policy's state of a set.
     pub(crate) fn policy(&self, set: u32) -> &[u8] {
         &self.of(set)[self.policy_at()..]
     }

@@ -1,4 +1,4 @@
-//! Settles lines: both devices are flushed, then what memory knows of the lines is written down.
+//! Persists the metadata of lines: flushes both devices, then writes what memory has to the journal.
 
 use std::cell::Cell;
 
@@ -6,7 +6,7 @@ use crate::Cache;
 use crate::commit::Failed;
 use larder_block::signal::Signal;
 
-/// When lines are settled.
+/// State of the background task that persists metadata.
 #[derive(Default)]
 pub(crate) struct Settling {
     running: Cell<bool>,
@@ -16,11 +16,11 @@ pub(crate) struct Settling {
 }
 
 impl Cache {
-    /// Settles what has changed up to now and is not changing.
+    /// Flushes both devices, then journals the metadata of every line that has no write in flight.
     pub(crate) async fn settle(&self) -> Result<(), Failed> {
         let epoch = self.ledger.borrow_mut().next_epoch();
         if !self.changes.flushing.is_flushed() && self.flush_disk().await.is_err() {
-            // Whoever flushes hears of it. What the disk may not keep is not written down as kept.
+            // The caller of a flush gets its error. Data that the disk may lose must not be recorded as clean.
             return Ok(());
         }
         self.harden_all().await?;
@@ -28,7 +28,7 @@ impl Cache {
         let mut slice = self.work_slice();
         for slot in ripe {
             slice.did(1).await;
-            // Others have run, and may have changed it.
+            // Other tasks have run, and may have changed the line.
             if !self.ledger.borrow().is_ripe(slot, epoch) {
                 continue;
             }
@@ -43,36 +43,37 @@ impl Cache {
         self.commit().await
     }
 
-    /// Settles, if so many more lines would be too many unsettled ones; whether they are not.
+    /// Persists metadata if `lines` more unpersisted lines would exceed the limit; returns whether there is room for
+    /// them.
     pub(crate) async fn settles_before(&self, lines: usize) -> bool {
         let has_room = || self.ledger.borrow().len() + lines <= self.unsettled_max.max(lines);
         has_room() || (self.settle().await.is_ok() && has_room())
     }
 
-    /// Settles in the background, if that is not being done.
+    /// Starts to persist metadata in the background, unless that is running.
     pub(crate) fn start_settle(&self) {
         if self.has_failed() || self.settling.stopped.get() || self.settling.running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {
-            // A failure is known by then.
+            // A failure was already recorded.
             let _ = cache.settle().await;
             cache.settling.running.set(false);
             cache.settling.ended.raise();
-            // Not at once, however much there is left: it is still changing.
+            // Delayed, however much is left: those lines are still changing.
             cache.settle_later();
         });
     }
 
-    /// Completes when nothing is being settled in the background, nor will be.
+    /// Stops the background task for good, and waits until it has stopped.
     pub(crate) async fn stop_settling(&self) {
         let settling = &self.settling;
         settling.stopped.set(true);
         settling.ended.when(|| !settling.running.get()).await;
     }
 
-    /// Sees to it that what is not settled is in a while, or soon if there is much.
+    /// Schedules that unpersisted metadata is persisted after a delay, or at once if there is much.
     pub(crate) fn settle_in_time(&self) {
         if self.ledger.borrow().len() > self.unsettled_max / 2 {
             self.start_settle();
@@ -93,7 +94,7 @@ impl Cache {
             sleep.await;
             if let Some(cache) = this.upgrade() {
                 cache.settling.timed.set(false);
-                // Many lines do not wait for the timer. A settled cache needs no flush.
+                // Many lines do not wait for the timer. If all is persisted, no flush is needed.
                 if cache.ledger.borrow().len() > 0 {
                     cache.start_settle();
                 }

@@ -1,14 +1,14 @@
-//! Where things lie in a cache, and what identifies a line.
+//! Block layout of a cache, and the mapping of lines to slots.
 //!
-//! A cache is set-associative. The disk's lines are dealt to the sets in turn (line number modulo the number of sets),
-//! so that a run of lines is spread evenly; the number of sets is a prime, so that steps of a power of two are, too. In
-//! its set a line may lie in any way. Lines of one way lie side by side in the order of the sets: neighbours on the disk
-//! that share a way number are neighbours in the cache.
+//! A cache is set-associative. Consecutive lines of the disk belong to consecutive sets (line number modulo the
+//! number of sets), so that a run of lines is spread evenly. The number of sets is a prime, so that strides of a
+//! power of two are, too. A line may use any way of its set. The lines of one way lie side by side in the order of
+//! the sets: neighbours on the disk that share a way number are neighbours in the cache.
 //!
 //! ```text
 //! byte 0     superblock, twice 4 KiB
 //!      8192  journal, 512-byte sectors
-//!            set pages, two places for each set
+//!            pages, two for each set
 //!            data: way 0 of every set, way 1 of every set, ...
 //! ```
 
@@ -19,37 +19,37 @@ use larder_policy::geometry::{self, is_prime};
 
 use crate::page;
 
-/// Bytes of a sector: what lines are valid and dirty by.
+/// Bytes of a sector, the unit of valid and dirty data.
 pub(crate) const SECTOR: u64 = 512;
 pub(crate) const SECTOR_BITS: u32 = 9;
 
 /// Bytes of each of the two superblocks.
 pub(crate) const SUPERBLOCK_LEN: u64 = 4096;
-/// Where the journal begins.
+/// Offset of the journal.
 pub(crate) const JOURNAL_AT: u64 = 2 * SUPERBLOCK_LEN;
 
-/// Commits are written in blocks of this many bytes: what an SSD writes without reading first.
+/// Bytes of a block of the journal, the unit of commits: an SSD writes it without reading first.
 pub(crate) const COMMIT_UNIT: u64 = 4096;
 pub(crate) const COMMIT_SECTORS: u64 = COMMIT_UNIT / SECTOR;
 
-/// The most ways of a set. A page has room for so many, so that a cache can grow.
+/// The most ways of a set. A page has room for them, so that a cache can grow.
 pub(crate) const WAYS_MAX: u32 = geometry::WAYS_MAX as u32;
-/// So few ways has no set of a cache that is larger.
+/// The fewest ways of a set, except in the smallest caches.
 const WAYS_MIN: u32 = 4;
-/// So many sets a very small cache is to have.
+/// Number of sets that a very small cache should have at least.
 const SETS_MIN: u64 = 8;
 
-/// Bytes of a cache for each byte of its journal. With lines of 4 KiB and sectors that are filled, half a journal has ten
-/// records for each set: a page is written once for ten.
+/// Bytes of a cache for each byte of its journal. With lines of 4 KiB and full sectors, half a journal has ten
+/// records for each set, so a page is written once for ten records.
 const JOURNAL_SHARE: u64 = 4096;
-/// Least and most bytes of a journal; all of it is read before the first request.
+/// Fewest bytes of a journal. [`JOURNAL_MAX`] is the most, because all of it is read before the first request.
 const JOURNAL_MIN: u64 = 16 << 10;
 const JOURNAL_MAX: u64 = 16 << 20;
 
-/// A part of a disk as long as a line: its bytes begin at this number times the line's length.
+/// Number of a part of the disk as long as a line: the part begins at this number times the line's length.
 pub(crate) type Line = u64;
 
-/// A place for a line in the cache: set times 256, plus way.
+/// Location of a line in the cache: set times 256, plus way.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(crate) struct Slot(pub(crate) u32);
 
@@ -68,30 +68,30 @@ impl Slot {
     }
 }
 
-/// The sectors of a line, the first one in the lowest bit.
+/// Sectors of a line, the first one in the lowest bit.
 pub(crate) type Sectors = u128;
 
-/// How a cache is laid out. All that is not in bytes is a count.
+/// Block layout of a cache. Fields without a length in bytes are counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub(crate) line_bits: u32,
     pub(crate) sets: u32,
     pub(crate) ways: u32,
     pub(crate) journal_len: u64,
-    /// Of one of a set's two pages.
+    /// Bytes of one of a set's two pages.
     pub(crate) page_len: u64,
 }
 
 impl Shape {
-    /// The shape of a cache in a file or device of `size` bytes; `None` if there is no room for the least one.
-    /// `page_unit` is what the device writes at once, in bytes.
+    /// Returns the shape of a cache in a file or device of `size` bytes; `None` if it is too small. `page_unit` is
+    /// the number of bytes that the device writes at once.
     pub(crate) fn for_size(size: ByteLen, line_bits: u32, page_unit: u64) -> Option<Self> {
         let journal_len = (size.get() / JOURNAL_SHARE).clamp(JOURNAL_MIN, JOURNAL_MAX) / COMMIT_UNIT * COMMIT_UNIT;
         let room = size.get().checked_sub(JOURNAL_AT + journal_len)?;
         let lines = room >> line_bits;
         let ways = (lines / SETS_MIN).clamp(WAYS_MIN.into(), WAYS_MAX.into());
         let page_len = page::len_for(line_bits).next_multiple_of(page_unit.max(SECTOR));
-        // There may be a gap before the data, which begins at a multiple of its line.
+        // There may be a gap before the data, which begins at a multiple of the line's length.
         let room = room.checked_sub(1 << line_bits)?;
         let set_len = (ways << line_bits) + 2 * page_len;
         // A slot's number has 24 bits for the set. Fewer sets would leave room unused.
@@ -109,14 +109,14 @@ impl Shape {
                 page_len,
             })
         };
-        // Of the primes near by, the one that leaves the least unused.
+        // Of the next primes, the one that leaves the least room unused.
         let primes = (fewest..=fewest.saturating_add(fewest / 2).min((1 << 24) - 1))
             .filter(|sets| is_prime((*sets).into()))
             .take(64);
         primes.chain([1]).filter_map(with_sets).max_by_key(Self::slots)
     }
 
-    /// Whether it is one that this program can work with, in `size` bytes.
+    /// Returns whether this program can work with the shape, in `size` bytes.
     pub(crate) fn is_sound(&self, size: ByteLen) -> bool {
         let lines_fit = |shape: &Self| {
             let data = u64::from(shape.sets) * u64::from(shape.ways);
@@ -135,17 +135,17 @@ impl Shape {
             && lines_fit(self)
     }
 
-    /// How many ways of a full set are without a line, so that one that comes need not wait until another has left.
+    /// Returns how many ways of a full set have no line, so that a new line need not wait for an eviction.
     pub(crate) fn spare_ways(&self) -> usize {
         1
     }
 
-    /// How many sets there are.
+    /// Returns the number of sets.
     pub fn sets(&self) -> u32 {
         self.sets
     }
 
-    /// Bytes of a line.
+    /// Returns the bytes of a line.
     pub fn line_len(&self) -> u64 {
         1 << self.line_bits
     }
@@ -154,7 +154,7 @@ impl Shape {
         1 << (self.line_bits - SECTOR_BITS)
     }
 
-    /// Bytes of the mask of a line's sectors.
+    /// Returns the bytes of a line's sector mask.
     pub(crate) fn mask_len(&self) -> usize {
         (self.sectors_per_line() / 8) as usize
     }
@@ -163,7 +163,7 @@ impl Shape {
         u64::from(self.sets) * u64::from(self.ways)
     }
 
-    /// Bytes of data that it can hold.
+    /// Returns the bytes of data that the cache can hold.
     pub fn capacity(&self) -> ByteLen {
         ByteLen::new(self.slots() << self.line_bits)
     }
@@ -172,7 +172,7 @@ impl Shape {
         (line % u64::from(self.sets)) as u32
     }
 
-    /// The sets of lines that follow each other, as one run of sets and perhaps another one from the first set on.
+    /// Returns the sets of consecutive lines: a run of sets, and perhaps another one from the first set on.
     pub(crate) fn runs_of_sets(&self, lines: Range<Line>) -> [Range<u32>; 2] {
         let sets = u64::from(self.sets);
         let count = lines.end.saturating_sub(lines.start);
@@ -184,12 +184,12 @@ impl Shape {
         [first as u32..end.min(sets) as u32, 0..end.saturating_sub(sets) as u32]
     }
 
-    /// Each set of lines that follow each other, once.
+    /// Returns each set of consecutive lines once.
     pub(crate) fn sets_of(&self, lines: Range<Line>) -> impl Iterator<Item = u32> + use<> {
         self.runs_of_sets(lines).into_iter().flatten()
     }
 
-    /// What tells a line from the others of its set; not zero.
+    /// Returns the number that distinguishes a line from the others of its set; never zero.
     pub(crate) fn tag_of(&self, line: Line) -> u32 {
         u32::try_from(line / u64::from(self.sets) + 1).unwrap_or(u32::MAX)
     }
@@ -198,7 +198,7 @@ impl Shape {
         (u64::from(tag) - 1) * u64::from(self.sets) + u64::from(set)
     }
 
-    /// The longest disk whose lines all have a tag.
+    /// Returns the size of the longest disk whose lines all have a tag.
     pub(crate) fn disk_max(&self) -> ByteLen {
         let lines = u64::from(u32::MAX - 1) * u64::from(self.sets);
         ByteLen::new(lines.min(1 << (63 - self.line_bits)) << self.line_bits)
@@ -212,7 +212,7 @@ impl Shape {
         JOURNAL_AT + self.journal_len
     }
 
-    /// Where the page of a set is, in the first (`false`) or second of its places.
+    /// Returns the position of the first (`false`) or second page of a set.
     pub(crate) fn page_at(&self, set: u32, second: bool) -> ByteOffset {
         ByteOffset::new(self.pages_at() + (u64::from(set) * 2 + u64::from(second)) * self.page_len)
     }
@@ -225,13 +225,13 @@ impl Shape {
         (self.pages_at() + self.pages_len()).next_multiple_of(self.line_len())
     }
 
-    /// Where the data of a slot is.
+    /// Returns the position of a slot's data.
     pub(crate) fn data_of(&self, slot: Slot) -> ByteOffset {
         let index = u64::from(slot.way()) * u64::from(self.sets) + u64::from(slot.set());
         ByteOffset::new(self.data_at() + (index << self.line_bits))
     }
 
-    /// Bytes of the file or device that it needs.
+    /// Returns the bytes of the file or device that the cache needs.
     pub(crate) fn len(&self) -> ByteLen {
         ByteLen::new(self.data_at() + (self.slots() << self.line_bits))
     }
@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cache_fits_in_its_size_and_uses_nearly_all_of_it() {
+    fn shape_fits_and_uses_most_space() {
         for line_bits in 12..=16 {
             for unit in [512, 4096] {
                 for size in [1 << 20, 10 << 20, 1 << 30, 100 << 30, 3_000_000_000, 8 << 40] {
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_has_a_place_of_its_own() {
+    fn every_slot_has_distinct_data_position() {
         let shape = Shape::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
         let mut places = std::collections::HashSet::new();
         for set in 0..shape.sets {

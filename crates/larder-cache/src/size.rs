@@ -1,7 +1,7 @@
-//! The disk's size changes while it is in use.
+//! Changes of the disk's size while it is in use.
 //!
-//! What lay behind a new end is lost, and if the disk grows again zeros are there. So before anything else is done after a
-//! change of the size, neither memory nor a crash finds anything behind the smallest end that there was.
+//! Data past a new end is lost, and zeros appear there if the disk grows again. So before any other request is served
+//! after a change, everything past the smallest end in between is removed from memory and for any crash.
 
 use larder_block::range_lock::Mode;
 use larder_block::{ByteOffset, ByteRange, IoResult, Operation};
@@ -9,14 +9,14 @@ use larder_block::{ByteOffset, ByteRange, IoResult, Operation};
 use crate::Cache;
 
 impl Cache {
-    /// Whether the disk may have another size than the cache knows of.
+    /// Returns whether the disk may have a size that the cache does not know yet.
     pub(crate) fn has_other_size(&self) -> bool {
         self.size_generation.get() != self.lower.size_changes().generation()
-            // It grows, and says so when that is over.
+            // A growing disk counts its change only when it has ended.
             || self.size.get() < self.lower.geometry().size.get()
     }
 
-    /// Takes up the disk's size.
+    /// Applies the disk's present size.
     pub(crate) async fn see_size(&self) -> IoResult {
         let whole = ByteRange::new(0, 1);
         let _alone = self.sizing.enter(whole, Mode::Exclusive).await;
@@ -29,7 +29,7 @@ impl Cache {
                 .unwrap_or(size)
                 .min(size);
             if least.get() < self.reach.get() {
-                // Nothing is put behind it from here on.
+                // From here on nothing is stored past the new end.
                 self.size.set(least.get());
                 self.cut(least.get()).await?;
             }
@@ -45,18 +45,18 @@ impl Cache {
         Ok(())
     }
 
-    /// Forgets what lies behind `end`.
+    /// Removes everything past `end`.
     async fn cut(&self, end: u64) -> IoResult {
         let behind = ByteRange::between(ByteOffset::new(end), ByteOffset::new(u64::MAX >> 1));
         self.fills.forget(behind);
         self.fills.landing(behind).await;
         let _alone = self.cleaning.busy.enter(behind, Mode::Exclusive).await;
-        // What cannot be loaded is believed no more than the rest of a cache that has failed.
+        // Sets that cannot be loaded are discarded with the rest of a failed cache.
         if let Err(error) = self.load_all().await {
             self.fail(&error);
         }
         while !self.has_failed() && self.has_loose_behind(end) {
-            // A failure is seen to next.
+            // The following check handles a failure.
             let _ = self.harden_queued().await;
         }
         if self.has_failed() {
@@ -78,7 +78,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Something was written loosely of a line that reaches behind `end`.
+    /// Returns whether a line that reaches past `end` has unflushed records.
     fn has_loose_behind(&self, end: u64) -> bool {
         let ledger = self.ledger.borrow();
         let index = self.index.borrow();
@@ -89,7 +89,7 @@ impl Cache {
         })
     }
 
-    /// The same, of a cache that has failed.
+    /// Removes the range past the end, `behind`, from a failed cache.
     async fn cut_apart(&self, behind: ByteRange) -> IoResult {
         self.detached(Operation::Write, behind).await?;
         if self.may_be_dirty.get() {

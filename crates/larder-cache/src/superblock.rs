@@ -1,7 +1,8 @@
-//! The superblock: what a cache is, whose it is, and how it was left.
+//! Superblock: the layout of a cache, its disk, and how it was left.
 //!
-//! There are two copies, which are written one after the other with a barrier between. The one with the higher sequence
-//! counts. Nothing is done that a new superblock allows before both copies are durable, so either says enough.
+//! There are two copies, which are written one after the other with a barrier between. The one with the higher
+//! sequence counts. Nothing that a new superblock allows is done before both copies are durable, so either copy is
+//! sufficient.
 //!
 //! ```text
 //! byte 0    magic "LRDRCACH"
@@ -16,15 +17,15 @@
 //!      88   next sequence of the journal at a clean stop, u64
 //!      96   bytes of the disk, u64
 //!      104  bytes of the disk's name, of its identity, of its stamp, and of the samples, u16 each
-//!      112  what the host was booted as when the cache was opened last, 16 bytes
-//!      128  name, identity, stamp, samples, up to byte 4096; a sample is a place on the disk, u64, and the CRC32C of
+//!      112  identity of the host's boot when the cache was opened last, 16 bytes
+//!      128  name, identity, stamp, samples, up to byte 4096; a sample is an offset on the disk, u64, and the CRC32C of
 //!           the sector there when the cache was closed, u32
 //! ```
 //! All numbers are little-endian. A program refuses a cache with a feature that it does not know:
 //!
-//! | feature | says |
+//! | feature | meaning |
 //! | --- | --- |
-//! | 1, unproven | the disk may have been changed without the cache: clean lines are compared with it before they are used |
+//! | 1, unproven | the disk may have changed without the cache: clean lines are compared with it before they are used |
 
 use larder_block::ByteLen;
 
@@ -35,7 +36,7 @@ use crate::shape::{SUPERBLOCK_LEN, Shape};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
 const VERSION: u32 = 3;
-/// Clean lines are to be compared with the disk before they are used.
+/// Feature: clean lines are compared with the disk before they are used.
 const FEATURE_UNPROVEN: u64 = 1;
 const FLAG_CLEAN: u32 = 1;
 const FLAG_DIRTY: u32 = 2;
@@ -46,48 +47,48 @@ const SAMPLE_LEN: usize = 12;
 /// Bytes of name, identity, stamp and samples together.
 const NAMES_MAX: usize = SUPERBLOCK_LEN as usize - NAMES_AT;
 
-/// The disk that a cache belongs to.
+/// Identity of the disk that a cache belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiskId {
-    /// For messages.
+    /// Name of the disk, for messages.
     pub name: String,
-    /// What no other disk has, as far as that can be told; bytes that mean something to the caller only.
+    /// Bytes that identify the disk as uniquely as possible; only the caller interprets them.
     pub identity: Vec<u8>,
-    /// What changes when somebody writes to the disk; empty if there is no such thing.
+    /// Bytes that change when the disk is written to; empty if unavailable.
     pub stamp: Vec<u8>,
 }
 
-/// What a superblock says.
+/// Content of a superblock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
     pub(crate) sequence: u64,
-    /// What no other cache has.
+    /// Unique identity of the cache.
     pub uuid: [u8; 16],
-    /// How it is laid out.
+    /// Block layout of the cache.
     pub shape: Shape,
-    /// How writes go.
+    /// Handling of writes.
     pub mode: Mode,
-    /// It was closed, and nothing is missing.
+    /// Set after a clean stop: nothing is missing.
     pub clean: bool,
-    /// There may be data that only the cache has.
+    /// Set if the cache may have dirty data.
     pub may_be_dirty: bool,
-    /// Clean lines are to be compared with the disk before they are used.
+    /// Set if clean lines must be compared with the disk before they are used.
     pub unproven: bool,
-    /// Grows by one with every opening.
+    /// Number of openings.
     pub session: u32,
-    /// At a clean stop.
+    /// Sequence after the last journal sector at a clean stop.
     pub(crate) journal_end: u64,
-    /// Of the host when it was opened last: see [`crate::OpenOptions::boot`].
+    /// Identity of the host's boot when the cache was opened last: see [`crate::OpenOptions::boot`].
     pub(crate) boot: [u8; 16],
-    /// Of the disk.
+    /// Size of the disk.
     pub disk_size: ByteLen,
-    /// Whose cache it is.
+    /// Identity of the cache's disk.
     pub disk: DiskId,
-    /// What the disk had at some places at a clean stop.
+    /// Samples of the disk's content at a clean stop.
     pub(crate) samples: Vec<Sample>,
 }
 
-/// Why a superblock is none.
+/// Error of an invalid superblock.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SuperblockError {
@@ -110,7 +111,7 @@ pub enum SuperblockError {
 }
 
 impl Superblock {
-    /// How its journal was left, if the host was booted as `boot`; zero if that is not known.
+    /// Returns how the journal was left, if the host's present boot is `boot`; zero if that is unknown.
     pub(crate) fn was_left(&self, boot: [u8; 16]) -> WasLeft {
         match self.clean {
             true => WasLeft::Clean { end: self.journal_end },
@@ -119,7 +120,7 @@ impl Superblock {
         }
     }
 
-    /// What checksums of this cache begin with.
+    /// Returns the initial value of this cache's checksums.
     pub(crate) fn seed(&self) -> u32 {
         crc32c::crc32c(&self.uuid)
     }
@@ -145,7 +146,7 @@ impl Superblock {
         put(88, &self.journal_end.to_le_bytes());
         put(96, &self.disk_size.get().to_le_bytes());
         put(BOOT_AT, &self.boot);
-        // A name that is too long is cut; the other two are short.
+        // A name that is too long is truncated; the other two are short.
         let stamp = &self.disk.stamp[..self.disk.stamp.len().min(NAMES_MAX / 4)];
         let identity = &self.disk.identity[..self.disk.identity.len().min(NAMES_MAX / 4)];
         let name = self.disk.name.as_bytes();
@@ -163,7 +164,7 @@ impl Superblock {
         bytes
     }
 
-    /// Reads one copy.
+    /// Decodes one copy.
     fn decode(bytes: &[u8]) -> Result<Self, SuperblockError> {
         if &bytes[..8] != MAGIC {
             return Err(SuperblockError::NoMagic);
@@ -226,7 +227,7 @@ impl Superblock {
         })
     }
 
-    /// The one that counts of the two copies, of a file or device of `size` bytes.
+    /// Returns the valid one of two copies with the higher sequence, of a file or device of `size` bytes.
     pub(crate) fn choose(first: &[u8], second: &[u8], size: ByteLen) -> Result<Self, SuperblockError> {
         let chosen = match (Self::decode(first), Self::decode(second)) {
             (Ok(first), Ok(second)) if first.uuid == second.uuid && second.sequence > first.sequence => second,
@@ -251,7 +252,7 @@ impl Superblock {
     }
 }
 
-/// Of everything but the checksum itself.
+/// Returns the CRC32C of everything except the checksum itself.
 fn checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(&bytes[..12]), &bytes[16..])
 }
@@ -282,8 +283,9 @@ mod tests {
         }
     }
 
+    /// The copy with the higher sequence is chosen, unless it is damaged.
     #[test]
-    fn the_newer_copy_counts_and_a_damaged_one_does_not() {
+    fn choose_takes_newest_undamaged_copy() {
         let old = example();
         let new = Superblock {
             sequence: 8,

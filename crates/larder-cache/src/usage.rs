@@ -1,4 +1,4 @@
-//! What the cache device is written, against what it may be; and what a cache of another size would do.
+//! Write budget of the cache device, and the estimated miss ratio of caches of other sizes.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -10,18 +10,18 @@ use larder_policy::curve::{CurvePoint, MissRatioCurve};
 
 use crate::Cache;
 
-/// Lines that the curve is made from: 0.25 MiB of memory.
+/// Lines that the curve samples: 0.25 MiB of memory.
 const CURVE_SAMPLE: usize = 4 << 10;
 
-/// Sizes that the curve is told of: this one's, and by powers of two smaller and larger ones.
+/// Cache sizes that are reported: this cache's size times these powers of two.
 const CURVE_POWERS: std::ops::RangeInclusive<i32> = -4..=3;
 
-/// What goes to the disk, and what is asked for.
+/// Traffic to the disk, and the statistics of requested lines.
 pub(crate) struct Usage {
     pub(crate) disk: Rc<Meter>,
     /// Bytes that may be written in a day.
     endurance: Cell<Option<ByteLen>>,
-    /// Bytes written that the policy knows of, or has counted in advance, if that is limited.
+    /// Written bytes that the policy knows or has counted in advance, if there is a limit.
     budgeted: Cell<u64>,
     curve: RefCell<MissRatioCurve>,
 }
@@ -36,21 +36,21 @@ impl Usage {
         }
     }
 
-    /// The policy has counted bytes that are going to be written.
+    /// Records that the policy has counted bytes that are going to be written.
     pub(crate) fn admitted(&self, bytes: u64) {
         self.budgeted.set(self.budgeted.get() + bytes);
     }
 }
 
 impl Cache {
-    /// A guest asks for the lines of a range, and a cache that had them would be of use.
+    /// Records that a guest requests the lines of a range, and would benefit if they were cached.
     pub(crate) fn uses(&self, range: ByteRange) {
         let mut curve = self.usage.curve.borrow_mut();
         self.shape.lines_of(range).for_each(|line| curve.used(line));
     }
 
-    /// How often an LRU cache of some sizes, in bytes of the disk, would have missed lines so far, 0 to 1. From the
-    /// smallest on; empty if nothing was used.
+    /// Returns the share of line accesses, 0 to 1, that an LRU cache would have missed so far, for some cache sizes
+    /// in bytes, smallest first. Empty before the first access.
     pub fn miss_ratios(&self) -> Vec<(ByteLen, f64)> {
         let curve = self.usage.curve.borrow();
         let points = curve.points();
@@ -67,12 +67,12 @@ impl Cache {
         CURVE_POWERS.map(of).collect()
     }
 
-    /// What may be written to the cache device in a day; `None`: any number of bytes.
+    /// Returns the bytes that may be written to the cache device in a day; `None` if unlimited.
     pub fn endurance(&self) -> Option<ByteLen> {
         self.usage.endurance.get()
     }
 
-    /// Has it be written so much in a day at most from now on.
+    /// Limits the bytes that are written to the cache device in a day from now on.
     pub fn set_endurance(&self, endurance: Option<ByteLen>) {
         let now = Duration::from_nanos(self.turn_time().as_nanos());
         self.tell_written(now);
@@ -82,7 +82,7 @@ impl Cache {
         self.index.borrow_mut().policy().set_budget(budget, now);
     }
 
-    /// Tells the policy what was written that it does not know of.
+    /// Reports to the policy the written bytes that it does not know of.
     pub(crate) fn tell_written(&self, now: Duration) {
         if self.endurance().is_none() {
             return;
@@ -95,7 +95,7 @@ impl Cache {
         }
     }
 
-    /// So many bytes are more than may be written to the cache device now.
+    /// Returns whether `bytes` exceed the present write budget of the cache device.
     pub(crate) fn is_spent(&self, bytes: ByteLen) -> bool {
         if self.endurance().is_none() {
             return false;

@@ -1,16 +1,16 @@
-//! Watches over the cache device: one that gives no answer for long is given up, as one that fails.
+//! Watchdog of the cache device: a device that does not answer for long counts as failed.
 //!
-//! Requests under way are counted by the second in which they began, and a timer that runs while there are any moves on
-//! from second to second. If some are as old as [`PATIENCE`] then, the device *hangs*: the cache has failed, and of the
-//! device nothing is asked any more until it has answered all that it was asked.
+//! Requests in flight are counted by the second in which they began, and a timer that runs while there are any
+//! advances from second to second. If some are then as old as [`PATIENCE`], the device *hangs*: the cache has failed,
+//! and the device gets no request any more until it has answered all earlier ones.
 //!
-//! Most requests have memory of their own, which goes with them: whoever waits for one gets an error when the device
-//! hangs, while the request stays with the device ([`LeftBehind`]). A read into a guest's memory cannot be left so: the
-//! device may write there as long as it has not answered. It is waited for; so reads that come when others have been
-//! under way for a while go to the disk ([`Fast::is_late`]).
+//! Most requests have memory of their own, which they own until they end. A caller that waits for one gets an error
+//! when the device hangs, while the request stays with the device ([`LeftBehind`]). A read into a guest's memory
+//! cannot be left behind: the device may write there as long as it has not answered, so the caller keeps waiting. For
+//! that reason new reads go to the disk once others have been in flight for a while ([`Fast::is_late`]).
 //!
-//! What a request that was left behind does to the device, it does after the cache has failed: nothing is believed of that
-//! but what is dirty, and nothing dirty is read before the device has answered everything.
+//! A request that was left behind changes the device after the cache has failed. From then on only dirty data is
+//! trusted, and no dirty data is read before the device has answered everything.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -29,27 +29,28 @@ use larder_block::{
 use crate::copies::Copies;
 use crate::{Cache, State};
 
-/// How long the device may take for an answer: half of what a guest gives a disk on SCSI before it resets it, so that the
-/// other half is the disk's. An SSD that tidies up takes a second or two, a flush on a busy one some more. One that resets
-/// itself may take longer than this, and is not used any more then.
+/// Time after which a device that does not answer counts as failed: half of the time after which a guest resets a
+/// SCSI disk, so that the other half is left for the disk. Garbage collection of an SSD takes a second or two, a
+/// flush of a busy one some more. An SSD that resets itself may take longer than this, and is not used any more then.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// How often it is looked at how old the requests under way are.
+/// Interval at which the age of requests in flight is checked.
 const TICK: Duration = Duration::from_secs(1);
 
-/// One for each tick that a request may take, and one for those who begin.
+/// One slot for each tick that a request may take, and one for requests that begin now.
 const AGES: usize = (PATIENCE.as_secs() / TICK.as_secs()) as usize + 1;
 
-/// Requests that have been under way for so many ticks are late.
+/// Age in ticks from which a request is late.
 const LATE: usize = 2;
 
-/// The cache device, as it is watched.
+/// Cache device with its watchdog.
 pub(crate) struct Fast {
     this: Weak<Self>,
     cache: Weak<Cache>,
     on: WeakLoop,
     device: Rc<dyn BlockDevice>,
-    /// Requests under way, by the tick in which they began: those of this one, and around from it the oldest first.
+    /// Requests in flight, in a ring by the tick in which they began; `now` is the present tick, and the next one the
+    /// oldest.
     ages: [Cell<u32>; AGES],
     now: Cell<usize>,
     is_timed: Cell<bool>,
@@ -58,13 +59,13 @@ pub(crate) struct Fast {
     waiting: RefCell<Waiting>,
     read_errors: Cell<u64>,
     write_errors: Cell<u64>,
-    /// Bytes that were asked for.
+    /// Bytes that were requested.
     read: Cell<u64>,
     written: Cell<u64>,
     pub(crate) copies: Copies,
 }
 
-/// Those who wait for requests that can be left behind.
+/// Wakers of tasks that wait for requests that can be left behind.
 #[derive(Default)]
 struct Waiting {
     wakers: Vec<Option<Waker>>,
@@ -72,7 +73,7 @@ struct Waiting {
 }
 
 impl Fast {
-    /// `device`, which `cache` uses.
+    /// Wraps `device`, which `cache` uses.
     pub(crate) fn new(on: WeakLoop, device: Rc<dyn BlockDevice>, cache: Weak<Cache>) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             this: this.clone(),
@@ -93,27 +94,27 @@ impl Fast {
         })
     }
 
-    /// Some requests have been under way for seconds.
+    /// Returns whether some requests have been in flight for seconds.
     pub(crate) fn is_late(&self) -> bool {
         self.is_late.get()
     }
 
-    /// It has not answered for [`PATIENCE`], nor since.
+    /// Returns whether the device has not answered for [`PATIENCE`], nor since.
     pub(crate) fn is_hanging(&self) -> bool {
         self.hangs.get()
     }
 
-    /// Requests that have failed, because of an error or because there was no answer: reads, and others.
+    /// Returns how many requests have failed or timed out: reads, and others.
     pub(crate) fn errors(&self) -> (u64, u64) {
         (self.read_errors.get(), self.write_errors.get())
     }
 
-    /// Bytes that it was asked for so far: read, and written.
+    /// Returns the bytes requested so far: read, and written.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         (self.read.get(), self.written.get())
     }
 
-    /// Reads into a guest's memory, for which the device is waited for however long it takes.
+    /// Reads into a guest's memory; the caller waits for the device however long that takes.
     pub(crate) fn read_for_guest<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         if self.hangs.get() {
             let error = self.no_answer(Operation::Read, start.range(buffer.byte_len()));
@@ -131,7 +132,7 @@ impl Fast {
         Io::ready(result)
     }
 
-    /// Fills a part of `memory`, which is lost with an error.
+    /// Reads into a part of `memory`, which is lost on error.
     pub(crate) async fn read(
         &self,
         start: ByteOffset,
@@ -161,21 +162,21 @@ impl Fast {
         self.own(Operation::Write, range, steps).await
     }
 
-    /// As [`BlockDevice::flush`].
+    /// Flushes the device, like [`BlockDevice::flush`].
     pub(crate) async fn flush(&self) -> IoResult {
         let device = Rc::clone(&self.device);
         let steps = async move { device.flush().await };
         self.own(Operation::Flush, ByteRange::default(), steps).await
     }
 
-    /// As [`BlockDevice::close`].
+    /// Closes the device, like [`BlockDevice::close`].
     pub(crate) async fn close(&self) -> IoResult {
         let device = Rc::clone(&self.device);
         let steps = async move { device.close().await };
         self.own(Operation::Flush, ByteRange::default(), steps).await
     }
 
-    /// A request with all that it needs.
+    /// Runs a request that owns all that it needs.
     async fn own<T: 'static>(
         &self,
         operation: Operation,
@@ -209,7 +210,7 @@ impl Fast {
         IoError::new(self.device.name(), operation, range, Failure::Unreachable)
     }
 
-    /// A request is under way; when it began, for [`Watch::ended`].
+    /// Counts a request in flight; returns its begin for [`Watch::ended`].
     fn begins(&self) -> u32 {
         let now = self.now.get();
         self.ages[now].set(self.ages[now].get() + 1);
@@ -241,7 +242,7 @@ impl Fast {
         });
     }
 
-    /// A second has passed; whether the timer goes on.
+    /// Advances by one tick; returns whether the timer continues.
     fn tick(&self) -> bool {
         let oldest = (self.now.get() + 1) % AGES;
         let is_idle = self.under_way() == 0;
@@ -298,12 +299,12 @@ impl Watch for Fast {
     }
 }
 
-/// A request that is left behind if the device hangs; `None` then.
+/// Request that is left behind if the device hangs; its output is `None` then.
 struct Request<'a, F: Future + 'static> {
     of: &'a Fast,
-    /// Until it has ended, or is left behind.
+    /// Steps of the request; `None` once it has ended or is left behind.
     steps: Option<Pin<Box<F>>>,
-    /// When it began, and who waits for it.
+    /// Tick in which the request began, and the index of its waker.
     under_way: Option<(u32, usize)>,
 }
 
@@ -329,7 +330,7 @@ impl<F: Future + 'static> Request<'_, F> {
         }
     }
 
-    /// When it began, if it was under way; it is not waited for any more.
+    /// Stops waiting; returns the tick in which the request began, if it was in flight.
     fn ends(&mut self) -> Option<u32> {
         let (began, place) = self.under_way.take()?;
         let mut waiting = self.of.waiting.borrow_mut();
@@ -382,7 +383,7 @@ impl<F: Future + 'static> Drop for Request<'_, F> {
         if self.of.hangs.get() {
             self.leave_behind();
         }
-        // Otherwise who gave it up may rely on its end.
+        // Otherwise a caller that cancels the request may rely on its end.
         self.steps = None;
         if let Some(began) = self.ends() {
             self.of.ended(began);
@@ -390,7 +391,8 @@ impl<F: Future + 'static> Drop for Request<'_, F> {
     }
 }
 
-/// A request for which nobody waits. Its memory is the device's until that has answered: for good, if the loop ends before.
+/// Request for which no caller waits. Its memory is the device's until that has answered, or forever if the loop ends
+/// first.
 struct LeftBehind<F: Future> {
     of: Weak<Fast>,
     steps: Option<Pin<Box<F>>>,
@@ -414,13 +416,14 @@ impl<F: Future> Future for LeftBehind<F> {
 
 impl<F: Future> Drop for LeftBehind<F> {
     fn drop(&mut self) {
-        // To drop it would be to wait for the device.
+        // Dropping the steps would wait for the device.
         std::mem::forget(self.steps.take());
     }
 }
 
 impl Cache {
-    /// The device has not answered for so long, and so many reads have been left to wait for it.
+    /// Handles a device that has not answered for `patience`; `reads` is the number of reads that keep waiting for
+    /// it.
     fn gets_no_answer(&self, device: &str, patience: Duration, reads: usize) {
         let seconds = patience.as_secs();
         if self.has_failed() {
@@ -437,7 +440,7 @@ impl Cache {
         self.fail(&format_args!("{device} has not answered for {seconds} s{waiting}"));
     }
 
-    /// It has answered all that it was asked.
+    /// Handles a device that has answered all its requests after it hung.
     fn has_answered(&self, device: &str) {
         tracing::warn!(
             "{}: {device}, which was its cache, has answered again",

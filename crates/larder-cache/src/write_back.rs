@@ -1,11 +1,11 @@
-//! The guest's writes where the cache may have what the disk has not (write-back).
+//! The guest's writes in write-back mode, where the cache may have data that the disk does not have.
 //!
-//! A write is complete when its data is on the cache device and a record of it in the journal, both written and neither
-//! flushed: it outlives this process. A flush makes both durable ([`Cache::harden`]). What keeps a loss of power between
-//! the two from leaving anything but old or new:
-//! - Where a crash would believe that the slot has what the disk has, a record says first, durably, that it has what the
-//!   disk has not. So what is old or new stays what it is, wherever the line goes.
-//! - Anywhere else a crash sees nothing until the record is firm.
+//! A write is complete when its data is on the cache device and a record of it in the journal, both written and
+//! neither flushed: it survives a kill. A flush makes both durable ([`Cache::harden`]). A power loss between the two
+//! must leave either the old or the new data:
+//! - Where a crash would trust that the slot equals the disk, a record first says, durably, that the slot is dirty.
+//!   So old or new data stays valid, even after the line is evicted.
+//! - Anywhere else a crash finds nothing until the record is durable.
 
 use larder_block::{
     ByteLen, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult, Operation, WriteBuf, WriteFlags, check_request,
@@ -21,14 +21,14 @@ use crate::parts::Part;
 use crate::place::Place;
 use crate::shape::{Sectors, Slot};
 
-/// So many dirty lines are looked for at least when somebody asks for extents.
+/// Fewest dirty lines that a request for extents looks up.
 const DIRTY_AT_ONCE: usize = 1024;
 
-/// Parts of a write and where they go.
+/// Parts of a write with their slots.
 type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
 
-/// Sectors of slots that are being written while a crash would not find them in the cache: nobody is to read there what a
-/// crash would take back. If the write does not come to its end, nobody knows what they have, and they are taken out.
+/// Sectors that are being written in slots where a crash would not find them: no reader may see data that a crash
+/// would undo. If the write does not complete, the content of the sectors is unknown, and they are removed.
 struct Hidden<'a> {
     cache: &'a Cache,
     slots: SmallVec<[(Slot, Sectors); 2]>,
@@ -51,14 +51,14 @@ impl Hidden<'_> {
                 self.slots.push((place.slot(), sectors));
             }
         }
-        // Also those who still read what has been taken out of a slot.
+        // Readers of a line that was removed from the slot count too.
         let is_read = |slot: &Slot| cache.index.borrow().has_readers(*slot);
         let is_over = || cache.has_failed() || !unfound.iter().any(is_read);
         cache.readers.when(is_over).await;
         (!cache.has_failed()).then_some(()).ok_or(Failed)
     }
 
-    /// They have what was written; a reader waits until that outlives this process.
+    /// Makes the written data visible; a reader then waits until it survives a kill.
     fn are_new(&mut self) {
         for (slot, _) in self.slots.drain(..) {
             self.cache.index.borrow_mut().hide(slot, 0);
@@ -76,11 +76,11 @@ impl Drop for Hidden<'_> {
 }
 
 impl Cache {
-    /// A write to `range`, which is held, and whose sets are loaded. Bytes that the disk would refuse are refused here, while
-    /// the guest waits: they could never be cleaned.
+    /// Writes to `range`, which is held, and whose sets are loaded. Data that the disk would refuse is refused here,
+    /// because it could never be cleaned.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
-        // The bytes that are checked are those that are written: a guest can change its memory in between. They are few: the
-        // beginning of a disk, which one write has at a time.
+        // A copy is checked and written, since a guest could change its memory in between. It is short: only the
+        // beginning of the disk is checked, and one write at a time has it.
         let copied = self.lower.minds_content(range).then(|| buffer.to_vec());
         let buffer = copied.as_deref().map_or(buffer, WriteBuf::new);
         if copied.is_some() {
@@ -95,7 +95,7 @@ impl Cache {
         }
     }
 
-    /// The same, if the cache device works; `None` if lines that were there have been taken out meanwhile.
+    /// Writes to `range` while the cache device works; returns `None` if cached lines were removed during the write.
     async fn write_to_cache(
         &self,
         range: ByteRange,
@@ -116,7 +116,7 @@ impl Cache {
         let there = places.len();
         let mut at = 0;
         for part in self.shape.parts_of(range) {
-            // Those that are there are in order.
+            // The cached lines are in order.
             if places[..there]
                 .get(at)
                 .is_some_and(|(other, _)| other.line == part.line)
@@ -164,12 +164,12 @@ impl Cache {
             self.fail(&error);
         }
         if self.has_failed() {
-            // From then on nothing becomes dirty.
+            // From now on no line may become dirty.
             return Err(Failed);
         }
         let size = self.size.get();
         if range.end().get() > size {
-            // The disk has become shorter meanwhile.
+            // The disk has become shorter during the write.
             let geometry = Geometry {
                 size: ByteLen::new(size),
                 ..self.lower.geometry()
@@ -182,7 +182,7 @@ impl Cache {
             place.is_old() && found != Some(place.slot())
         };
         if places.iter().any(is_gone) {
-            // It was shorter for a moment.
+            // The disk was shorter for a moment.
             return Ok(None);
         }
         hidden.are_new();
@@ -197,7 +197,7 @@ impl Cache {
         Ok(Some(on_disk))
     }
 
-    /// The lines of a write that are in the cache.
+    /// Returns the parts of a write whose lines are cached, with their slots.
     fn places_there(&self, range: ByteRange, context: Context) -> Places<'_> {
         let mut places = Places::new();
         for part in self.shape.parts_of(range) {
@@ -211,7 +211,7 @@ impl Cache {
         places
     }
 
-    /// The sectors of `part` that a crash would take for what the disk has.
+    /// Returns the sectors of `part` that a crash would trust as clean.
     fn believed_clean(&self, slot: Slot, part: Part) -> Sectors {
         match self.ledger.borrow().get(slot) {
             Some(place) if !place.last.open => place.last.valid & !place.last.dirty & part.sectors,
@@ -219,7 +219,7 @@ impl Cache {
         }
     }
 
-    /// Has a crash take for dirty what is going to be.
+    /// Makes any crash treat the sectors of a write as dirty before they are.
     async fn premark(&self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
         let is_clean = |(part, place): &&(Part, Place<'_>)| self.believed_clean(place.slot(), *part) != 0;
         let is_loose = |(_, place): &(Part, Place<'_>)| {
@@ -227,10 +227,10 @@ impl Cache {
             ledger.get(place.slot()).is_some_and(|place| place.loose.is_some())
         };
         if places.iter().filter(is_clean).any(is_loose) {
-            // A firm record takes the place of the loose one, which is to be firm before.
+            // A firm record replaces the unflushed one, which must be durable before.
             self.harden_queued().await?;
         }
-        // What a write that was given up has asked for may not be written yet.
+        // Records that a cancelled write has queued may not be written yet.
         let is_asked_for = |(_, place): &(Part, Place<'_>)| {
             let ledger = self.ledger.borrow();
             ledger.get(place.slot()).is_some_and(|place| place.commits > 0)
@@ -251,12 +251,12 @@ impl Cache {
         if self.has_failed() {
             return Err(Failed);
         }
-        // From here on the slots may have anything of old and new, and any crash knows.
+        // From here on the slots may have any mix of old and new data, and every crash treats them as dirty.
         for (part, place) in places {
             let left = self.left_by_kill(place.slot());
             let mut index = self.index.borrow_mut();
             let (valid, dirty) = (index.valid(place.slot()), index.dirty(place.slot()));
-            // Unless the disk has become shorter meanwhile.
+            // The disk may have become shorter in between.
             if valid != 0 {
                 index.set_sectors(place.slot(), valid, dirty | (valid & part.sectors & left.dirty));
             }
@@ -264,7 +264,7 @@ impl Cache {
         Ok(())
     }
 
-    /// The data is there: memory knows it from now on, and the next commit says so; whether that must be waited for.
+    /// Makes written data dirty in memory and queues its records; returns whether the commit must be waited for.
     fn are_kept(&self, places: &[(Part, Place<'_>)], context: Context) -> bool {
         let mut commits = false;
         for (part, place) in places {
@@ -289,14 +289,14 @@ impl Cache {
         commits
     }
 
-    /// What a kill leaves of a slot, when all that was asked for has been written.
+    /// Returns the state of a slot after a kill, once all queued records are written.
     fn left_by_kill(&self, slot: Slot) -> Entry {
         let ledger = self.ledger.borrow();
         let place = ledger.get(slot);
         place.map_or_else(|| self.index.borrow().entry(slot), |place| place.after_kill())
     }
 
-    /// The next commit is to say something of a slot that outlives this process.
+    /// Returns whether an unflushed record of a slot is still queued.
     pub(crate) fn is_loose_unwritten(&self, slot: Slot) -> bool {
         let ledger = self.ledger.borrow();
         let loose = ledger.get(slot).and_then(|place| place.loose);
@@ -306,7 +306,7 @@ impl Cache {
     /// Flushes both devices.
     pub(crate) async fn flush_both(&self) -> IoResult {
         if self.has_failed() && self.may_be_dirty.get() {
-            // It cannot be made durable where it is.
+            // The data cannot be made durable on the failed cache device.
             self.let_go().await?;
             return self.flush_disk().await;
         }
@@ -322,17 +322,18 @@ impl Cache {
         join(both).await
     }
 
-    /// Memory, or a crash, has something that the disk has not.
+    /// Returns whether memory, or a crash, has data that the disk does not have.
     pub(crate) fn is_anything_dirty(&self) -> bool {
         self.index.borrow().dirty.len() > 0 || self.ledger.borrow().is_anything_dirty()
     }
 
-    /// Neither memory nor any crash has something that the disk has not, as far as the cache can tell, and it can.
+    /// Returns whether neither memory nor any crash has such data, as far as the cache can know, and it knows
+    /// everything.
     pub(crate) fn is_known_clean(&self) -> bool {
         self.index.borrow().are_all_loaded() && !self.loading.has_fences() && !self.is_anything_dirty()
     }
 
-    /// What the disk has, and what only the cache has.
+    /// Returns the extents of the disk, with dirty lines as data.
     pub(crate) async fn extents_of(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
         if !self.may_be_dirty.get() {
             return self.lower.extents(range, limit).await;
@@ -340,11 +341,11 @@ impl Cache {
         if !self.index.borrow().are_all_loaded() {
             self.load_all().await?;
         }
-        // Before the disk is asked: of a line that is cleaned meanwhile it may say what was there before.
+        // Looked up before the disk is asked: the disk's answer may predate the cleaning of a line.
         let count = limit.max(DIRTY_AT_ONCE);
         let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), count);
         let known = match dirty.last() {
-            // Behind as many as were looked for nothing is known.
+            // After the last line that was looked up nothing is known.
             Some(last) if dirty.len() >= count => ByteRange::between(range.start, self.range_of(0..last + 1).end()),
             _ => range,
         };
@@ -376,7 +377,7 @@ impl Cache {
         Ok(extents)
     }
 
-    /// Notes, durably, that there may be dirty lines.
+    /// Records, durably, that there may be dirty lines.
     async fn allow_dirty(&self) -> Result<(), Failed> {
         if self.may_be_dirty.get() {
             return Ok(());
@@ -386,7 +387,7 @@ impl Cache {
             return Err(Failed);
         }
         if self.has_failed() {
-            // Writes may go past it already, and what is being brought in is as old as before them.
+            // Writes may bypass the cache already, and a fill may have data older than those.
             return Err(Failed);
         }
         self.may_be_dirty.set(true);
