@@ -461,7 +461,7 @@ impl Cache {
             let Some(slot) = found.filter(|_| dirty != 0) else {
                 continue;
             };
-            // Data that is being written to the slot now may differ from what is read here.
+            // This run may miss data that is being written to the slot now.
             let is_changing = self.index.borrow().has_writers(slot);
             self.cleaning.slots.borrow_mut().insert(slot, is_changing);
             busy.lines.push(Cleaned {

@@ -27,7 +27,7 @@ const FILLS_MAX: usize = 32;
 /// Fill that is under way.
 pub(crate) struct Fill {
     range: ByteRange,
-    /// Those lines of the range that are to be cached.
+    /// Lines of the range that are to be cached.
     lines: SmallVec<[Line; 16]>,
     context: Context,
     /// Data from the disk, from its arrival to the end of the fill.

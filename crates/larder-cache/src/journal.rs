@@ -480,7 +480,7 @@ mod tests {
             prop_assert_eq!(found.end, end);
         }
 
-        /// Of a torn last commit, the records before the first missing sector are found.
+        /// The records of a torn last commit are found up to the first missing sector.
         #[test]
         fn torn_commit_keeps_its_first_sectors(
             commits in prop::collection::vec(1_usize..150, 2..40),

@@ -1,6 +1,6 @@
 //! Slots whose metadata on the cache device differs from memory.
 //!
-//! A slot that is not in the ledger is *settled*: a crash leaves the state that memory has, and that state is valid.
+//! A slot that is not in the ledger is *persisted*: a crash leaves the state that memory has, and that state is valid.
 //! For every other slot the ledger has the state that a crash would leave ([`Unsettled::durable`]). The state in
 //! memory may be made durable once every change of the line has ended, and both devices were flushed after that.
 //!
@@ -86,7 +86,7 @@ impl Ledger {
         self.slots.get(&slot)
     }
 
-    /// Returns the entry of a slot, and creates it if the slot is settled; `memory` is the state before any change.
+    /// Returns the entry of a slot, and creates it if the slot is persisted; `memory` is the state before any change.
     fn place(&mut self, slot: Slot, memory: impl FnOnce() -> Entry) -> &mut Unsettled {
         let (epoch, firm) = (self.epoch, self.number);
         self.slots.entry(slot).or_insert_with(|| {
@@ -94,7 +94,7 @@ impl Ledger {
             Unsettled {
                 durable,
                 last: durable,
-                // Loose records of a settled slot no longer matter.
+                // Loose records of a persisted slot no longer matter.
                 firm,
                 epoch,
                 ..Unsettled::default()
@@ -169,7 +169,7 @@ impl Ledger {
         self.tidy(slot, memory);
     }
 
-    /// Removes the entry of a slot that has become settled.
+    /// Removes the entry of a slot that has become persisted.
     pub(crate) fn tidy(&mut self, slot: Slot, memory: Entry) {
         let is_settled = self
             .slots

@@ -131,7 +131,7 @@ impl Mode {
     }
 }
 
-/// Counters of the cache since it was opened: requests, or bytes where the field says so.
+/// Counters of requests since the cache was opened, or of bytes where stated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Reads served entirely from the cache.

@@ -15,7 +15,7 @@ const SLOW_MIN: Duration = Duration::from_millis(10);
 /// Reads that must have been timed before an average counts.
 const READS_MIN: u32 = 16;
 
-/// Of this many hits that complete in the call, one is timed and counts for all: reading the clock twice would cost a
+/// One hit in this many that complete in the call is timed, and counts for all: reading the clock twice would cost a
 /// tenth of such a hit.
 const IN_CALL: u32 = 16;
 

@@ -248,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Of two pages of the same journal sector, the one written later is used.
+    /// The later of two pages of the same journal sector is used.
     #[test]
     fn later_turn_wins_between_equal_sequences() {
         let shape = Shape::for_size(ByteLen::mib(64), 12, 512).expect("large enough");

@@ -318,7 +318,7 @@ impl Cache {
                 Found::Nothing => break,
             }
         }
-        // Of a partly cached line, the rest is always filled.
+        // The rest of a partly cached line is always filled.
         let is_wanted = |line| self.index.borrow().find(line).is_some() || self.admits(line, context);
         let lines = self
             .shape

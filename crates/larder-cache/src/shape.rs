@@ -109,7 +109,7 @@ impl Shape {
                 page_len,
             })
         };
-        // Of the next primes, the one that leaves the least room unused.
+        // Among the next primes, take the one that leaves the least room unused.
         let primes = (fewest..=fewest.saturating_add(fewest / 2).min((1 << 24) - 1))
             .filter(|sets| is_prime((*sets).into()))
             .take(64);
