@@ -1,5 +1,4 @@
-//! How caches of this kind have broken: what was in the way of others, one after the other. The simulator finds more; here
-//! each is tried on purpose.
+//! Failures that other caches of this kind had, each provoked on purpose. The simulator finds more.
 
 use std::rc::Rc;
 
@@ -15,7 +14,7 @@ const SECTOR: usize = 512;
 /// Sectors of a line.
 const PER_LINE: usize = LINE / SECTOR;
 
-/// A disk with a cache, and what each of its sectors must hold: all its bytes are alike.
+/// Disk with a cache, and the expected content of each sector: a byte that all its bytes equal.
 struct Rig {
     on: Loop,
     disk: Rc<SimulatedDevice>,
@@ -53,7 +52,7 @@ impl Rig {
         }
     }
 
-    /// Stops the process, or the host, and opens what it has left.
+    /// Kills the process or cuts the host's power, and opens the cache that is left.
     fn restart(&mut self, how: Stop) {
         let (disk, fast) = (self.disk.stop(how), self.fast.stop(how));
         self.boot += u8::from(how == Stop::PowerLoss);
@@ -75,7 +74,7 @@ impl Rig {
         self.on.block_on(self.cache.flush())
     }
 
-    /// What is read must be right.
+    /// Reads sectors and checks their content.
     fn read(&self, sector: usize, count: usize) -> IoResult {
         let mut bytes = vec![0xee; count * SECTOR];
         let at = ByteOffset::new((sector * SECTOR) as u64);
@@ -99,7 +98,7 @@ impl Rig {
     }
 }
 
-/// Writes of lines and sectors, reads and flushes of a disk of 48 lines.
+/// Writes lines and sectors, reads and flushes on a disk of 48 lines.
 fn work(rig: &mut Rig) {
     let is_written_back = rig.cache.mode() == Mode::WriteBack;
     let mut state = 1_u32;
@@ -116,7 +115,7 @@ fn work(rig: &mut Rig) {
             3 => rig.write(line * PER_LINE + part, 1, byte).expect("written"),
             4 | 5 => {
                 let read = rig.read(line * PER_LINE, PER_LINE);
-                // Of what only the cache has the guest hears an error, once.
+                // A read of lost dirty data fails once.
                 assert!(read.is_ok() || is_written_back, "{read:?}");
             }
             6 => rig.flush().expect("flushed"),
@@ -126,8 +125,9 @@ fn work(rig: &mut Rig) {
     rig.flush().expect("flushed");
 }
 
+/// After the failure of any single request to the cache device and a restart, all data is right.
 #[test]
-fn any_one_request_to_the_cache_device_may_fail() {
+fn any_single_cache_request_may_fail() {
     for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
         let mut failing = 0;
         loop {
@@ -151,8 +151,9 @@ fn any_one_request_to_the_cache_device_may_fail() {
     }
 }
 
+/// A new cache on a used device has no line of the old one, even with the same UUID.
 #[test]
-fn a_cache_that_is_made_anew_has_nothing_of_the_old_one() {
+fn recreated_cache_has_no_old_lines() {
     for uuid in [1, 2] {
         let mut rig = Rig::new(Mode::WriteThrough, ByteLen::kib(192), ByteLen::kib(256));
         work(&mut rig);
@@ -163,7 +164,7 @@ fn a_cache_that_is_made_anew_has_nothing_of_the_old_one() {
         rig.on.block_on(rig.cache.close()).expect("closed");
         let (disk, fast) = (rig.disk.stop(Stop::Kill), rig.fast.stop(Stop::Kill));
         (rig.disk, rig.fast) = (device(&rig.on, disk), device(&rig.on, fast));
-        // The disk is another one by now.
+        // The disk is replaced by another one.
         let whole = ByteRange::new(0, rig.disk.geometry().size.get());
         let cleared = rig.disk.write_zeroes(whole, ZeroFlags::default());
         rig.on.block_on(cleared).expect("cleared");
@@ -180,8 +181,9 @@ fn a_cache_that_is_made_anew_has_nothing_of_the_old_one() {
     }
 }
 
+/// Requests that are larger than the whole cache are served right in all modes.
 #[test]
-fn requests_may_be_larger_than_the_cache() {
+fn requests_may_exceed_cache_size() {
     for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
         let mut rig = Rig::new(mode, ByteLen::mib(2), ByteLen::kib(160));
         let all = rig.wanted.len();
@@ -200,9 +202,10 @@ fn requests_may_be_larger_than_the_cache() {
     }
 }
 
+/// Every mix of missing, clean and dirty sectors in a line is read and cleaned right, also after a crash.
 #[test]
-fn a_line_may_have_any_mix_of_sectors_that_it_has_has_not_and_that_only_it_has() {
-    // Of six sectors of each line: 0: not in the cache; 1: clean; 2: dirty.
+fn line_supports_any_sector_mix() {
+    // State of six sectors of each line: 0: not cached; 1: clean; 2: dirty.
     const MIXED: u32 = 6;
     let mix = |line: usize, sector: u32| line / 3_usize.pow(sector) % 3;
     let lines = 3_usize.pow(MIXED);
@@ -232,7 +235,7 @@ fn a_line_may_have_any_mix_of_sectors_that_it_has_has_not_and_that_only_it_has()
         rig.read_all();
         let done = rig.cache.statistics();
         assert!(done.partial_hits > lines as u64 / 2, "{done:?}");
-        // Over all of them, in pieces that end in the midst of lines.
+        // Overwrite all lines in pieces that end inside a line.
         let all = rig.wanted.len();
         for start in (3..all - 13).step_by(13) {
             rig.write(start, 5, 250).expect("written");
@@ -249,8 +252,9 @@ fn a_line_may_have_any_mix_of_sectors_that_it_has_has_not_and_that_only_it_has()
     }
 }
 
+/// A disk that grew or shrank while the cache was closed is read right.
 #[test]
-fn a_disk_that_has_another_size_than_the_cache_knew_is_read_right() {
+fn resized_disk_is_read_right() {
     for (mode, is_larger) in [
         (Mode::WriteThrough, true),
         (Mode::WriteThrough, false),

@@ -1,4 +1,4 @@
-//! A disk, the cache's device, and what is noted apart from it.
+//! Simulated disk, cache device, and record of the cache's failures.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -12,7 +12,7 @@ use larder_cache::{
 
 pub(crate) const LINE: usize = 4096;
 
-/// Where it is noted that the cache is not to be believed.
+/// Record of a cache's failures, in memory.
 #[derive(Clone, Default)]
 pub(crate) struct Notes(Rc<Noted>);
 
@@ -27,7 +27,7 @@ impl Notes {
         self.0.detached.borrow().clone()
     }
 
-    /// How often it was noted that the cache is detached.
+    /// Returns how often a failure of the cache was recorded.
     pub(crate) fn detaches(&self) -> u32 {
         self.0.detaches.get()
     }
@@ -53,7 +53,7 @@ impl Witness for Notes {
     }
 }
 
-/// One that takes no time.
+/// Opens a device without latency.
 pub(crate) fn device(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
     let options = Options {
         latency: Latency::NONE,
@@ -62,7 +62,7 @@ pub(crate) fn device(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
     SimulatedDevice::open(on, medium, options)
 }
 
-/// Makes a cache on `fast`.
+/// Creates a cache on `fast`.
 pub(crate) async fn make(fast: &Rc<SimulatedDevice>, uuid: u8, mode: Mode, disk_size: ByteLen) {
     let options = CreateOptions {
         line_bits: LINE.trailing_zeros(),

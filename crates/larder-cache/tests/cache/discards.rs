@@ -1,4 +1,4 @@
-//! Discards and write-zeroes of long ranges, of a disk that is far larger than its cache.
+//! Discards and write-zeroes of long ranges, on a disk that is far larger than its cache.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -22,13 +22,13 @@ const MODES: [Mode; 4] = [
     Mode::WriteAround,
     Mode::PassThrough,
 ];
-/// Lines that are in use, spread over the disk.
+/// Lines in use, spread over the disk.
 const LINES: u64 = 300;
 
-/// The bytes that a disk discards whole or not at all, as a qcow2 image does its clusters.
+/// Discard granularity of the disk in bytes, like the clusters of a qcow2 image.
 const GRANULARITY: u64 = 16 * LINE as u64;
 
-/// A disk of any size that keeps the lines that were written, and counts its requests. It answers in the call.
+/// Disk of any size that holds the lines that were written, and counts its requests. It completes them in the call.
 struct SparseDisk {
     name: Rc<str>,
     size: ByteLen,
@@ -124,7 +124,7 @@ impl BlockDevice for SparseDisk {
     }
 }
 
-/// Options with which nothing runs in the background, which would be counted.
+/// Returns options without background work, which would be counted.
 fn quiet(notes: &Notes) -> OpenOptions {
     OpenOptions {
         settling: SettleOptions {
@@ -150,7 +150,7 @@ async fn read(cache: &Cache, at: u64) -> u8 {
     bytes[0]
 }
 
-/// The offsets of the lines on a disk of `size`.
+/// Returns the offsets of the lines in use on a disk of `size`.
 fn places(size: ByteLen) -> impl Iterator<Item = u64> + Clone {
     let step = size.get() / LINES / LINE as u64 * LINE as u64;
     (0..LINES).map(move |line| line * step)
@@ -173,8 +173,8 @@ impl Clear {
     }
 }
 
-/// The cost to clear a disk with some cached lines: requests to the disk, bytes written to the cache device, and turns of
-/// tasks.
+/// Returns the cost of clearing a disk with some cached lines: requests to the disk, bytes written to the cache
+/// device, and polls of tasks.
 fn cost(size: ByteLen, mode: Mode, clear: Clear) -> [u64; 3] {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
@@ -187,7 +187,7 @@ fn cost(size: ByteLen, mode: Mode, clear: Clear) -> [u64; 3] {
         for at in places(size) {
             write(&cache, at, 1).await;
         }
-        // Later uses bring lines in, in each mode.
+        // Repeated reads fill lines in every mode that uses the cache.
         for at in places(size).chain(places(size)).chain(places(size)) {
             assert_eq!(read(&cache, at).await, 1);
             on.sleep(Duration::from_millis(1)).await;
@@ -210,9 +210,10 @@ fn cost(size: ByteLen, mode: Mode, clear: Clear) -> [u64; 3] {
     })
 }
 
-/// The cost of a discard goes by the cached lines of its range: on a disk that is 512 times as large it is the same.
+/// The cost of a discard depends on the cached lines of its range: it is the same on a disk that is 512 times as
+/// large.
 #[test]
-fn discard_costs_by_cached_lines_alone() {
+fn discard_cost_depends_on_cached_lines() {
     for mode in MODES {
         for clear in [Clear::Discard, Clear::WriteZeroes] {
             let costs = [SMALL, HUGE].map(|size| cost(size, mode, clear));
@@ -221,10 +222,9 @@ fn discard_costs_by_cached_lines_alone() {
     }
 }
 
-/// A cache is cleared piece by piece while others read: they find old data or zeros meanwhile, and nothing old after the
-/// discard, nor after a kill.
+/// Concurrent reads during a discard return old data or zeros; after it, or after a kill, nothing returns old data.
 #[test]
-fn discard_beside_reads_leaves_nothing_old() {
+fn discard_during_reads_leaves_nothing_stale() {
     for mode in MODES {
         let on = Loop::simulated().expect("no kernel is needed");
         on.block_on(async {

@@ -1,4 +1,4 @@
-//! A cache device that fails while it has data which the disk has not.
+//! Failures of a cache device that has dirty data.
 
 use std::rc::Rc;
 
@@ -19,7 +19,7 @@ async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice
     devices::open(on, disk, fast, options).await
 }
 
-/// A disk of 1 MiB, and a device of `fast` bytes with a write-back cache for it.
+/// Returns a disk of 1 MiB, and a device of `fast` bytes with a write-back cache for it.
 async fn made(on: &Loop, fast: ByteLen) -> (Rc<SimulatedDevice>, Rc<SimulatedDevice>) {
     let size = ByteLen::mib(1);
     let [disk, fast] = [size, fast].map(|size| device(on, Medium::new(size, 512)));
@@ -41,8 +41,9 @@ async fn read(cache: &Rc<Cache>, at: u64) -> Result<u8, Failure> {
     Ok(bytes[0])
 }
 
+/// Dirty data that the cache device cannot read can be overwritten; the new data survives the next opening.
 #[test]
-fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
+fn unreadable_dirty_data_can_be_overwritten() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let (disk, fast) = made(&on, ByteLen::kib(256)).await;
@@ -79,7 +80,7 @@ fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
         assert!(notes.detached().is_some(), "who opens it next is to know");
         drop(cache);
 
-        // The device works again: what was not written over is there.
+        // Once the device works again, the data that was not overwritten is there.
         fast.heal();
         let cache = opened(&on, &disk, &fast, &notes).await;
         assert_eq!(found(&cache).await, [Ok(2), Ok(1), Ok(2), Ok(1), Ok(0), Ok(1)]);
@@ -88,8 +89,10 @@ fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
     });
 }
 
+/// Bad sectors of the disk keep only their own lines dirty, and a disk that fails all writes is not tried for each
+/// line.
 #[test]
-fn bad_spots_of_the_disk_keep_only_their_own_lines_from_it() {
+fn bad_sector_leaves_other_lines_cleaned() {
     const LINES: u64 = 96;
     let bad = [3, 4, 40, 95];
     let on = Loop::simulated().expect("no kernel is needed");

@@ -1,4 +1,4 @@
-//! The disk has all that only the cache had.
+//! Hand-over of a disk: it has all dirty data of its cache.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ const DISK: ByteLen = ByteLen::mib(8);
 const HALF: usize = LINE / 2;
 const LINES: u64 = 40;
 
-/// A read has ended, and the other half of its line, which was dirty, is still being written to a slow cache device.
+/// A line counts as handed over while its other half is still being filled on a slow cache device.
 #[test]
-fn a_line_that_is_being_filled_counts_as_handed_over() {
+fn filling_line_counts_as_handed_over() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let timed = Options {

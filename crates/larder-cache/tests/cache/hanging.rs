@@ -1,4 +1,4 @@
-//! A cache device that gives no answer: the disk goes on without it.
+//! Cache device that does not answer: the disk works without it.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ struct Stack {
     cache: Rc<Cache>,
 }
 
-/// One that takes its time.
+/// Opens a device with latency.
 fn device(on: &Loop, name: &str, medium: Medium) -> Rc<SimulatedDevice> {
     let options = Options {
         name: name.to_owned(),
@@ -43,7 +43,7 @@ fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes
 }
 
 impl Stack {
-    /// Lines 0 to 15 are in the cache.
+    /// Returns a stack with lines 0 to 15 cached.
     fn new(mode: Mode) -> Self {
         let on = Loop::simulated().expect("a loop");
         let disk = device(&on, "disk", Medium::new(ByteLen::mib(1), 512));
@@ -69,7 +69,7 @@ impl Stack {
         stack
     }
 
-    /// What comes of a request, which must not take longer than any guest waits.
+    /// Returns the result of a request, which must complete within 60 s: no guest waits longer.
     fn wait<T>(&self, request: impl Future<Output = IoResult<T>>) -> IoResult<T> {
         let limit = Duration::from_secs(60);
         self.on.block_on(self.on.timeout(limit, request)).expect("it hangs")
@@ -87,14 +87,14 @@ impl Stack {
         self.wait(self.cache.flush())
     }
 
-    /// From now on no request is answered, or none of one kind.
+    /// Makes the cache device answer no request, or none of one kind.
     fn hang(&self, operation: Option<Operation>) {
         let fault = Fault::always(Effect::Stick);
         self.fast
             .inject(operation.map_or(fault, |operation| fault.on(operation)));
     }
 
-    /// It answers, also what it was asked before.
+    /// Makes the cache device answer again, also the earlier requests.
     fn answer(&self) {
         self.fast.heal();
         self.fast.release();
@@ -123,7 +123,7 @@ async fn write(device: &dyn BlockDevice, line: u64, byte: u8) -> IoResult {
     device.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await
 }
 
-/// A read of a hit is spawned; what it has found is in the cell when it has ended.
+/// Spawns a read of a cached line; the cell gets its result when it has ended.
 fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
     let found = Rc::new(Cell::new(None));
     let (cache, theirs) = (Rc::clone(&stack.cache), Rc::clone(&found));
@@ -134,21 +134,22 @@ fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
     found
 }
 
+/// After the cache device hangs in any way, all requests are served by the disk.
 #[test]
-fn a_device_that_hangs_turns_the_cache_into_pass_through() {
+fn hanging_device_turns_cache_into_pass_through() {
     let kinds = [None, Some(Operation::Write), Some(Operation::Flush)];
     for mode in [Mode::WriteThrough, Mode::WriteAround] {
         for kind in kinds {
             let stack = Stack::new(mode);
             stack.hang(kind);
-            // Until it is noticed, a line is written and read again and again.
+            // Until the timeout, a line is written and read again and again.
             let mut byte = 1;
             while stack.cache.works() {
                 byte = byte % 200 + 1;
                 stack.write(3, byte).expect("written");
                 assert_eq!(stack.on_disk(3), byte);
                 match kind {
-                    // Else the read itself would wait for the device.
+                    // The read itself would wait for the device.
                     None => {}
                     Some(_) => assert_eq!(stack.read(3).expect("read"), byte),
                 }
@@ -174,24 +175,26 @@ fn a_device_that_hangs_turns_the_cache_into_pass_through() {
     }
 }
 
+/// While a read waits for a device that hangs, writes and other reads of the same line complete.
 #[test]
-fn a_read_that_waits_for_the_device_holds_up_nothing_else() {
+fn waiting_read_blocks_no_other_request() {
     let stack = Stack::new(Mode::WriteThrough);
     stack.hang(Some(Operation::Read));
     let found = spawn_read(&stack, 5);
-    // It waits until the slot is nobody else's.
+    // The write waits for the reader of the slot, until the cache has failed.
     stack.write(5, 2).expect("written");
     assert!(!stack.cache.works());
     assert_eq!((found.get(), stack.read(5).expect("read")), (None, 2));
     stack.write(5, 3).expect("written");
     stack.answer();
-    // One of those that were there while it was under way.
+    // The read may return any content that the line had during the read.
     assert!(matches!(found.get(), Some(1..=3)), "{:?}", found.get());
     assert_eq!((stack.read(5).expect("read"), stack.on_disk(5)), (3, 3));
 }
 
+/// Reads that come while others have waited for seconds go to the disk, and the cache is used again afterwards.
 #[test]
-fn reads_that_come_while_others_wait_go_to_the_disk() {
+fn reads_bypass_late_device() {
     let stack = Stack::new(Mode::WriteThrough);
     stack.hang(Some(Operation::Read));
     let found = spawn_read(&stack, 5);
@@ -199,7 +202,7 @@ fn reads_that_come_while_others_wait_go_to_the_disk() {
     assert!(stack.cache.works());
     assert_eq!(stack.read(6).expect("read"), 1);
     assert!(stack.cache.works() && found.get().is_none());
-    // It was slow, and that is all.
+    // The device was only slow.
     stack.answer();
     assert_eq!(found.get(), Some(1));
     let hits = stack.cache.statistics().hits;
@@ -207,8 +210,9 @@ fn reads_that_come_while_others_wait_go_to_the_disk() {
     assert!(stack.cache.works() && stack.cache.statistics().hits > hits);
 }
 
+/// Requests that a hanging device completes late do not affect any data that is read, in this process or the next.
 #[test]
-fn what_lands_late_is_not_believed() {
+fn late_completions_are_not_trusted() {
     for mode in [Mode::WriteThrough, Mode::WriteBack] {
         let stack = Stack::new(mode);
         stack.on.block_on(stack.cache.set_mode(mode)).expect("noted");
@@ -221,7 +225,7 @@ fn what_lands_late_is_not_believed() {
             wanted.insert(line, 3);
         }
         assert!(!stack.cache.works());
-        // Now the device has what was written first.
+        // Now the device completes the first writes.
         stack.answer();
         let check = |cache: &Rc<Cache>| {
             for (line, byte) in &wanted {
@@ -238,7 +242,7 @@ fn what_lands_late_is_not_believed() {
     }
 }
 
-/// Only the cache has lines 2, 3 and 9, and its device hangs; line 2 and the first sector of line 3 are written again.
+/// Lets the device hang while lines 2, 3 and 9 are dirty, then overwrites line 2 and the first sector of line 3.
 fn lose_some() -> Stack {
     let stack = Stack::new(Mode::WriteBack);
     stack.on.block_on(stack.cache.clean()).expect("clean");
@@ -254,11 +258,11 @@ fn lose_some() -> Stack {
         let is_lost = [2, 3, 9].contains(&line);
         assert_eq!(stack.read(line).is_err(), is_lost, "line {line}");
     }
-    // Nor is it asked again as long as it does not answer.
+    // The device gets no more requests as long as it does not answer.
     let asked = stack.cache.statistics().cache_read;
     stack.read(9).expect_err("not answered");
     assert_eq!(stack.cache.statistics().cache_read, asked);
-    // What is written is not lost any more.
+    // Data that is overwritten is no longer lost.
     stack.write(2, 5).expect("written");
     assert_eq!(stack.read(2).expect("read"), 5);
     let sector = [5; 512];
@@ -273,13 +277,14 @@ fn lose_some() -> Stack {
     stack
 }
 
+/// While the device hangs, only reads of dirty data fail; once it answers, that data is written to the disk.
 #[test]
-fn only_what_nobody_else_has_fails_while_the_device_hangs() {
+fn hanging_device_fails_only_dirty_reads() {
     let stack = lose_some();
-    // It could not be kept.
+    // The dirty data could not be made durable.
     stack.flush().expect_err("not durable");
     stack.answer();
-    // Then it is written to the disk, without being asked for.
+    // The dirty data is written to the disk without a request.
     assert_eq!(stack.cache.statistics().dirty_lines, 0);
     check_rescued(&stack.on, &*stack.cache);
     check_rescued(&stack.on, &*stack.disk);
@@ -287,8 +292,9 @@ fn only_what_nobody_else_has_fails_while_the_device_hangs() {
     assert!(!stack.cache.works());
 }
 
+/// Many concurrent flushes on a failed cache all fail in bounded time.
 #[test]
-fn flushes_that_fail_together_do_not_wait_for_each_other() {
+fn concurrent_failing_flushes_complete() {
     let stack = lose_some();
     let flushes = (0..200).map(|_| stack.cache.flush());
     stack
@@ -296,9 +302,9 @@ fn flushes_that_fail_together_do_not_wait_for_each_other() {
         .expect_err("not durable");
 }
 
-/// A server that stops may have to wait for such a flush, which no guest has asked for.
+/// A server that stops may have to wait for such a flush, which no guest has requested.
 #[test]
-fn settled_cache_flushes_no_more() {
+fn persisted_cache_flushes_no_more() {
     let on = Loop::simulated().expect("a loop");
     on.block_on(async {
         let disk = devices::device(&on, Medium::new(ByteLen::mib(1), 512));
@@ -312,7 +318,7 @@ fn settled_cache_flushes_no_more() {
             ..devices::options(&Notes::default())
         };
         let cache = devices::open(&on, &disk, &fast, options).await;
-        // The first line starts the timer. The second one is too many, and both settle at once.
+        // The first line starts the timer. The second one exceeds the limit, so both are persisted at once.
         for line in 0..2 {
             write(&*cache, line, 1).await.expect("written");
         }
@@ -325,7 +331,7 @@ fn settled_cache_flushes_no_more() {
     });
 }
 
-/// Line 9 and most of line 3 are as they were when the device began to hang, and what was written since is there.
+/// Checks that line 9 and most of line 3 are as before the device hung, and that later writes are there.
 fn check_rescued(on: &Loop, device: &dyn BlockDevice) {
     assert_eq!(on.block_on(read(device, 2)).expect("read"), 5);
     assert_eq!(on.block_on(read(device, 9)).expect("read"), 2);
@@ -336,8 +342,9 @@ fn check_rescued(on: &Loop, device: &dyn BlockDevice) {
     assert_eq!((first, rest), (&[5; 512][..], &[2; LINE as usize - 512][..]));
 }
 
+/// Writes made while the device hangs survive a kill and a power loss, and so does the dirty data before.
 #[test]
-fn what_was_written_while_the_device_hangs_survives_a_kill() {
+fn writes_past_hanging_device_survive_crash() {
     for how in [Stop::Kill, Stop::PowerLoss] {
         let stack = lose_some();
         let (disk, fast) = (stack.disk.stop(how), stack.fast.stop(how));
@@ -348,8 +355,9 @@ fn what_was_written_while_the_device_hangs_survives_a_kill() {
     }
 }
 
+/// A cache whose device hangs can be closed; that fails only if dirty data cannot be read.
 #[test]
-fn a_cache_is_closed_although_its_device_hangs() {
+fn cache_closes_while_device_hangs() {
     for mode in [Mode::WriteThrough, Mode::WriteBack] {
         for kind in [None, Some(Operation::Flush), Some(Operation::Write)] {
             let stack = Stack::new(mode);
@@ -357,7 +365,7 @@ fn a_cache_is_closed_although_its_device_hangs() {
             let is_dirty = stack.cache.statistics().dirty_lines > 0;
             stack.hang(kind);
             let closed = stack.wait(stack.cache.close());
-            // What can be read is on the disk then.
+            // Readable dirty data is on the disk then.
             assert_eq!(closed.is_err(), is_dirty && kind.is_none(), "{mode:?} {kind:?}");
             assert!(!stack.cache.works());
             assert_eq!(stack.notes.detaches(), 1);

@@ -1,5 +1,5 @@
-//! Many writers change the disk at once, the process is killed, and the next one reads what they wrote. The journal is short,
-//! so that its beginning is given up all the time.
+//! Kills after changes by many concurrent writers; the next process reads what they wrote. The journal is short, so
+//! that its beginning is freed all the time.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -27,11 +27,11 @@ fn timed(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
     SimulatedDevice::open(on, medium, options)
 }
 
-/// One byte for each sector: what all its bytes are to be.
+/// Expected byte of each sector: all bytes of a sector are equal.
 type Wanted = RefCell<Vec<u8>>;
 
-/// Writes whole lines, then zeroes of which the last one is in such a line, again and again, in a part of the disk that is
-/// this writer's.
+/// Repeatedly writes whole lines, then zeroes a range whose end is inside such a line, in this writer's part of the
+/// disk.
 async fn change(cache: &Cache, wanted: &Wanted, part: std::ops::Range<usize>, mut state: u32) {
     let mut random = |below: usize| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -66,8 +66,9 @@ fn check(on: &Loop, cache: &Cache, wanted: &Wanted, what: &str) {
     }
 }
 
+/// All changes of concurrent writers are read right after each of many kills.
 #[test]
-fn what_was_changed_by_many_at_once_is_as_it_was_after_a_kill() {
+fn concurrent_changes_survive_repeated_kills() {
     for mode in [Mode::WriteThrough, Mode::WriteBack] {
         let on = Loop::simulated().expect("no kernel is needed");
         let (mut disk, mut fast) = (timed(&on, Medium::new(DISK, 512)), timed(&on, Medium::new(FAST, 512)));

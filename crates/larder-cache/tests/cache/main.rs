@@ -1,4 +1,4 @@
-//! A cache over simulated devices.
+//! Tests of a cache over simulated devices.
 
 mod breaks;
 mod devices;

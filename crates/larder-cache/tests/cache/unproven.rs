@@ -1,4 +1,4 @@
-//! Another program may have changed the disk after a kill: clean lines are compared with it before they are used.
+//! Compare before use: after a kill another program may have changed the disk, so clean lines are compared with it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use super::devices::{self, LINE, Notes, device, make};
 
 const SECTOR: usize = 512;
 const PER_LINE: usize = LINE / SECTOR;
-/// Twice as many as are compared at once.
+/// Twice as many lines as are compared at once.
 const LINES: usize = 128;
 const DISK: ByteLen = ByteLen::mib(1);
 const FAST: ByteLen = ByteLen::mib(2);
@@ -37,7 +37,7 @@ fn options(verdict: Verdict) -> OpenOptions {
     }
 }
 
-/// A disk with a cache, and what each of its sectors must hold: all its bytes are alike.
+/// Disk with a cache, and the expected content of each sector: a byte that all its bytes equal.
 struct Rig {
     on: Loop,
     disk: Rc<SimulatedDevice>,
@@ -47,7 +47,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// Lines 0 to [`LINES`] are in the cache, clean and settled.
+    /// Returns a rig with lines 0 to [`LINES`] cached, clean and persisted.
     fn new(mode: Mode) -> Self {
         let on = Loop::simulated().expect("no kernel is needed");
         let [disk, fast] = [DISK, FAST].map(|size| device(&on, Medium::new(size, 512)));
@@ -82,7 +82,7 @@ impl Rig {
         self.wanted[sector..sector + count].fill(byte);
     }
 
-    /// What is read must be right.
+    /// Reads sectors and checks their content.
     fn read(&self, sector: usize, count: usize) {
         let mut bytes = vec![0xee; count * SECTOR];
         let read = self.cache.read(at(sector), ReadBuf::new(&mut bytes));
@@ -97,14 +97,14 @@ impl Rig {
         (0..self.wanted.len() / PER_LINE).for_each(|line| self.read(line * PER_LINE, PER_LINE));
     }
 
-    /// Reads all lines that were cached; how many of these the cache had all of.
+    /// Reads all lines that were cached; returns how many reads the cache served entirely.
     fn hits(&self) -> u64 {
         let before = self.cache.statistics().hits;
         (0..LINES).for_each(|line| self.read(line * PER_LINE, PER_LINE));
         self.cache.statistics().hits - before
     }
 
-    /// The process is killed, something else changes these sectors of the disk, and the cache is opened again.
+    /// Kills the process, changes some sectors of the disk as another program would, and opens the cache again.
     fn restart(&mut self, changed: &[usize], byte: u8, verdict: Verdict) {
         let (mut disk, fast) = (self.disk.stop(Stop::Kill), self.fast.stop(Stop::Kill));
         for sector in changed {
@@ -113,7 +113,7 @@ impl Rig {
         }
         self.disk = device(&self.on, disk);
         self.fast = device(&self.on, fast);
-        // The first read of the disk is of the first piece that is compared.
+        // The first read of the disk is that of the first piece to compare.
         let late = Fault::once(Effect::Delay(Duration::from_secs(60)));
         self.disk.inject(late.on(Operation::Read));
         let opened = devices::open(&self.on, &self.disk, &self.fast, options(verdict));
@@ -130,39 +130,39 @@ impl Rig {
         self.cache.statistics().unproven
     }
 
-    /// Waits until all is compared.
+    /// Waits until everything is compared.
     fn compared(&self) {
         self.sleep(120);
         assert_eq!((self.unproven(), self.superblock().unproven), (0, false));
     }
 }
 
-/// Sectors in both pieces, one of them of a line whose other sectors are read first.
+/// Sectors in both pieces, one of them in a line whose other sectors are read first.
 const CHANGED: [usize; 4] = [3 * PER_LINE + 2, 17 * PER_LINE, 70 * PER_LINE + 1, 127 * PER_LINE + 7];
 
-/// Neither before a line is compared nor after that is it read as it was.
+/// Changed sectors are read right both before and after their line is compared.
 #[test]
-fn changed_sectors_are_never_read_old() {
+fn changed_sectors_are_never_read_stale() {
     for mode in MODES {
         let mut rig = Rig::new(mode);
         rig.restart(&CHANGED, 9, Verdict::Unproven);
         assert_eq!(rig.unproven(), (LINES * LINE) as u64);
         assert!(rig.superblock().unproven);
         rig.read_all();
-        // What reads have brought was compared at once, in the piece that the task had not begun.
+        // Lines that reads got from the disk were compared at once, in the piece that the task had not begun.
         assert_eq!(rig.unproven(), (LINES / 2 * LINE) as u64);
         rig.compared();
         rig.read_all();
-        // The next process trusts what is left.
+        // The next process trusts the remaining lines.
         rig.restart(&[], 0, Verdict::Proven);
         assert_eq!(rig.unproven(), 0);
         rig.read_all();
     }
 }
 
-/// If nothing was changed, comparing costs no line.
+/// If nothing was changed, the comparison drops no line.
 #[test]
-fn unchanged_cache_hits_always_after_comparing() {
+fn comparing_unchanged_disk_keeps_all_hits() {
     for mode in MODES {
         let mut rig = Rig::new(mode);
         rig.restart(&[], 0, Verdict::Unproven);
@@ -175,7 +175,7 @@ fn unchanged_cache_hits_always_after_comparing() {
 
 /// Only sectors that differ are dropped.
 #[test]
-fn comparing_keeps_equal_sectors_of_changed_lines() {
+fn comparing_keeps_equal_sectors() {
     let mut rig = Rig::new(Mode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.compared();
@@ -187,7 +187,7 @@ fn comparing_keeps_equal_sectors_of_changed_lines() {
     assert_eq!(hits, (LINES * PER_LINE - CHANGED.len()) as u64);
 }
 
-/// Whatever the caller says the next time, what was not compared is not trusted.
+/// Lines that were not compared stay unproven, whatever verdict the next opening gets.
 #[test]
 fn kill_during_comparing_keeps_lines_unproven() {
     for mode in MODES {
@@ -204,9 +204,9 @@ fn kill_during_comparing_keeps_lines_unproven() {
     }
 }
 
-/// A clean stop in the midst trusts no line that was not compared.
+/// A clean stop during the comparison makes no line trusted that was not compared.
 #[test]
-fn clean_stop_during_comparing_keeps_lines_unproven() {
+fn clean_stop_keeps_uncompared_lines_unproven() {
     let mut rig = Rig::new(Mode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.on.block_on(rig.cache.close()).expect("both devices work");
@@ -219,7 +219,7 @@ fn clean_stop_during_comparing_keeps_lines_unproven() {
     rig.read_all();
 }
 
-/// A cache of another size is as unproven as the one that it was made of.
+/// A cache of another size is as unproven as its source.
 #[test]
 fn copied_cache_stays_unproven() {
     let mut rig = Rig::new(Mode::WriteThrough);
@@ -236,7 +236,7 @@ fn copied_cache_stays_unproven() {
     rig.read_all();
 }
 
-/// What only the cache has is trusted, and the rest of the same line is not.
+/// Dirty data is trusted, and the rest of the same line is not.
 #[test]
 fn dirty_sectors_survive_unproven_opening() {
     let mut rig = Rig::new(Mode::WriteBack);
@@ -258,7 +258,7 @@ fn dirty_sectors_survive_unproven_opening() {
     }
 }
 
-/// A write that a kill interrupts leaves what the disk had, or what was written, never what the cache had.
+/// A write that a kill interrupts leaves the disk's old data or the new data, never the cache's stale data.
 #[test]
 fn interrupted_write_leaves_nothing_stale() {
     for mode in MODES {
@@ -285,7 +285,7 @@ fn interrupted_write_leaves_nothing_stale() {
     }
 }
 
-/// A disk that cannot be read proves nothing; the lines are compared once it can be.
+/// Lines of a disk that cannot be read stay unproven, and are compared once it can be read.
 #[test]
 fn unreadable_lines_are_compared_later() {
     let mut rig = Rig::new(Mode::WriteThrough);
@@ -302,9 +302,9 @@ fn unreadable_lines_are_compared_later() {
     rig.read_all();
 }
 
-/// A disk that was certainly changed is as one whose stamp differs.
+/// A disk that was certainly changed is handled like one whose stamp differs.
 #[test]
-fn changed_verdict_begins_anew_or_refuses() {
+fn changed_verdict_empties_or_refuses_cache() {
     let mut rig = Rig::new(Mode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Changed);
     assert_eq!((rig.cache.statistics().lines, rig.unproven()), (0, 0));
@@ -318,8 +318,8 @@ fn changed_verdict_begins_anew_or_refuses() {
     assert!(matches!(refused, Some(OpenError::Diverged { .. })), "{refused:?}");
 }
 
-/// Changes by the guest and kills at any moment while lines are compared, and another program's changes in between: of the
-/// half of the disk that the guest only reads.
+/// The guest's changes and kills at any moment during the comparison leave no stale data. In between, another program
+/// changes the half of the disk that the guest only reads.
 #[test]
 fn writes_race_with_comparing() {
     let sectors = DISK.as_usize() / SECTOR;
@@ -385,7 +385,7 @@ fn writes_race_with_comparing() {
     }
 }
 
-/// Reads sectors that nobody writes meanwhile.
+/// Reads sectors that are not written concurrently, and checks them.
 async fn check(cache: &Cache, wanted: &[u8], sector: usize) {
     let mut bytes = AlignedBuf::zeroed(wanted.len() * SECTOR);
     let read = cache.read(at(sector), ReadBuf::new(&mut bytes)).await;

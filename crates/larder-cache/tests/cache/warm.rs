@@ -1,4 +1,4 @@
-//! What was hot elsewhere is brought in.
+//! Warming of a cache with lines that were hot on another host.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::devices::{LINE, Notes, device, make, open, options};
 const LINES: u64 = 320;
 const DISK: ByteLen = ByteLen::mib(8);
 
-/// Brings in as much as there is, one piece after the other; how many bytes of it are said to be there.
+/// Warms all lines, piece by piece; returns the bytes that are reported as stored.
 async fn warm(cache: &Cache) -> ByteLen {
     let mut brought = ByteLen::ZERO;
     for start in (0..LINES * LINE as u64).step_by(Cache::WARM_LEN as usize) {
@@ -21,9 +21,10 @@ async fn warm(cache: &Cache) -> ByteLen {
     brought
 }
 
-/// More than may be unsettled comes while each flush takes as long as all of it.
+/// Warming stores every line, even if there are more than may be unpersisted and each flush takes as long as all of
+/// it.
 #[test]
-fn all_of_it_is_there_however_slowly_the_cache_settles() {
+fn slow_flushes_do_not_limit_warming() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let slow = Latency {
@@ -48,9 +49,9 @@ fn all_of_it_is_there_however_slowly_the_cache_settles() {
     });
 }
 
-/// Nothing is said to be there that is not.
+/// Lines that could not be written to the cache device are not reported as stored.
 #[test]
-fn what_could_not_be_stored_does_not_count() {
+fn unstored_lines_do_not_count_as_warmed() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let [disk, fast] = [DISK, ByteLen::mib(16)].map(|size| device(&on, Medium::new(size, 512)));
