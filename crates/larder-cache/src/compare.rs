@@ -356,8 +356,8 @@ impl Cache {
 mod tests {
     use super::*;
 
-    #[test]
     /// Differing sectors are returned by their positions in the line, as far as the mask has them.
+    #[test]
     fn unequal_returns_mask_of_differing_sectors() {
         let one = vec![1; 4 * SECTOR as usize];
         let mut other = one.clone();
