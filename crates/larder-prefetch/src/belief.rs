@@ -1,4 +1,4 @@
-//! How long what was fetched is believed, where others may write to the device.
+//! Maximum age of fetched data, where other programs may write to the device.
 
 use std::rc::Weak;
 use std::time::Duration;
@@ -6,21 +6,21 @@ use std::time::Duration;
 use crate::Prefetch;
 
 impl Prefetch {
-    /// Others may change the device behind this one's back: what was fetched is dropped between `time` and twice that
-    /// later, and when [`Prefetch::clients_left`] is told.
+    /// Limits the age of fetched data, because other programs may change the device: data is dropped between `time`
+    /// and twice `time` after its fetch, and when [`Prefetch::clients_left`] is called.
     pub fn believe_for(&self, time: Duration) {
         self.believed_for.set(Some(time));
     }
 
-    /// Nobody uses the device for now: whoever comes next finds nothing of what was fetched before, if others may have
-    /// changed it meanwhile.
+    /// Drops all data if other programs may change the device: the device has no clients now, and the next one must
+    /// not get data from before.
     pub fn clients_left(&self) {
         if self.believed_for.get().is_some() {
             self.state.borrow_mut().forget_all();
         }
     }
 
-    /// A fetch begins.
+    /// Starts the expiry task when a fetch begins, if data expires.
     pub(crate) fn doubt(&self) {
         let Some(time) = self.believed_for.get() else { return };
         if self.is_doubting.replace(true) {
@@ -32,8 +32,8 @@ impl Prefetch {
     }
 }
 
-/// Looks every `time`, as long as there is something: what was there the last time goes. It costs a walk through the memory
-/// then, and requests nothing.
+/// Drops data of the round before last every `time`, until no data is left. Each round walks through the memory, and
+/// makes no requests.
 async fn forget_what_is_old(prefetch: Weak<Prefetch>, time: Duration) {
     let mut before = None;
     loop {

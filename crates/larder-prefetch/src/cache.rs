@@ -1,13 +1,14 @@
-//! The blocks that are in memory, or on their way there.
+//! Cache of blocks that are in memory or being fetched.
 //!
-//! Memory is given out in slots of four blocks, each for one aligned part of the disk, found by a hash. What becomes of
-//! a slot is one of three lists: free, *done* (the guest has read all of it; taken first for something else), and
-//! *unread*, oldest first.
+//! Memory is allotted in slots of four blocks, each for one aligned part of the disk, found by a hash. Each slot is
+//! in one of three lists: free, *done* (the guest has read all of it, so it is reused first), and *unread*, oldest
+//! first.
 //!
 //! Invariants:
-//! - A block is present, flying, or neither, never both. What a write touches is neither, from before the write starts.
-//! - A slot that a fetch writes to stays for its part of the disk until that fetch has ended, and no other fetch gets
-//!   the same blocks of it, whatever has become of them.
+//! - A block is present, flying (being fetched), or neither, never both. A block that a write touches is neither,
+//!   from before the write starts.
+//! - A slot that a fetch writes to stays assigned to its part of the disk until that fetch has ended, and no other
+//!   fetch gets the same blocks of it, whatever their state.
 //! - A block that is unread is present or flying.
 
 use larder_block::{AlignedBuf, IoVec};
@@ -18,44 +19,43 @@ use crate::PrefetchOptions;
 use crate::streams::StreamId;
 use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot};
 
-/// Which slot.
+/// Index of a slot.
 pub(crate) type SlotIndex = u16;
 
 const NONE: u16 = u16::MAX;
 
-/// With more, the table would have more places than there are numbers.
+/// With more slots, the table would have more positions than there are numbers.
 const SLOTS_MAX: usize = NONE as usize / 8;
 
 const _: () = assert!(PrefetchOptions::MEMORY_MAX.as_usize() / Cache::SLOT_BYTES <= SLOTS_MAX);
 
-/// The table has four to eight places of two bytes for each slot.
+/// The table has four to eight positions of two bytes for each slot.
 const TABLE_BYTES_PER_SLOT: usize = 16;
 
-/// Memory is allocated in pieces of so many bytes, of many slots each: the allocator takes up to a page more for what it
-/// aligns.
+/// Bytes of one allocation, which holds many slots: the allocator takes up to a page more for aligned memory.
 const PIECE_LEN: usize = 16 * SLOT_LEN;
 const PIECE_OVERHEAD: usize = 4096 + size_of::<AlignedBuf>();
 
-/// Which fetch; a number that is not used again soon.
+/// Number of a fetch, which is not used again soon.
 pub(crate) type FetchId = u32;
 
 /// Memory for one part of the disk.
 pub(crate) struct Slot {
-    /// The part's number.
+    /// Number of the part.
     part: u64,
-    /// Allocated when first used.
+    /// Memory of the slot, allocated on first use.
     memory: Option<NonNull<u8>>,
-    /// Blocks that can be read here.
+    /// Blocks that can be read.
     pub(crate) present: u8,
     /// Blocks that will be present when their fetch has ended.
     pub(crate) flying: u8,
     /// Blocks that a fetch writes to, wanted or not.
     pub(crate) busy: u8,
-    /// Blocks that were not asked for yet.
+    /// Blocks that were not requested yet.
     pub(crate) unread: u8,
-    /// By block, the last fetch that wrote to it.
+    /// For each block, the last fetch that wrote to it.
     pub(crate) fetches: [FetchId; BLOCKS_PER_SLOT as usize],
-    /// For whom it was fetched.
+    /// Stream for which the blocks were fetched.
     pub(crate) stream: StreamId,
     list: ListKind,
     previous: u16,
@@ -75,31 +75,31 @@ struct List {
     last: u16,
 }
 
-/// What a slot had that nobody read.
+/// Unread blocks that a slot lost.
 pub(crate) struct Unread {
     pub(crate) stream: StreamId,
     /// Blocks that had been fetched.
     pub(crate) wasted: u32,
-    /// Those, and blocks that were on their way.
+    /// Blocks that had been fetched or were being fetched.
     pub(crate) blocks: u32,
 }
 
 /// All slots.
 pub(crate) struct Cache {
     slots: Box<[Slot]>,
-    /// Owns the slots' memory; the last one is given out from its start on.
+    /// Memory of the slots; the last allocation is handed out from its start on.
     memory: Vec<AlignedBuf>,
-    /// Bytes of the last one that were given out.
+    /// Bytes of the last allocation that were handed out.
     given_out: usize,
     lists: [List; 3],
-    /// Slots by part, linear probing.
+    /// Slots by part, with linear probing.
     table: Box<[u16]>,
-    /// How far a hash is shifted.
+    /// Number of bits by which a hash is shifted.
     shift: u32,
 }
 
 impl Cache {
-    /// Bytes that a slot takes, all in all.
+    /// Bytes of memory that a slot takes in total.
     pub(crate) const SLOT_BYTES: usize =
         SLOT_LEN + size_of::<Slot>() + TABLE_BYTES_PER_SLOT + PIECE_OVERHEAD / (PIECE_LEN / SLOT_LEN);
 
@@ -131,7 +131,7 @@ impl Cache {
         (part.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
     }
 
-    /// The slot of a part of the disk.
+    /// Returns the slot of a part of the disk.
     #[inline]
     pub(crate) fn find(&self, part: u64) -> Option<SlotIndex> {
         let mask = self.table.len() - 1;
@@ -153,33 +153,33 @@ impl Cache {
         &mut self.slots[usize::from(index)]
     }
 
-    /// Whether nothing is in memory, nor on its way.
+    /// Returns whether no data is in memory or being fetched.
     pub(crate) fn is_empty(&self) -> bool {
         [ListKind::Done, ListKind::Unread]
             .into_iter()
             .all(|kind| self.lists[kind as usize].first == NONE)
     }
 
-    /// Whether a slot is of one of `parts`.
+    /// Returns whether a slot is in use for one of `parts`.
     pub(crate) fn holds_any(&self, index: SlotIndex, parts: &Range<u64>) -> bool {
         let slot = self.slot(index);
         slot.list != ListKind::Free && parts.contains(&slot.part)
     }
 
-    /// The blocks of `blocks` that lie in a slot, as bits.
+    /// Returns those of `blocks` that lie in a slot, as bits.
     pub(crate) fn bits(&self, index: SlotIndex, blocks: &Range<Block>) -> u8 {
         bits_in_slot(blocks, self.slot(index).part)
     }
 
-    /// The memory of the bytes of the disk from `start` on, to the end of its slot.
+    /// Returns the memory for the bytes of the disk from `start` to the end of its slot.
     pub(crate) fn memory(&self, index: SlotIndex, start: u64) -> IoVec {
         let within = start as usize & (SLOT_LEN - 1);
         let base = self.slot(index).memory.map_or(std::ptr::null_mut(), NonNull::as_ptr);
         IoVec::new(base.wrapping_add(within), SLOT_LEN - within)
     }
 
-    /// A slot for a part that has none: a free one, one that was read, or the unread one that has waited longest, and
-    /// what that one had. `None` if fetches write to all.
+    /// Assigns a slot to a part that has none: a free one, one that was read, or the oldest unread one. Also returns
+    /// the unread blocks that the slot lost. Returns `None` if fetches write to all slots.
     pub(crate) fn take(&mut self, part: u64, stream: StreamId) -> Option<(SlotIndex, Option<Unread>)> {
         let index = [ListKind::Free, ListKind::Done, ListKind::Unread]
             .into_iter()
@@ -221,7 +221,7 @@ impl Cache {
         None
     }
 
-    /// Puts a slot where it belongs, after a change of its blocks. What nobody can read any more is free.
+    /// Moves a slot to the list that fits its blocks. A slot without readable blocks becomes free.
     pub(crate) fn settle(&mut self, index: SlotIndex) {
         let slot = self.slot(index);
         let kind = match slot {
@@ -241,7 +241,7 @@ impl Cache {
         self.append(index, kind);
     }
 
-    /// Forgets blocks of a slot; what of them was unread.
+    /// Removes blocks from a slot; returns the unread ones among them.
     pub(crate) fn forget(&mut self, index: SlotIndex, bits: u8) -> Option<Unread> {
         let slot = self.slot_mut(index);
         let unread = slot.unread & bits;
@@ -273,7 +273,7 @@ impl Cache {
         self.table[place] = index;
     }
 
-    /// Takes a slot out of the table, and moves those up that were put behind it.
+    /// Removes a slot from the table, and moves up the slots that linear probing has put after it.
     fn remove(&mut self, index: SlotIndex) {
         let mask = self.table.len() - 1;
         let mut hole = self.place(self.slot(index).part);
@@ -290,7 +290,7 @@ impl Cache {
                     return;
                 }
                 let wanted = self.place(self.slot(other).part);
-                // Whether the hole lies on its way from where it would be to where it is.
+                // Move the entry if the hole lies between its hashed and its present position.
                 if (place.wrapping_sub(wanted) & mask) >= (place.wrapping_sub(hole) & mask) {
                     self.table[hole] = other;
                     hole = place;
@@ -344,7 +344,7 @@ impl Default for Slot {
 }
 
 impl Slot {
-    /// Bytes of the disk at which its part begins.
+    /// Returns the offset of the slot's part on the disk in bytes.
     pub(crate) fn start(&self) -> u64 {
         (self.part * BLOCKS_PER_SLOT) << BLOCK_BITS
     }

@@ -1,4 +1,4 @@
-//! Read-ahead as a block device.
+//! Block device interface of read-ahead.
 
 use std::rc::Rc;
 
@@ -11,7 +11,8 @@ use crate::Prefetch;
 use crate::units::blocks_of;
 
 impl Prefetch {
-    /// A change of `range`, which is taken out of memory before it begins, and kept out until it has ended.
+    /// Runs a change of `range`, which is removed from memory before the change begins, and is not fetched until it
+    /// has ended.
     fn change<'a>(&'a self, range: ByteRange, begin: impl FnOnce() -> Io<'a>) -> Io<'a> {
         if range.len == ByteLen::ZERO || range.checked_end().is_none() {
             return begin();
@@ -53,7 +54,7 @@ impl Filter for Prefetch {
         self.change(range, || self.lower.write_zeroes(range, flags))
     }
 
-    /// Nothing is fetched any more.
+    /// Stops fetching, and closes the lower device.
     fn close(&self) -> BoxFuture<'_, IoResult> {
         Box::pin(async move {
             self.is_closed.set(true);

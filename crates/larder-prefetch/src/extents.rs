@@ -1,4 +1,5 @@
-//! What is known of where the disk has data: holes are not fetched. It is a hint; a write may have made data of a hole.
+//! Known data and holes of the disk: holes are not fetched. This is a hint, since a write may have put data into a
+//! hole.
 
 use std::ops::Range;
 
@@ -6,13 +7,13 @@ use larder_block::{Extent, ExtentKind};
 
 use crate::units::{BLOCK_BITS, Block};
 
-/// Pieces that are remembered, the last ones.
+/// Number of ranges that are remembered, the newest ones.
 const PIECES: usize = 64;
 
 pub(crate) struct Extents {
     pieces: [(Range<Block>, bool); PIECES],
     next: usize,
-    /// Some may be holes.
+    /// Set if some ranges may be holes.
     has_holes: bool,
 }
 
@@ -27,12 +28,12 @@ impl Extents {
         }
     }
 
-    /// Which blocks around `block` are alike, and whether they are data; `None` if it is not known.
+    /// Returns the known range around `block`, and whether it is data; `None` if unknown.
     pub(crate) fn find(&self, block: Block) -> Option<&(Range<Block>, bool)> {
         self.pieces.iter().find(|(range, _)| range.contains(&block))
     }
 
-    /// Something may be written to `blocks`.
+    /// Forgets holes in `blocks`, because a write may put data there.
     pub(crate) fn forget_holes(&mut self, blocks: &Range<Block>) {
         if self.has_holes {
             self.forget(blocks);
@@ -47,7 +48,7 @@ impl Extents {
         }
     }
 
-    /// Notes what the device has said. A block that is data in part is data.
+    /// Records an extent that the device has reported. A block that is partly data counts as data.
     pub(crate) fn note(&mut self, extent: Extent) {
         let (start, end) = (extent.range.start.get(), extent.range.end().get());
         let is_data = extent.kind == ExtentKind::Data;

@@ -1,4 +1,4 @@
-//! Fetches: each is a task, which reads into the slots that were planned for it.
+//! Fetches: each is a task that reads into the slots that were planned for it.
 
 use std::rc::Rc;
 
@@ -9,14 +9,14 @@ use crate::state::Planned;
 use crate::streams::Pattern;
 use crate::units::BLOCK_BITS;
 
-/// Around a fetch, where it goes, so much is asked about for data, in blocks: 64 MiB.
+/// Blocks for which one query asks where data is, from a fetch on in its direction: 64 MiB.
 const ASKED: u64 = 1 << 14;
 
-/// And so many extents.
+/// The most extents that one query asks for.
 const EXTENTS: usize = 16;
 
 impl Prefetch {
-    /// Begins the fetches that may begin.
+    /// Starts all fetches that may start.
     pub(crate) fn set_out(&self) {
         loop {
             let planned = {
@@ -37,8 +37,8 @@ impl Prefetch {
     async fn fetch(self: Rc<Self>, planned: Planned) {
         let begun = self.on.upgrade().map(|on| on.now());
         let start = ByteOffset::new(planned.blocks.start << BLOCK_BITS);
-        // SAFETY: memory of slots that belong to this fetch until it has ended, and nobody reads there or makes a
-        // reference to it before; the cache that owns it lives as long as `self`.
+        // SAFETY: the memory belongs to slots that are assigned to this fetch until it has ended; before, nothing
+        // reads there or makes a reference to it. The cache that owns the memory lives as long as `self`.
         let buffer = unsafe { ReadBuf::from_pieces(&planned.memory) };
         let read = self.lower.read(start, buffer).await;
         let woken = {
@@ -55,7 +55,7 @@ impl Prefetch {
         }
     }
 
-    /// Finds out where there is data, from a fetch on in its direction.
+    /// Queries the extents of the disk from a fetch on, in its direction.
     async fn ask(&self, planned: &Planned) {
         let disk = self.lower.geometry().size.get() >> BLOCK_BITS;
         let (from, to) = match planned.pattern {

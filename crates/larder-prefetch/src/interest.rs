@@ -1,33 +1,33 @@
-//! Whether reads are worth to be looked at: after many in a row that were of no stream, hardly any.
+//! Detector of random access: after many consecutive reads outside of any stream, hardly any read is inspected.
 //!
-//! A disk that is read at random for long pays for nothing but a look-up then. It is looked at again as soon as some reads
-//! follow each other (whatever their order, if not too many others are between them), and for a few reads every now and
-//! then, which finds all else that can be found.
+//! A disk with long random access then pays only for a look-up of each read. Inspection resumes as soon as some reads
+//! are adjacent (in any order, if there are not too many others between them), and periodically for a few reads,
+//! which detects all other patterns.
 
 use std::ops::Range;
 
 use crate::units::Block;
 
-/// After so many reads of no stream the disk is boring.
+/// Number of consecutive reads outside of any stream after which the access counts as random.
 const BORED_AFTER: u32 = 4096;
 
-/// Of so many reads of a boring disk, and then some, [`LOOKS`] are looked at.
+/// Reads that are skipped during random access before [`LOOKS`] reads are inspected.
 const ROUND: u32 = 4096;
 const LOOKS: u32 = 256;
 
-/// Places for where reads lately began, and for where they ended; the newest one has it.
+/// Entries for recent starts of reads, and for recent ends; a newer one replaces an older one.
 const PLACES: usize = 64;
 
-/// A read that has a neighbour counts for so many reads; two at a time make the disk interesting.
+/// Weight in reads of a read that is adjacent to another one; two close to each other end the random state.
 const NEIGHBOUR: u32 = 64;
 
 pub(crate) struct Interest {
-    /// Reads since one was of a stream.
+    /// Reads since the last one that belonged to a stream.
     fruitless: u32,
-    /// Low halves of where reads of a boring disk began, and where they ended.
+    /// Low halves of the block numbers where reads began during random access; `ends` has those where they ended.
     starts: [u32; PLACES],
     ends: [u32; PLACES],
-    /// Of neighbours; a read more is one less.
+    /// Weight of recent adjacent reads; each read reduces it by one.
     neighbours: u32,
 }
 
@@ -41,25 +41,25 @@ impl Interest {
         }
     }
 
-    /// A read was of a stream.
+    /// Records a read that belongs to a stream.
     #[inline]
     pub(crate) fn wake(&mut self) {
         self.fruitless = 0;
     }
 
-    /// A read found nothing in memory, and is looked at.
+    /// Records a read that found nothing in memory, and is inspected.
     #[inline]
     pub(crate) fn missed(&mut self) {
         self.fruitless += 1;
     }
 
-    /// Whether the disk is boring.
+    /// Returns whether the access is random.
     #[inline]
     pub(crate) fn is_bored(&self) -> bool {
         self.fruitless >= BORED_AFTER
     }
 
-    /// Whether a read of `blocks`, which are not in memory, is worth looking at though the disk is boring.
+    /// Returns whether a read of `blocks`, which are not in memory, is inspected during random access.
     #[inline]
     pub(crate) fn is_roused_by(&mut self, blocks: &Range<Block>) -> bool {
         let (start, end) = (blocks.start as u32, blocks.end as u32);
@@ -87,7 +87,7 @@ impl Interest {
 mod tests {
     use super::*;
 
-    /// Blocks that have no neighbours.
+    /// Returns blocks without adjacent ones.
     fn scattered() -> impl Iterator<Item = Block> {
         (1u64..).map(|index| index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 34 << 2)
     }
@@ -110,8 +110,9 @@ mod tests {
         interest
     }
 
+    /// During random access, only the periodic share of reads is inspected.
     #[test]
-    fn a_disk_that_is_read_at_random_is_hardly_looked_at() {
+    fn random_reads_are_hardly_inspected() {
         let mut interest = bored();
         let rounds = 10;
         let reads = scattered().take((rounds * (ROUND + LOOKS)) as usize);
@@ -119,8 +120,9 @@ mod tests {
         assert!(looks.abs_diff(rounds * LOOKS) <= LOOKS, "{looks}");
     }
 
+    /// Three adjacent reads, mixed with others, end the random state in both directions.
     #[test]
-    fn reads_in_order_rouse_it() {
+    fn adjacent_reads_end_random_state() {
         for backward in [false, true] {
             let mut interest = bored();
             let mut others = scattered();
@@ -132,8 +134,9 @@ mod tests {
         }
     }
 
+    /// A read that belongs to a stream ends the random state.
     #[test]
-    fn a_stream_makes_it_interesting() {
+    fn stream_ends_random_state() {
         let mut interest = bored();
         interest.wake();
         assert!(

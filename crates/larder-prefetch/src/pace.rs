@@ -1,24 +1,24 @@
-//! How many fetches may be under way: fewer when the device takes much longer for one than it can, because then it is
-//! busy, and the guest's own requests come first.
+//! Number of concurrent fetches: it is reduced while the device takes much longer for a fetch than its best time,
+//! because the device is busy then, and the guest's own requests come first.
 
 use std::time::Duration;
 
-/// At most so many at a time.
+/// The most concurrent fetches.
 const LIMIT_MAX: usize = 16;
 
-/// A device that answers within this is not busy.
+/// Latency below which a device never counts as busy.
 const NEVER_BUSY: Duration = Duration::from_micros(500);
 
-/// How many times its best a device takes when it is busy.
+/// Ratio of the usual to the best latency above which a device is busy.
 const BUSY: u32 = 4;
 
 pub(crate) struct Pace {
     limit: usize,
-    /// The least that a fetch takes, forgotten slowly.
+    /// Best latency of a fetch, which increases slowly to adapt.
     best: Duration,
-    /// What fetches take lately.
+    /// Average latency of recent fetches.
     usual: Duration,
-    /// Fetches since the limit was made smaller.
+    /// Fetches since the limit was changed.
     since: usize,
 }
 
@@ -32,12 +32,12 @@ impl Pace {
         }
     }
 
-    /// How many fetches may be under way.
+    /// Returns the number of fetches that may be in flight.
     pub(crate) fn limit(&self) -> usize {
         self.limit
     }
 
-    /// A fetch took so long.
+    /// Records the latency of a fetch, and adapts the limit.
     pub(crate) fn took(&mut self, time: Duration) {
         self.usual = match self.usual {
             Duration::ZERO => time,

@@ -12,16 +12,16 @@ use crate::cache::{Cache, FetchId, SlotIndex};
 use crate::state::State;
 use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_done, blocks_of, parts_of};
 
-/// Of a long read, the history gets no more than its end.
+/// Blocks of a long read that the history records at most, from its end.
 const NOTED_MAX: u64 = 128;
 
-/// A read of more bytes is a long one.
+/// Reads of more bytes are long.
 const LONG: u64 = 64 << 10;
 
-/// So many long reads are under way at most while one is looked for in memory.
+/// Long reads in flight from which on further ones bypass the cache.
 const LONG_MAX: u32 = 2;
 
-/// How many long reads are under way.
+/// Number of long reads in flight.
 #[derive(Default)]
 pub(crate) struct LongReads(Cell<u32>);
 
@@ -31,14 +31,14 @@ impl Watch for LongReads {
     }
 }
 
-/// What a read finds in memory.
+/// Result of looking up a read in memory.
 enum Found {
     Nothing,
     All,
     Some,
 }
 
-/// What a part of a read finds, no longer than a slot.
+/// Result of looking up a piece of a read, no longer than a slot.
 enum Piece {
     Present,
     Flying(SlotIndex, FetchId),
@@ -65,7 +65,7 @@ impl Prefetch {
         self.read_steps(start, buffer, largest).watched(&self.long_reads, 0)
     }
 
-    /// Whether a read is one of a boring disk, of which nothing is in memory.
+    /// Returns whether a read is skipped because the access is random and none of its blocks is in memory.
     #[inline]
     fn passes_by(&self, at: u64, len: u64) -> bool {
         let mut state = self.state.borrow_mut();
@@ -79,12 +79,12 @@ impl Prefetch {
         passes
     }
 
-    /// Whether a read is one of whole sectors, and in the range of numbers.
+    /// Returns whether a read consists of whole sectors, and its end can be represented.
     fn is_fit(&self, at: u64, len: u64) -> bool {
         len > 0 && (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some()
     }
 
-    /// A read, which goes past the memory if it is longer than `largest`.
+    /// Performs a read, which bypasses the memory if it is longer than `largest`.
     fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>, largest: u64) -> Io<'a> {
         let (at, len) = (start.get(), buffer.len() as u64);
         if !self.is_fit(at, len) {
@@ -111,7 +111,7 @@ impl Prefetch {
                 state.interest.missed();
                 drop(state);
                 let read = self.lower.read(start, buffer);
-                // What the layer below has in memory need not be here, too.
+                // Data that the layer below has in memory need not be here too.
                 if !read.is_ready() && self.state.borrow_mut().missed(&done) {
                     self.set_out();
                 }
@@ -144,12 +144,12 @@ impl Prefetch {
         }
     }
 
-    /// A read of which a part is in memory, or on its way, and that is done with the blocks `done`.
+    /// Performs a read of which a part is in memory or being fetched. The read completes the blocks `done`.
     async fn read_pieces(&self, start: ByteOffset, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
         let (mut at, end) = (start.get(), start.get() + buffer.len() as u64);
         let part_of = |from: u64, to: u64| buffer.slice((from - start.get()) as usize, (to - from) as usize);
         let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
-        // Where what is missing began, before what was looked at last.
+        // Start of the missing range before the present piece.
         let mut missing_from = at;
         let (mut waits, mut is_partial) = (false, false);
         while at < end {
@@ -198,7 +198,7 @@ impl Prefetch {
         join(ios).await
     }
 
-    /// Reads a piece, no longer than a slot, that was on its way, for a read that is done with the blocks `done`.
+    /// Reads a piece, no longer than a slot, that was being fetched, for a read that completes the blocks `done`.
     async fn wait_for(&self, at: u64, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
         loop {
             let flying = {
@@ -237,21 +237,21 @@ impl Prefetch {
         .await;
     }
 
-    /// Whether the disk has changed its size since this was asked last: what is in memory is not to be believed then.
+    /// Returns whether the disk's size has changed since the last call. If so, data in memory may be stale.
     fn has_other_size(&self) -> bool {
         let generation = self.lower.size_changes().generation();
         self.generation.replace(generation) != generation
     }
 }
 
-/// Whether it is clear at once that nothing of `blocks` is in memory.
+/// Returns whether it is certain after one look-up that none of `blocks` is in memory.
 #[inline]
 fn is_nowhere(cache: &Cache, blocks: &Range<Block>) -> bool {
     let parts = parts_of(blocks);
     parts.end - parts.start == 1 && cache.find(parts.start).is_none()
 }
 
-/// What of `blocks` is in memory.
+/// Looks up `blocks` in memory.
 fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
     if is_nowhere(cache, blocks) {
         return Found::Nothing;
@@ -276,7 +276,7 @@ fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
     }
 }
 
-/// The end of what is alike from `at` on: in one slot, and all present, flying or missing.
+/// Returns the end of the piece from `at` on: bytes in one slot that are all present, all flying or all missing.
 fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
     let slot_end = ((at >> SLOT_BITS) + 1) << SLOT_BITS;
     let end = end.min(slot_end);
@@ -300,7 +300,7 @@ fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
 }
 
 impl State {
-    /// What the bytes from `at` to `to`, in one slot, find in memory.
+    /// Looks up the bytes from `at` to `to`, which are in one slot.
     fn piece_at(&self, at: u64, to: u64) -> Piece {
         let blocks = blocks_of(at, to - at);
         let Some(index) = self.cache.find(at >> SLOT_BITS) else {
@@ -317,7 +317,8 @@ impl State {
         }
     }
 
-    /// Fills `buffer` from the bytes at `at`, all of which are in memory, for a read that is done with the blocks `done`.
+    /// Copies bytes from `at` on, all of which are in memory, to `buffer`, for a read that completes the blocks
+    /// `done`.
     fn copy(&mut self, at: u64, buffer: ReadBuf<'_>, done: &Range<Block>) {
         let (mut from, end) = (at, at + buffer.len() as u64);
         while from < end {
@@ -326,8 +327,8 @@ impl State {
                 return;
             };
             let (memory, len) = (self.cache.memory(index, from), (to - from) as usize);
-            // SAFETY: memory of the slot, which is never freed before the cache; its bytes here are of present blocks,
-            // to which nobody writes; and the slice ends before anything else is done.
+            // SAFETY: the memory belongs to the slot, and is not freed before the cache. The bytes are of present
+            // blocks, to which no fetch writes. The slice ends before any other use of the memory.
             let bytes = unsafe { std::slice::from_raw_parts(memory.base().cast_const(), len) };
             buffer.slice((from - at) as usize, len).copy_from_slice(bytes);
             let here = blocks_of(from, to - from);

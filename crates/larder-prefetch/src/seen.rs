@@ -1,30 +1,30 @@
-//! What was read lately: which blocks of which regions of the disk, and the last steps of reads that have no neighbours.
+//! History of recent reads: the blocks of the regions that were read, and the last steps between isolated reads.
 //!
-//! A table with one place for many regions, found by a multiplication; a region that comes to a place takes it. So the
-//! history has a fixed size, and a look-up a fixed cost. Streams are found by it however many there are at a time: what
-//! counts is whether the blocks before (or behind) a read were read a short while ago, not by whom.
+//! The history is a table with one entry for many regions, found by a multiplication; a new region replaces the old
+//! one in its entry. So it has a fixed size, and a look-up a fixed cost. The number of concurrent streams does not
+//! matter: a read belongs to a stream if the blocks before (or after) it were read recently, by whichever reader.
 
 use std::ops::Range;
 
 use crate::streams::StreamId;
 use crate::units::{BLOCKS_PER_REGION, Block};
 
-/// Places in the table.
+/// Entries of the table.
 const REGIONS: usize = 1024;
 
-/// A region's blocks are forgotten if so many reads of the disk have passed it by.
+/// Reads of the disk after which the blocks of a region that was not read again are forgotten.
 const FORGET_AFTER: u32 = 8192;
 
-/// Steps that are expected to be repeated, the newest ones.
+/// Steps that are expected to repeat, the newest ones.
 const STEPS: usize = 16;
 
-/// How many of the last reads a step is measured from.
+/// Number of recent reads from which steps to a new read are measured.
 const STEP_ORIGINS: usize = 3;
 
 /// The longest step, in blocks: 64 MiB.
 const STEP_MAX: u64 = 1 << 14;
 
-/// How often a step must have been repeated before it is believed.
+/// Repetitions of a step after which a stream begins.
 const REPEATS: u8 = 2;
 
 /// History of a disk's reads.
@@ -38,13 +38,13 @@ pub(crate) struct Seen {
 #[derive(Clone, Copy)]
 struct Region {
     number: u64,
-    /// The blocks that were read.
+    /// Blocks that were read.
     blocks: u16,
-    /// The one that was read last.
+    /// Block that was read last.
     last: u8,
-    /// When, in reads.
+    /// Time of the last read, in reads of the disk.
     when: u32,
-    /// The stream of a read here.
+    /// Stream of the last read in the region that belonged to one.
     stream: StreamId,
 }
 
@@ -70,7 +70,7 @@ impl Seen {
         Self::place_in(Self::group(number), number)
     }
 
-    /// Regions of one number lie side by side, in a few lines of the processor's cache.
+    /// Group of regions with consecutive numbers, which share a few lines of the processor's cache.
     fn group(number: u64) -> u64 {
         number >> 5
     }
@@ -80,8 +80,8 @@ impl Seen {
         (high ^ number) as usize % REGIONS
     }
 
-    /// Notes a read of `blocks`. A block that is read again begins a new pass over its region, unless it is the one that
-    /// was read last (requests may be smaller than blocks).
+    /// Records a read of `blocks`. A block that is read again begins a new pass over its region, unless it is the one
+    /// that was read last (requests may be smaller than blocks).
     pub(crate) fn note(&mut self, blocks: Range<Block>) {
         self.now = self.now.wrapping_add(1);
         let mut block = blocks.start;
@@ -108,34 +108,34 @@ impl Seen {
         }
     }
 
-    /// Whether anything around `blocks` was read lately, that is, in their regions or a neighbour of those. If not, they
-    /// are no part of anything but a step.
+    /// Returns whether any region of `blocks`, or one next to those, was read recently. If not, the read can only
+    /// belong to a strided stream.
     #[inline]
     pub(crate) fn knows_around(&self, blocks: &Range<Block>) -> bool {
         let (first, last) = regions_around(blocks);
         let group = Self::group(first);
         let is_known = |number: u64| self.regions[Self::place_in(group, number)].number == number;
         if last - first == 2 && Self::group(last) == group {
-            // Without a branch for each.
+            // Without a branch for each comparison.
             return is_known(first) | is_known(first + 1) | is_known(last);
         }
         let is_known = |number: u64| self.regions[Self::place(number)].number == number;
         is_known(first) | is_known(first + 1) | is_known(last - 1) | is_known(last)
     }
 
-    /// Reads so far.
+    /// Returns the number of reads so far.
     pub(crate) fn now(&self) -> u32 {
         self.now
     }
 
-    /// Notes that a read is of a stream.
+    /// Records that a read of `blocks` belongs to a stream.
     pub(crate) fn assign(&mut self, blocks: &Range<Block>, stream: StreamId) {
         for block in [blocks.start, blocks.end - 1] {
             self.regions[Self::place(block / BLOCKS_PER_REGION)].stream = stream;
         }
     }
 
-    /// The stream of the last read in a region that was of one.
+    /// Returns the stream of the last read in a region that belonged to one.
     pub(crate) fn stream_at(&self, number: u64) -> Option<StreamId> {
         let region = &self.regions[Self::place(number)];
         (region.number == number).then_some(region.stream)
@@ -149,7 +149,7 @@ impl Seen {
         }
     }
 
-    /// Whether most of `blocks` were read lately.
+    /// Returns whether at least three quarters of `blocks` were read recently, and some in each of their regions.
     pub(crate) fn were_read(&self, blocks: Range<Block>) -> bool {
         let needed = (blocks.end - blocks.start) * 3;
         let (mut block, mut found) = (blocks.start, 0);
@@ -167,33 +167,35 @@ impl Seen {
         found * 4 >= needed
     }
 
-    /// Notes a read at `block` that has no neighbours, and gives the step by which it follows others, if it does.
+    /// Records an isolated read at `block`, and returns the step by which it follows earlier ones, if that was
+    /// repeated.
     pub(crate) fn step_to(&mut self, block: Block) -> Option<i64> {
         self.steps.to(block)
     }
 
-    /// Expects a read at `block` that goes on with a known step.
+    /// Expects a read at `block` that continues a known step.
     pub(crate) fn expect(&mut self, block: Block, step: i64) {
         self.steps.expect(block, step, REPEATS);
     }
 }
 
-/// The numbers of the region before that of a read's start, and of the one behind that of its end.
+/// Returns the numbers of the region before the one where a read starts, and of the region after the one where it
+/// ends.
 pub(crate) fn regions_around(blocks: &Range<Block>) -> (u64, u64) {
     let (first, last) = (blocks.start / BLOCKS_PER_REGION, (blocks.end - 1) / BLOCKS_PER_REGION);
     (first.saturating_sub(1), last + 1)
 }
 
-/// Which reads would go on with a step between earlier ones.
+/// Expected continuations of steps between earlier reads.
 #[derive(Default)]
 struct Steps {
     expected: [Block; STEPS],
-    /// The low halves of those, which can be looked through at once.
+    /// Low halves of the expected blocks, which can be searched at once.
     keys: [u32; STEPS],
     steps: [i32; STEPS],
     repeats: [u8; STEPS],
     next: usize,
-    /// The newest first.
+    /// Last reads, newest first.
     origins: [Block; STEP_ORIGINS],
 }
 
@@ -246,13 +248,14 @@ impl Steps {
 mod tests {
     use super::*;
 
+    /// Blocks count as read until their region is read again, or until many other reads have passed.
     #[test]
-    fn what_was_read_is_known_until_it_is_read_again() {
+    fn reread_begins_new_pass_over_region() {
         let mut seen = Seen::new();
         seen.note(10..20);
         assert!(seen.were_read(10..20) && seen.were_read(9..13) && !seen.were_read(19..22));
         seen.note(11..12);
-        // 11 is a new pass over the first region, 16 to 20 lie in the second.
+        // Block 11 begins a new pass over the first region; blocks 16 to 20 lie in the second one.
         assert!(!seen.were_read(10..14) && seen.were_read(16..20));
         for _ in 0..FORGET_AFTER {
             seen.note(1 << 40..(1 << 40) + 1);
@@ -260,8 +263,9 @@ mod tests {
         assert!(!seen.were_read(16..20));
     }
 
+    /// Two interleaved strided readers are both detected.
     #[test]
-    fn a_step_is_found_among_others() {
+    fn interleaved_steps_are_detected() {
         let mut seen = Seen::new();
         let mut found = Vec::new();
         for index in 0..6 {

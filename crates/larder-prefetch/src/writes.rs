@@ -1,4 +1,4 @@
-//! The changes that are under way: nothing of their ranges is fetched until they have ended.
+//! Changes of the disk that are under way: nothing of their ranges is fetched until they have ended.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use larder_block::Watch;
 
 use crate::units::Block;
 
-/// Bounded by the requests that are under way.
+/// Ranges of the changes that are under way, which bound the table's size.
 #[derive(Default)]
 pub(crate) struct Writes(RefCell<Table>);
 
@@ -18,7 +18,7 @@ struct Table {
 }
 
 impl Writes {
-    /// A change of `blocks` begins; the ticket is given back through [`Watch::ended`].
+    /// Begins a change of `blocks`; the returned ticket ends it through [`Watch::ended`].
     pub(crate) fn begin(&self, blocks: Range<Block>) -> u32 {
         let table = &mut *self.0.borrow_mut();
         match table.free.pop() {
@@ -33,7 +33,7 @@ impl Writes {
         }
     }
 
-    /// A change that touches `block` is under way; where those end that do.
+    /// Returns whether a change that touches `blocks` is under way.
     pub(crate) fn touch(&self, blocks: &Range<Block>) -> bool {
         let table = self.0.borrow();
         let touched = |range: &Range<Block>| range.start < blocks.end && blocks.start < range.end;
