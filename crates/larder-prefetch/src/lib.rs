@@ -1,19 +1,21 @@
-//! Read-ahead as a block filter: it finds reads that go on in a way that can be foreseen, however many streams run
-//! interleaved, and has their data in RAM before they are made.
+//! Read-ahead as a block filter: detects predictable reads, however many streams are interleaved, and has their data
+//! in RAM before they are made.
 //!
-//! A read looks up whether its blocks are in memory. If they are, it is a copy. If they are on their way, it waits for
-//! them. Otherwise the layer below reads straight into the guest's memory, and the history ([`seen`]) says whether the
-//! read belongs to a stream; then a fetch is set out for what comes next. Whenever a reader comes nearer to the end of
-//! what was fetched for it, the next fetch is made ([`streams`] says how far ahead).
+//! Each read looks up whether its blocks are in memory. If they are, it is a copy. If they are being fetched, it
+//! waits for them. Otherwise the layer below reads straight into the guest's memory, and the history ([`seen`])
+//! determines whether the read belongs to a stream; if so, a fetch of the following blocks is started. Whenever a
+//! reader approaches the end of the data that was fetched for it, the next fetch is made ([`streams`] decides how far
+//! ahead).
 //!
-//! What it never does:
-//! - *Serve an old byte.* A write, discard or write-zeroes takes the blocks that it touches out of memory before it
-//!   starts, and those that are on their way are not believed when they arrive; nothing of its range is fetched until it
-//!   has ended. Where others may write past it, a byte is old for a few seconds at most ([`Prefetch::believe_for`]).
-//! - *Show its errors.* Who waits for a fetch that fails reads for itself.
-//! - *Hold more memory than it was given*, its tables included.
-//! - *Go on with what is no use.* What is fetched and not read is counted ([`Statistics::wasted`]); the more of it there
-//!   is, the more evidence a stream needs, and the less far ahead it goes.
+//! Guarantees:
+//! - *No stale bytes.* A write, discard or write-zeroes removes the blocks that it touches from memory before it
+//!   starts. Blocks of its range that are being fetched are discarded when they arrive, and no fetch of its range
+//!   starts until it has ended. Where other programs may write to the device, a byte is stale for a few seconds at
+//!   most ([`Prefetch::believe_for`]).
+//! - *No errors of its own.* A read that waits for a fetch that fails is made again without it.
+//! - *Bounded memory*, tables included.
+//! - *Bounded waste.* Fetched bytes that are not read are counted ([`Statistics::wasted`]). The more there are, the
+//!   more evidence a stream needs, and the less far ahead it is fetched.
 
 mod belief;
 mod cache;
@@ -43,33 +45,33 @@ pub use streams::Pattern;
 use units::BLOCK_LEN;
 use writes::Writes;
 
-/// What may be fetched, and kept.
+/// Limits of read-ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchOptions {
-    /// All memory that is held, tables included.
+    /// All memory that is used, tables included.
     pub memory: ByteLen,
-    /// Reads that are longer go past the cache: the copy would cost more than is gained. So do those of more than
-    /// 64 KiB as long as two of them are under way: who asks for so much at a time needs nobody to ask in his stead.
+    /// Length of the longest read that uses the cache: for longer ones the copy costs more than it saves. Reads of
+    /// more than 64 KiB also bypass the cache while two of them are in flight: such a reader needs no read-ahead.
     pub largest_read: ByteLen,
-    /// No stream is read ahead of by more than this.
+    /// The longest distance by which a stream is read ahead.
     pub ahead_max: ByteLen,
 }
 
 impl PrefetchOptions {
-    /// Nothing is read ahead.
+    /// Options that disable read-ahead.
     pub const OFF: Self = Self {
         memory: ByteLen::ZERO,
         largest_read: ByteLen::ZERO,
         ahead_max: ByteLen::ZERO,
     };
 
-    /// The least memory that is of any use.
+    /// The least memory that is useful.
     pub const MEMORY_MIN: ByteLen = ByteLen::kib(512);
 
-    /// The most memory that is made use of, a little less than there are numbers for.
+    /// The most memory that is used, a little less than slots can be numbered for.
     pub const MEMORY_MAX: ByteLen = ByteLen::mib(128);
 
-    /// The least that reading ahead by, or of, is of any use: a block.
+    /// The least useful value of [`Self::largest_read`] and [`Self::ahead_max`]: a block.
     pub const LEN_MIN: ByteLen = ByteLen::new(BLOCK_LEN);
 }
 
@@ -77,50 +79,50 @@ impl Default for PrefetchOptions {
     fn default() -> Self {
         Self {
             memory: ByteLen::mib(4),
-            // What Linux reads ahead of its own accord.
+            // Linux's default read-ahead.
             largest_read: ByteLen::kib(128),
             ahead_max: ByteLen::mib(1),
         }
     }
 }
 
-/// What has been done so far; bytes and numbers of reads.
+/// Counters since the start, in bytes or numbers of reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Bytes fetched.
     pub fetched: u64,
-    /// Bytes of them that were read, each counted once.
+    /// Fetched bytes that were read, each counted once.
     pub used: u64,
-    /// Bytes of them that were dropped before anybody read them, for want of memory or because they were written.
+    /// Fetched bytes that were dropped unread, for want of memory or because they were written.
     pub wasted: u64,
-    /// Bytes of them that are in memory and were not read yet.
+    /// Fetched bytes that are in memory and were not read yet.
     pub unread: u64,
-    /// Reads whose bytes were all in memory.
+    /// Reads served entirely from memory.
     pub hits: u64,
-    /// Reads that had to wait for bytes on their way.
+    /// Reads that had to wait for bytes that were being fetched.
     pub waits: u64,
-    /// Reads of which only a part was in memory, or on its way.
+    /// Reads of which only a part was in memory or being fetched.
     pub partial_hits: u64,
     /// Reads of which nothing was in memory.
     pub misses: u64,
-    /// Reads that were too long.
+    /// Reads that bypassed the cache because of their length.
     pub bypassed: u64,
     /// Fetches that failed.
     pub errors: u64,
-    /// Streams found that go forward.
+    /// Forward streams detected.
     pub streams_forward: u64,
-    /// Streams found that go backward.
+    /// Backward streams detected.
     pub streams_backward: u64,
-    /// Streams found that go by steps.
+    /// Strided streams detected.
     pub streams_strided: u64,
-    /// Streams for which there is something in memory.
+    /// Streams with data in memory.
     pub streams: u64,
-    /// Bytes of memory taken, tables included.
+    /// Bytes of memory used, tables included.
     pub memory: u64,
 }
 
 impl fmt::Display for Statistics {
-    /// In a line, for people.
+    /// Writes one line for people.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -137,35 +139,35 @@ impl fmt::Display for Statistics {
     }
 }
 
-/// A device that reads ahead, over one that does not.
+/// Device that reads ahead of the requests to the device below it.
 pub struct Prefetch {
     this: Weak<Self>,
     on: WeakLoop,
     lower: Rc<dyn BlockDevice>,
     options: Cell<PrefetchOptions>,
-    /// There is no memory.
+    /// Set if there is no memory, so that read-ahead is off.
     is_off: Cell<bool>,
-    /// Of the lower device; never changes.
+    /// Block size of the lower device; never changes.
     block_size: u64,
     state: RefCell<State>,
-    /// Changes that are under way.
+    /// Changes of the disk that are under way.
     writes: Writes,
     long_reads: LongReads,
-    /// The change of size that the memory's content is of.
+    /// Size change of the lower device that the data in memory belongs to.
     generation: Cell<u64>,
-    /// How long what was fetched is believed; `None` if nobody changes it but through here.
+    /// Maximum age of fetched data; `None` if only this layer changes the device.
     believed_for: Cell<Option<Duration>>,
-    /// A task looks for what is not believed any more.
+    /// Set while the expiry task runs.
     is_doubting: Cell<bool>,
     is_closed: Cell<bool>,
 }
 
 impl Prefetch {
-    /// `lower`, read ahead of, on `on`. Memory below [`PrefetchOptions::MEMORY_MIN`] is for tests: there is hardly a stream
-    /// that gets a share of it.
+    /// Creates read-ahead over `lower`, on the loop `on`. Memory below [`PrefetchOptions::MEMORY_MIN`] is for tests:
+    /// hardly any stream gets a share of it.
     ///
     /// # Panics
-    /// If `lower` has blocks larger than 4 KiB.
+    /// `lower` has blocks larger than 4 KiB.
     pub fn over(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
         let generation = lower.size_changes().generation();
         let block_size = u64::from(lower.geometry().block_size);
@@ -187,23 +189,22 @@ impl Prefetch {
         })
     }
 
-    /// What has been done so far.
+    /// Returns the counters since the start.
     pub fn statistics(&self) -> Statistics {
         self.state.borrow().statistics()
     }
 
-    /// What is fetched, and kept.
+    /// Returns the present options.
     pub fn options(&self) -> PrefetchOptions {
         self.options.get()
     }
 
-    /// Goes on with other options, when the fetches that are under way have ended; what is in memory is dropped, and the
-    /// history with it.
+    /// Applies other options once all fetches in flight have ended; data in memory and the history are dropped.
     pub async fn set_options(&self, options: PrefetchOptions) {
         loop {
             let running = {
                 let mut state = self.state.borrow_mut();
-                // Until there is another one.
+                // The state is replaced below.
                 state.closing = true;
                 state.running.first().copied()
             };

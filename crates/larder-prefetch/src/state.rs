@@ -1,5 +1,5 @@
-//! All that a disk's read-ahead knows, and what happens to it: a read is noted, blocks are forgotten, a fetch is planned,
-//! and ends.
+//! State of a disk's read-ahead, and its transitions: recording a read, forgetting blocks, planning and ending a
+//! fetch.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,20 +18,20 @@ use crate::units::{BLOCK_BITS, BLOCKS_PER_REGION, BLOCKS_PER_SLOT, Block, SLOT_L
 use crate::writes::Writes;
 use crate::{PrefetchOptions, Statistics};
 
-/// The least blocks before a read that make it one of a stream.
+/// Fewest blocks before a read that must have been read for a stream to begin.
 const EVIDENCE_MIN: u64 = 3;
 
-/// The most.
+/// Most blocks before a read that must have been read for a stream to begin.
 const EVIDENCE_MAX: u64 = 64;
 
-/// What was fetched for nothing is looked at whenever so many bytes were fetched.
+/// Bytes fetched between two checks of the wasted share.
 const LOOK_AFTER: u64 = 256 << 10;
 
-/// Of 64 bytes fetched, so many for nothing make it more careful, or less.
+/// Wasted 64ths of the fetched bytes above which the caution grows; below [`LITTLE`] it shrinks.
 const TOO_MUCH: u64 = 6;
 const LITTLE: u64 = 2;
 
-/// The most careful it gets.
+/// The highest caution.
 const CAUTION_MAX: u32 = 4;
 
 /// Memory for fetches, and for reads that wait for them.
@@ -48,32 +48,32 @@ pub(crate) struct State {
     pub(crate) extents: Extents,
     pub(crate) pace: Pace,
     pub(crate) counts: Statistics,
-    /// Streams that want to be fetched for.
+    /// Streams that want a fetch.
     queue: VecDeque<StreamId>,
     pub(crate) running: Vec<FetchId>,
     next_fetch: FetchId,
-    /// Who waits for a fetch.
+    /// Wakers of reads that wait for a fetch.
     pub(crate) waiting: Vec<(FetchId, Waker)>,
     ahead_max: u64,
     caution: u32,
-    /// What had been fetched and wasted when that was looked at last.
+    /// Fetched and wasted bytes at the last check.
     looked: (u64, u64),
-    /// Somebody is being asked where there is data; one at a time.
+    /// Set during a query of the extents; there is one at a time.
     pub(crate) asking: bool,
-    /// No fetch begins any more.
+    /// Set when no fetch may start any more.
     pub(crate) closing: bool,
 }
 
-/// A fetch that was planned: its slots wait for it.
+/// Planned fetch, with the slots that are assigned to it.
 pub(crate) struct Planned {
     pub(crate) id: FetchId,
     pub(crate) stream: StreamId,
     pub(crate) pattern: Pattern,
     pub(crate) blocks: Range<Block>,
     pub(crate) slots: SmallVec<[SlotIndex; SLOTS_PER_FETCH]>,
-    /// Where the blocks go, in order.
+    /// Memory for the blocks, in order.
     pub(crate) memory: SmallVec<[IoVec; SLOTS_PER_FETCH]>,
-    /// Whether there is data around it is not known.
+    /// Set if it is unknown whether there is data around the fetch.
     pub(crate) asks: bool,
 }
 
@@ -107,7 +107,7 @@ impl State {
         }
     }
 
-    /// One that knows nothing and has nothing in memory but goes on counting. Of the one before no fetch is under way.
+    /// Returns an empty state that continues the counters of `before`, of which no fetch may be in flight.
     pub(crate) fn after(before: &mut Self, options: PrefetchOptions) -> Self {
         before.forget_all();
         let mut state = Self::new(options);
@@ -116,7 +116,7 @@ impl State {
             ..before.counts
         };
         state.looked = (before.counts.fetched, before.counts.wasted);
-        // A number is that of one fetch.
+        // Each fetch has a number of its own.
         state.next_fetch = before.next_fetch;
         state.waiting = std::mem::take(&mut before.waiting);
         state.asking = before.asking;
@@ -140,7 +140,8 @@ impl State {
         }
     }
 
-    /// A read of `blocks`, nothing of which is in memory, nor in that of the layer below; whether a fetch may begin now.
+    /// Records a read of `blocks`, which neither this layer nor the one below had in memory; returns whether a fetch
+    /// may start.
     pub(crate) fn missed(&mut self, blocks: &Range<Block>) -> bool {
         if let Some(id) = self.stream_of(blocks) {
             self.seen.assign(blocks, id);
@@ -150,7 +151,7 @@ impl State {
         self.has_work()
     }
 
-    /// The stream that a read of `blocks`, which are not in memory, belongs to.
+    /// Returns the stream to which a read of `blocks` belongs, which are not in memory.
     fn stream_of(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
         let len = blocks.end - blocks.start;
         if !self.seen.knows_around(blocks) && self.slot_before(blocks).is_none() {
@@ -188,7 +189,7 @@ impl State {
         Some(begun)
     }
 
-    /// The stream whose reader is about where `blocks` are.
+    /// Returns the stream whose reader is near `blocks`.
     fn stream_near(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
         let (bounds, next) = (self.bounds(), self.next_fetch);
         let in_memory = self.slot_before(blocks).map(|slot| self.cache.slot(slot).stream);
@@ -213,12 +214,12 @@ impl State {
         None
     }
 
-    /// The slot of the block before `blocks`.
+    /// Returns the slot of the block before `blocks`.
     fn slot_before(&self, blocks: &Range<Block>) -> Option<SlotIndex> {
         self.cache.find(blocks.start.saturating_sub(1) / BLOCKS_PER_SLOT)
     }
 
-    /// Queues a stream if there is something to be fetched for it.
+    /// Queues a stream if it wants a fetch.
     fn consider(&mut self, id: StreamId) {
         let bounds = self.bounds();
         self.streams.give_up_forsaken(self.seen.now(), bounds);
@@ -232,7 +233,7 @@ impl State {
         }
     }
 
-    /// The blocks of `bits` of a slot are read now.
+    /// Records a read of `blocks` from memory, which got the blocks `bits` from a slot.
     pub(crate) fn used(&mut self, index: SlotIndex, bits: u8, blocks: &Range<Block>) {
         let slot = self.cache.slot_mut(index);
         let (new, id) = ((slot.unread & bits).count_ones(), slot.stream);
@@ -251,7 +252,7 @@ impl State {
         }
     }
 
-    /// A read of `blocks` waits for a fetch into a slot.
+    /// Records that a read of `blocks` waits for a fetch into a slot.
     pub(crate) fn is_waited_for(&mut self, index: SlotIndex, fetch: FetchId, blocks: &Range<Block>) {
         let (id, bounds, next) = (self.cache.slot(index).stream, self.bounds(), self.next_fetch);
         self.interest.wake();
@@ -263,7 +264,7 @@ impl State {
         self.consider(id);
     }
 
-    /// Nothing of `blocks` is in memory any more.
+    /// Removes `blocks` from memory.
     pub(crate) fn forget(&mut self, blocks: &Range<Block>) {
         let parts = parts_of(blocks);
         if parts.end - parts.start <= self.cache.len() as u64 {
@@ -281,14 +282,14 @@ impl State {
         }
     }
 
-    /// Nothing is in memory any more, and nothing more is fetched for anybody who has read so far.
+    /// Removes all blocks from memory, and stops all streams.
     pub(crate) fn forget_all(&mut self) {
         self.forget(&(0..Block::MAX));
         self.queue.clear();
         self.streams.stop_all();
     }
 
-    /// Nothing is in memory any more that was brought by fetches before `limit`.
+    /// Removes the blocks that were fetched before fetch `limit` from memory.
     pub(crate) fn forget_before(&mut self, limit: FetchId) {
         for index in 0..self.cache.len() as SlotIndex {
             let slot = self.cache.slot(index);
@@ -302,7 +303,7 @@ impl State {
         }
     }
 
-    /// The number of the next fetch.
+    /// Returns the number of the next fetch.
     pub(crate) fn next_fetch(&self) -> FetchId {
         self.next_fetch
     }
@@ -320,7 +321,7 @@ impl State {
         }
     }
 
-    /// More or less careful, after what has been fetched for nothing.
+    /// Adapts the caution to the share of wasted bytes.
     fn look_at_waste(&mut self) {
         let (fetched, wasted) = (self.counts.fetched - self.looked.0, self.counts.wasted - self.looked.1);
         if fetched < LOOK_AFTER {
@@ -334,13 +335,13 @@ impl State {
         }
     }
 
-    /// Whether a fetch may begin.
+    /// Returns whether a fetch may start.
     #[inline]
     pub(crate) fn has_work(&self) -> bool {
         !self.queue.is_empty() && self.running.len() < self.pace.limit() && !self.closing
     }
 
-    /// The next fetch, if one may begin.
+    /// Plans the next fetch, if one may start.
     pub(crate) fn plan(&mut self, disk: u64, writes: &Writes) -> Option<Planned> {
         while self.has_work() {
             let id = self.queue.pop_front()?;
@@ -358,7 +359,7 @@ impl State {
 
     fn plan_for(&mut self, id: StreamId, disk: Block, writes: &Writes) -> Option<Planned> {
         let bounds = self.bounds();
-        // Each round that finds nothing to be fetched goes on by a slot at least, so that this is a few.
+        // Each round without a fetch advances by a slot at least, so that there are few.
         for _ in 0..EVIDENCE_MAX {
             let active = self.streams.active();
             let stream = self.streams.get(id)?;
@@ -384,7 +385,7 @@ impl State {
         None
     }
 
-    /// The first piece of `wanted`, in the order of the pattern, that is all to be fetched, or all not.
+    /// Returns the first piece of `wanted`, in the order of the pattern, whose blocks are all missing or all not.
     fn piece(&self, pattern: Pattern, wanted: &Range<Block>, writes: &Writes) -> (Range<Block>, bool) {
         let missing = |block: Block| {
             let part = block / BLOCKS_PER_SLOT;
@@ -414,7 +415,7 @@ impl State {
         }
     }
 
-    /// Takes slots for `wanted`, as many as there are.
+    /// Assigns slots to `wanted`, as many as are available.
     fn set_out(&mut self, stream: StreamId, pattern: Pattern, wanted: &Range<Block>) -> Option<Planned> {
         let id = self.next_fetch;
         self.next_fetch = id.wrapping_add(1);
@@ -428,7 +429,7 @@ impl State {
             let bits = bits_in_slot(wanted, part);
             let index = match self.cache.find(part) {
                 Some(index) => {
-                    // What another stream has there belongs to this one now.
+                    // Another stream's blocks in the slot belong to this stream now.
                     let slot = self.cache.slot_mut(index);
                     let (other, unread) = (slot.stream, slot.unread.count_ones());
                     slot.stream = stream;
@@ -485,7 +486,7 @@ impl State {
         })
     }
 
-    /// A fetch has ended, well or not. Who waits for it.
+    /// Ends a fetch; returns the wakers of the reads that wait for it.
     pub(crate) fn end(&mut self, planned: &Planned, succeeded: bool) -> SmallVec<[Waker; 8]> {
         let mut landed = 0;
         for index in &planned.slots {

@@ -1,9 +1,9 @@
-//! The streams that are read ahead of, and how far each one is.
+//! Streams that are read ahead, and the progress of each.
 //!
-//! A stream has a distance that it wants to be ahead of its reader. It grows when the reader has to wait for a fetch or
-//! overtakes it, shrinks when what was fetched was not wanted, and a little whenever all goes well for a while: so it
-//! finds what the device's latency and the reader's pace call for. It is held down by what the stream has been good for
-//! so far, by the memory that there is for each stream, and by the user's limit.
+//! Each stream has a distance by which it should be ahead of its reader. The distance grows when the reader waits for
+//! a fetch or overtakes it. It shrinks when fetched data was not used, and a little after a while without waits. So
+//! it adapts to the device's latency and the reader's pace. It is bounded by the amount that the stream has read, by
+//! the stream's share of the memory, and by the user's limit.
 //!
 //! (Linux's read-ahead doubles a window; AMP, Gill and Bathen, FAST 2007, adapts degree and trigger by such events.)
 
@@ -12,28 +12,28 @@ use std::ops::Range;
 use crate::cache::FetchId;
 use crate::units::{BLOCK_BITS, Block, SLOT_LEN};
 
-/// The first distance, in bytes.
+/// Initial distance, in bytes.
 const AHEAD_FIRST: u64 = 32 << 10;
 
-/// A stream is ahead of its reader by no more than the first distance and this part of what it has read.
+/// log2 of the inverse share of the bytes read that a stream may be ahead, in addition to the initial distance.
 const PROOF_BITS: u32 = 4;
 
 /// The longest fetch, in bytes.
 pub(crate) const FETCH_MAX: u64 = 128 << 10;
 
-/// After so many bytes without a wait the distance shrinks by an eighth.
+/// Bytes without a wait after which the distance shrinks by an eighth.
 const CALM: u64 = 4 << 20;
 
-/// A stream that so many reads of the disk have passed by has no share of the memory any more.
+/// Reads of the disk after which a stream that was not read again loses its share of the memory.
 const FORSAKEN_AFTER: u32 = 1024;
 
-/// How many streams are looked at to find one that is forsaken, whenever the memory is not enough for all.
+/// Streams that are checked for being abandoned, whenever the memory does not suffice for all.
 const FORSAKEN_LOOKS: usize = 2;
 
-/// How many streams are looked at to find one to replace.
+/// Streams that are checked in search of one to replace.
 const LOOKS: usize = 8;
 
-/// Which stream; a stream that is replaced has another serial.
+/// Identity of a stream. A new stream in the same entry has another serial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StreamId {
     index: u16,
@@ -49,54 +49,54 @@ impl Default for StreamId {
     }
 }
 
-/// How a stream goes on.
+/// Order in which a stream reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// To higher offsets.
+    /// Reads continue at higher offsets.
     Forward,
-    /// To lower offsets.
+    /// Reads continue at lower offsets.
     Backward,
-    /// By steps over what is not read.
+    /// Reads continue at a constant step, with unread data in between.
     Strided,
 }
 
-/// A stream.
+/// Detected stream of reads.
 #[derive(Clone)]
 pub(crate) struct Stream {
     serial: u16,
     pub(crate) pattern: Pattern,
-    /// For `Strided`: from one read to the next, in blocks, and how many blocks each has.
+    /// Distance between the starts of reads in blocks, for `Strided`; `step_blocks` is the length of each read.
     step: i64,
     step_blocks: u64,
-    /// Where the reader is: the end of what it has read (for `Backward`, the start).
+    /// End of the data that was read (for `Backward`, the start).
     at: Block,
-    /// What is fetched next: the first block (for `Backward`, the end).
+    /// First block of the next fetch (for `Backward`, the end).
     pub(crate) front: Block,
-    /// How far ahead of the reader the front is to be, in bytes.
+    /// Distance by which `front` should be ahead of the reader, in bytes.
     ahead: u64,
-    /// Bytes that were fetched, or are on their way, and not read.
+    /// Bytes that were fetched or are in flight, and not read.
     unread: u64,
-    /// Bytes that were fetched, or on their way, and dropped unread.
+    /// Bytes that were fetched or in flight, and dropped unread.
     lost: u64,
-    /// Bytes that its reader has read, found in memory or not.
+    /// Bytes that were read, found in memory or not.
     read: u64,
-    /// Who waits for a fetch before this one says nothing new: the distance has grown since.
+    /// First fetch since the distance grew: waits for earlier ones do not let it grow again.
     grown: FetchId,
     calm: u64,
-    /// When it was read last, in reads of the disk.
+    /// Time of the last read, in reads of the disk.
     touched: u32,
-    /// It waits for a fetch to be started.
+    /// Set while the stream is queued for a fetch.
     pub(crate) queued: bool,
 }
 
-/// What bounds all streams.
+/// Bounds that apply to every stream.
 #[derive(Clone, Copy)]
 pub(crate) struct Bounds {
-    /// No stream is further ahead, in bytes.
+    /// The longest distance, in bytes.
     pub(crate) ahead_max: u64,
     /// Bytes of memory.
     pub(crate) memory: u64,
-    /// How much has been fetched for nothing lately; 0 is fine.
+    /// Level of recent waste; 0 is the normal state.
     pub(crate) caution: u32,
 }
 
@@ -104,9 +104,9 @@ pub(crate) struct Bounds {
 pub(crate) struct Streams {
     streams: Vec<Stream>,
     next: usize,
-    /// Streams for which there is something in memory, and that are read.
+    /// Number of streams that are read and have data in memory.
     active: u64,
-    /// The one that is looked at next for whether it is.
+    /// Stream that was checked last for being abandoned.
     hand: usize,
 }
 
@@ -127,13 +127,13 @@ impl Streams {
         (stream.serial == id.serial).then_some(stream)
     }
 
-    /// How many have something in memory, and are read.
+    /// Returns the number of streams that are read and have data in memory.
     pub(crate) fn active(&self) -> u64 {
         self.active
     }
 
-    /// Gives up streams that nobody reads any more, if the share of each stream holds those down that are read. `now` is
-    /// in reads of the disk. What was fetched for them stays in memory until something else needs the room.
+    /// Stops some streams that are no longer read, if the shares of all streams are too small. `now` is in reads of
+    /// the disk. The streams' data stays in memory until its slots are needed.
     pub(crate) fn give_up_forsaken(&mut self, now: u32, bounds: Bounds) {
         if self.active * bounds.ahead_max <= bounds.memory {
             return;
@@ -151,14 +151,14 @@ impl Streams {
         }
     }
 
-    /// A stream was read, at `now` in reads of the disk.
+    /// Records that a stream was read at `now`, in reads of the disk.
     pub(crate) fn touch(&mut self, id: StreamId, now: u32) {
         if let Some(stream) = self.get(id) {
             stream.touched = now;
         }
     }
 
-    /// A stream whose last read was of `blocks`, in the place of one that has nothing in memory.
+    /// Begins a stream whose last read was of `blocks`, in place of one without data in memory.
     pub(crate) fn begin(
         &mut self,
         pattern: Pattern,
@@ -203,7 +203,7 @@ impl Streams {
         None
     }
 
-    /// Blocks were set out to be fetched.
+    /// Records that a fetch of some blocks has started.
     pub(crate) fn fetched(&mut self, id: StreamId, blocks: u64) {
         let Some(stream) = self.get(id) else { return };
         let was = stream.unread;
@@ -211,7 +211,7 @@ impl Streams {
         self.active += u64::from(was == 0 && blocks > 0);
     }
 
-    /// Unread blocks of one stream are another's now.
+    /// Transfers unread blocks from one stream to another.
     pub(crate) fn give(&mut self, from: StreamId, to: StreamId, blocks: u32) {
         if from == to || blocks == 0 {
             return;
@@ -220,7 +220,7 @@ impl Streams {
         self.fetched(to, blocks.into());
     }
 
-    /// Blocks that were unread are read, or gone.
+    /// Records that unread blocks were read or dropped.
     pub(crate) fn leave(&mut self, id: StreamId, blocks: u32) -> Option<&mut Stream> {
         let stream = self.streams.get_mut(usize::from(id.index));
         let stream = stream.filter(|stream| stream.serial == id.serial)?;
@@ -230,7 +230,7 @@ impl Streams {
         Some(stream)
     }
 
-    /// The reader has read `new` blocks for the first time, and `blocks` in all.
+    /// Records that the reader has read `blocks`, of which `new` for the first time.
     pub(crate) fn used(&mut self, id: StreamId, new: u32, blocks: &Range<Block>) {
         let Some(stream) = self.leave(id, new) else { return };
         stream.read += u64::from(new) << BLOCK_BITS;
@@ -242,13 +242,13 @@ impl Streams {
         stream.go_to(blocks);
     }
 
-    /// Where a strided stream goes on whose reader has read all that was fetched.
+    /// Returns the expected position and the step of a strided stream whose fetched blocks were all read.
     pub(crate) fn stalled_step(&mut self, id: StreamId) -> Option<(Block, i64)> {
         let stream = self.get(id)?;
         (stream.pattern == Pattern::Strided && stream.unread == 0).then_some((stream.front, stream.step))
     }
 
-    /// Nothing is fetched for it any more.
+    /// Stops a stream: nothing more is fetched for it.
     pub(crate) fn stop(&mut self, id: StreamId) {
         if let Some(stream) = self.leave(id, u32::MAX) {
             stream.serial = stream.serial.wrapping_add(1);
@@ -256,7 +256,7 @@ impl Streams {
         }
     }
 
-    /// Nothing is fetched any more for any of those that there are.
+    /// Stops all streams.
     pub(crate) fn stop_all(&mut self) {
         for index in 0..self.streams.len() {
             let serial = self.streams[index].serial;
@@ -267,7 +267,7 @@ impl Streams {
         }
     }
 
-    /// Blocks were fetched, or set out to be, for nothing.
+    /// Records blocks that were fetched, or being fetched, in vain.
     pub(crate) fn lost(&mut self, id: StreamId, blocks: u32) {
         if let Some(stream) = self.leave(id, blocks) {
             stream.lost += u64::from(blocks) << BLOCK_BITS;
@@ -277,7 +277,7 @@ impl Streams {
 }
 
 impl Stream {
-    /// One that there is not.
+    /// Entry without a stream.
     const IDLE: Self = Self {
         serial: 0,
         pattern: Pattern::Forward,
@@ -295,7 +295,7 @@ impl Stream {
         queued: false,
     };
 
-    /// The reader has read `blocks`, which were not in memory; the next fetch is `next`.
+    /// Records a read of `blocks` that were not in memory; `next` is the next fetch.
     pub(crate) fn missed(&mut self, blocks: &Range<Block>, next: FetchId, bounds: Bounds) {
         self.read += (blocks.end - blocks.start) << BLOCK_BITS;
         if self.go_to(blocks) {
@@ -303,16 +303,16 @@ impl Stream {
         }
     }
 
-    /// The reader waits for `fetch` to bring some of `blocks`; the next fetch is `next`.
+    /// Records that the reader waits for `fetch`, which gets some of `blocks`; `next` is the next fetch.
     pub(crate) fn waited(&mut self, blocks: &Range<Block>, fetch: FetchId, next: FetchId, bounds: Bounds) {
         self.go_to(blocks);
         self.late(fetch, next, bounds);
     }
 
-    /// The reader had to wait for a fetch, or was faster; the next fetch is `next`.
+    /// Lets the distance grow after the reader waited for or overtook a fetch; `next` is the next fetch.
     fn late(&mut self, fetch: FetchId, next: FetchId, bounds: Bounds) {
         self.calm = 0;
-        // If something else holds it down, a longer distance is no help.
+        // If another bound is lower, a longer distance has no effect.
         let is_what_counts = self.ahead <= self.allowance(bounds);
         if is_what_counts && fetch.wrapping_sub(self.grown) as i32 >= 0 {
             self.grown = next;
@@ -320,7 +320,7 @@ impl Stream {
         }
     }
 
-    /// The reader has read `blocks`; whether it is further than before.
+    /// Moves the reader's position past `blocks`; returns whether it was behind.
     fn go_to(&mut self, blocks: &Range<Block>) -> bool {
         let was = self.at;
         match self.pattern {
@@ -332,7 +332,7 @@ impl Stream {
         self.at != was
     }
 
-    /// Whether `blocks`, which are not in memory, are what this stream would read about now.
+    /// Returns whether `blocks`, which are not in memory, are near the stream's position.
     pub(crate) fn is_near(&self, blocks: &Range<Block>) -> bool {
         let near = FETCH_MAX >> BLOCK_BITS;
         match self.pattern {
@@ -341,17 +341,18 @@ impl Stream {
         }
     }
 
-    /// How many bytes may have been fetched and not been read: what is fetched for nothing is bounded by what was not.
+    /// Returns how many bytes may be fetched and unread or lost: the waste is bounded by a share of the bytes read.
     fn allowance(&self, bounds: Bounds) -> u64 {
         (self.first() >> bounds.caution.min(1)) + (self.read >> (PROOF_BITS + bounds.caution))
     }
 
-    /// The least distance: two of its reads, so that one of them is all there while the next is on its way.
+    /// Returns the shortest distance: two of the stream's reads, so that one is complete while the next is being
+    /// fetched.
     fn first(&self) -> u64 {
         AHEAD_FIRST.max(self.step_blocks << (BLOCK_BITS + 1))
     }
 
-    /// The next fetch, if there is one to be made now: up to so many blocks, from the front on.
+    /// Returns the blocks of the next fetch, from the front on, if one is due.
     pub(crate) fn wanted(&mut self, bounds: Bounds, active: u64) -> Option<Range<Block>> {
         self.catch_up();
         let share = bounds.memory / active.max(1);
@@ -386,7 +387,7 @@ impl Stream {
         }
     }
 
-    /// The front is never behind the reader.
+    /// Moves the front to the reader if the reader has overtaken it.
     fn catch_up(&mut self) {
         match self.pattern {
             Pattern::Forward => self.front = self.front.max(self.at),
@@ -395,12 +396,12 @@ impl Stream {
         }
     }
 
-    /// Of what was wanted, `blocks` are dealt with: fetched, or not worth it.
+    /// Moves the front past `blocks`, which are being fetched or need not be.
     pub(crate) fn advance(&mut self, blocks: &Range<Block>) {
         self.front = match self.pattern {
             Pattern::Forward => blocks.end,
             Pattern::Backward => blocks.start,
-            // At the disk's end there is nothing to be wanted any more.
+            // Nothing is wanted past the disk's end.
             Pattern::Strided => self.front.checked_add_signed(self.step).unwrap_or(Block::MAX >> 16),
         };
     }

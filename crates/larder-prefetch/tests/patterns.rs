@@ -1,4 +1,4 @@
-//! What is gained and wasted with reads of many patterns, on the virtual clock over a model of an SSD.
+//! Gain and waste of read-ahead for many patterns of reads, on the virtual clock over a model of an SSD.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -13,10 +13,10 @@ use larder_prefetch::{Prefetch, PrefetchOptions, Statistics};
 const DISK: u64 = 1 << 30;
 const KIB: u64 = 1 << 10;
 
-/// What a reader does between two reads.
+/// Pause of a reader between two reads.
 const THINKS: Duration = Duration::from_micros(10);
 
-/// A read: where, and how long.
+/// Offset and length of a read.
 type Read = (u64, usize);
 
 struct Measured {
@@ -26,13 +26,13 @@ struct Measured {
 }
 
 impl Measured {
-    /// Bytes fetched for nothing, per byte read.
+    /// Returns the bytes fetched in vain per byte read.
     fn waste(&self) -> f64 {
         (self.counts.fetched - self.counts.used) as f64 / self.read as f64
     }
 }
 
-/// Makes `reads` over a model of an NVMe SSD, `depth` at a time, each reader with a pause after each.
+/// Makes `reads` over a model of an NVMe SSD with `depth` concurrent readers, each with a pause after every read.
 fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<PrefetchOptions>) -> Measured {
     let on = Loop::simulated().expect("a loop");
     let memory = Rc::new(MemoryDevice::new(ByteLen::new(DISK), 512));
@@ -71,7 +71,7 @@ fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<Prefe
     }
 }
 
-/// How many times as fast it is with read-ahead, and what is wasted.
+/// Returns the speed-up by read-ahead, and the waste.
 fn gain(what: &str, reads: &[Read], depth: usize) -> (f64, f64) {
     let options = PrefetchOptions::default();
     let (off, on) = (
@@ -97,7 +97,7 @@ fn forward(from: u64, len: u64, each: u64) -> Vec<Read> {
         .collect()
 }
 
-/// One of each in turn.
+/// Takes one read of each stream in turn.
 fn interleaved(streams: Vec<Vec<Read>>) -> Vec<Read> {
     let longest = streams.iter().map(Vec::len).max().unwrap_or(0);
     (0..longest)
@@ -105,8 +105,9 @@ fn interleaved(streams: Vec<Vec<Read>>) -> Vec<Read> {
         .collect()
 }
 
+/// Sequential reads become much faster in both directions, for all lengths of reads.
 #[test]
-fn sequential_reads_are_found_in_both_directions() {
+fn sequential_reads_gain_in_both_directions() {
     for each in [KIB / 2, 4 * KIB, 16 * KIB, 64 * KIB] {
         let reads = forward(0, 16 << 20, each);
         let (gained, waste) = gain(&format!("forward {each}"), &reads, 1);
@@ -118,8 +119,9 @@ fn sequential_reads_are_found_in_both_directions() {
     }
 }
 
+/// Sequential reads at any queue depth become no slower, and waste little.
 #[test]
-fn many_reads_at_a_time_are_a_stream() {
+fn concurrent_sequential_reads_are_one_stream() {
     for depth in [4, 8, 32, 64] {
         let reads = forward(0, 64 << 20, 4 * KIB);
         let (gained, waste) = gain("forward", &reads, depth);
@@ -127,8 +129,9 @@ fn many_reads_at_a_time_are_a_stream() {
     }
 }
 
+/// Up to 64 interleaved streams become much faster.
 #[test]
-fn many_streams_are_found_that_run_interleaved() {
+fn interleaved_streams_are_detected() {
     for count in [2, 16, 64] {
         let streams = (0..count).map(|stream| forward(stream * (10 << 20), 1 << 20, 4 * KIB));
         let (gained, waste) = gain(&format!("{count} streams"), &interleaved(streams.collect()), 1);
@@ -136,8 +139,9 @@ fn many_streams_are_found_that_run_interleaved() {
     }
 }
 
+/// Strided reads become much faster.
 #[test]
-fn steps_are_found() {
+fn strided_reads_are_detected() {
     for step in [8 * KIB, 64 * KIB, 100 * KIB / 4096 * 4096, 1 << 20] {
         let reads: Vec<Read> = (0..1000).map(|index| (index * step % DISK, 4096)).collect();
         let (gained, waste) = gain(&format!("steps of {step}"), &reads, 1);
@@ -145,8 +149,9 @@ fn steps_are_found() {
     }
 }
 
+/// A sequential stream with one random read in ten still becomes much faster.
 #[test]
-fn some_random_reads_do_not_end_a_stream() {
+fn random_reads_do_not_end_stream() {
     let mut random = Random::new(1);
     let mut reads = Vec::new();
     for read in forward(0, 32 << 20, 4 * KIB) {
@@ -159,8 +164,9 @@ fn some_random_reads_do_not_end_a_stream() {
     assert!(gained > 3.0 && waste < 0.1);
 }
 
+/// Sequential reads in a slightly shuffled order become no slower, and waste little.
 #[test]
-fn reads_that_overtake_each_other_are_a_stream() {
+fn reordered_reads_are_one_stream() {
     let mut random = Random::new(2);
     for depth in [4, 32] {
         let mut reads = forward(0, 32 << 20, 4 * KIB);
@@ -174,6 +180,7 @@ fn reads_that_overtake_each_other_are_a_stream() {
     }
 }
 
+/// Random reads become no slower, and waste next to nothing.
 #[test]
 fn random_reads_waste_next_to_nothing() {
     let mut random = Random::new(3);
@@ -186,8 +193,9 @@ fn random_reads_waste_next_to_nothing() {
     }
 }
 
+/// Short sequential runs at random offsets become no slower, and waste little.
 #[test]
-fn short_runs_at_random_places_waste_little() {
+fn short_random_runs_waste_little() {
     let mut random = Random::new(4);
     for run in [2, 4, 8, 16] {
         let mut reads = Vec::new();
@@ -200,8 +208,9 @@ fn short_runs_at_random_places_waste_little() {
     }
 }
 
+/// Almost all long sequential reads are hits, for any alignment and a slow reader.
 #[test]
-fn long_reads_are_found_whole_wherever_they_begin_and_however_seldom_they_come() {
+fn long_sequential_reads_are_hits() {
     for first in [0, 63 * 512] {
         for each in [32 * KIB, 48 * KIB, 64 * KIB] {
             let reads = forward(first, 64 << 20, each);
@@ -213,8 +222,9 @@ fn long_reads_are_found_whole_wherever_they_begin_and_however_seldom_they_come()
     }
 }
 
+/// Streams that are no longer read leave the memory to those that are.
 #[test]
-fn readers_that_have_gone_leave_the_memory_to_those_that_are_there() {
+fn abandoned_streams_free_their_memory() {
     let gone = (0..120).flat_map(|place| forward((500 << 20) + (place << 20), 24 * KIB, 4 * KIB));
     let goes_on = forward(0, 128 << 20, 64 * KIB);
     let reads: Vec<Read> = gone.chain(goes_on.clone()).collect();
@@ -224,8 +234,9 @@ fn readers_that_have_gone_leave_the_memory_to_those_that_are_there() {
     assert!(counts.streams < 10);
 }
 
+/// Long reads use read-ahead only as long as few of them are in flight.
 #[test]
-fn long_reads_of_which_many_are_under_way_go_past_it() {
+fn concurrent_long_reads_bypass_cache() {
     let reads = forward(0, 64 << 20, 128 * KIB);
     for (depth, found) in [(1, 90), (2, 90), (8, 2)] {
         let counts = measure(&reads, depth, THINKS, Some(PrefetchOptions::default())).counts;
@@ -235,8 +246,9 @@ fn long_reads_of_which_many_are_under_way_go_past_it() {
     }
 }
 
+/// A block that a reader reads in two parts stays in memory until the second part.
 #[test]
-fn a_block_that_is_read_in_two_parts_stays_until_the_second() {
+fn partly_read_block_stays_cached() {
     let streams = (0..8).map(|stream| forward((stream << 26) + 63 * 512, 8 << 20, 32 * KIB));
     let reads = interleaved(streams.collect());
     let options = PrefetchOptions {

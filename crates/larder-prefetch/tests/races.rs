@@ -1,4 +1,4 @@
-//! Changes of what is being fetched: whatever comes first, nobody reads an old byte afterwards.
+//! Races of changes with fetches: in any order, no read gets a stale byte after a change.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -14,18 +14,18 @@ use larder_prefetch::{Prefetch, PrefetchOptions};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 64 * BLOCK;
-/// What a guest reads before anything is fetched.
+/// Bytes that a guest reads before a fetch starts.
 const READ: u64 = 4 * BLOCK;
 
-/// A disk that can hold back the answers of reads behind [`READ`]: they read at once, and answer when they may.
+/// Disk that can delay the completion of reads after [`READ`]: they read at once, and complete when the gate opens.
 struct Gated {
     lower: MemoryDevice,
     closed: Cell<bool>,
     failing: Cell<bool>,
-    /// Writes wait for the gate as well, and write then.
+    /// Set if writes wait for the gate too, before they write.
     slow_writes: Cell<bool>,
     waiting: RefCell<Vec<Waker>>,
-    /// Reads of it behind [`READ`].
+    /// Reads after [`READ`].
     reads: Cell<u32>,
     under_way: Cell<u32>,
 }
@@ -103,7 +103,7 @@ impl BlockDevice for Gated {
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        // A disk may forget what it is told to.
+        // A discard may erase the data.
         self.lower.write_zeroes(range, ZeroFlags::default())
     }
 
@@ -136,7 +136,7 @@ struct Guest {
     on: Loop,
     disk: Rc<Gated>,
     device: Rc<Prefetch>,
-    /// What the disk must hold.
+    /// Expected content of the disk.
     model: RefCell<Vec<u8>>,
 }
 
@@ -158,7 +158,7 @@ impl Guest {
         }
     }
 
-    /// Reads so that something is fetched.
+    /// Reads sequentially, so that a fetch starts.
     fn read_on(&self) {
         for at in (0..READ).step_by(BLOCK as usize) {
             self.reads_right(at, BLOCK);
@@ -182,7 +182,7 @@ impl Guest {
         self.model.borrow_mut()[from..to].fill(new);
     }
 
-    /// Somebody else writes to the disk, where something is fetched.
+    /// Writes to the disk directly, as another program would, where blocks are fetched.
     fn change_behind_its_back(&self) {
         let bytes = vec![0xcd; 4 * BLOCK as usize];
         let start = ByteOffset::new(READ);
@@ -215,7 +215,7 @@ impl Guest {
     }
 }
 
-/// Ranges around what is fetched, which is from [`READ`] on.
+/// Returns ranges around the fetched blocks, which begin at [`READ`].
 fn ranges() -> Vec<ByteRange> {
     let mut ranges = Vec::new();
     for start in [
@@ -235,8 +235,9 @@ fn ranges() -> Vec<ByteRange> {
 
 const CHANGES: [Change; 3] = [Change::Write, Change::Discard, Change::Zeroes];
 
+/// Blocks that were fetched before a change are not returned after it.
 #[test]
-fn what_was_fetched_before_a_change_is_not_read_after_it() {
+fn change_removes_fetched_blocks() {
     for change in CHANGES {
         for range in ranges() {
             let guest = Guest::new();
@@ -247,8 +248,9 @@ fn what_was_fetched_before_a_change_is_not_read_after_it() {
     }
 }
 
+/// Blocks that are being fetched during a change are not returned after it.
 #[test]
-fn what_is_on_its_way_during_a_change_is_not_read_after_it() {
+fn change_discards_blocks_in_flight() {
     for change in CHANGES {
         for range in ranges() {
             let guest = Guest::new();
@@ -261,8 +263,9 @@ fn what_is_on_its_way_during_a_change_is_not_read_after_it() {
     }
 }
 
+/// A read that waits for a fetch while its range changes returns old or new data; later reads return new data.
 #[test]
-fn who_waits_for_what_is_changed_meanwhile_may_read_either_and_then_the_new() {
+fn read_waiting_during_change_sees_either() {
     for change in CHANGES {
         for range in ranges() {
             let guest = Guest::new();
@@ -290,8 +293,9 @@ fn who_waits_for_what_is_changed_meanwhile_may_read_either_and_then_the_new() {
     }
 }
 
+/// No fetch of a range starts while a change of the range is under way.
 #[test]
-fn nothing_is_fetched_of_what_is_being_changed() {
+fn changing_range_is_not_fetched() {
     let guest = Guest::new();
     guest.disk.slow_writes.set(true);
     let device = Rc::clone(&guest.device);
@@ -313,8 +317,9 @@ fn nothing_is_fetched_of_what_is_being_changed() {
     guest.all_reads_right();
 }
 
+/// An error of a fetch is not returned by any read of the guest.
 #[test]
-fn a_fetch_that_fails_is_not_shown() {
+fn failed_fetch_is_not_visible() {
     let guest = Guest::new();
     guest.disk.failing.set(true);
     guest.read_on();
@@ -323,8 +328,9 @@ fn a_fetch_that_fails_is_not_shown() {
     assert!(guest.device.statistics().errors > 0);
 }
 
+/// Closing a disk waits until no fetch is in flight.
 #[test]
-fn nothing_is_under_way_below_when_a_disk_is_closed() {
+fn close_waits_for_fetches() {
     let guest = Guest::new();
     guest.disk.closed.set(true);
     guest.read_on();
@@ -335,12 +341,13 @@ fn nothing_is_under_way_below_when_a_disk_is_closed() {
     guest.on.block_on(closing).expect("closes");
 }
 
-/// As time goes in the simulation.
+/// Short time in the simulation.
 const MOMENT: Duration = Duration::from_millis(1);
 const BELIEVED: Duration = Duration::from_secs(2);
 
+/// Changes by other programs are visible once fetched data expires, and without expiry the cached data is returned.
 #[test]
-fn what_others_have_changed_is_seen_when_what_was_fetched_is_too_old() {
+fn foreign_changes_are_visible_after_expiry() {
     for changed_by_others in [false, true] {
         let guest = Guest::new();
         if changed_by_others {
@@ -364,14 +371,15 @@ fn what_others_have_changed_is_seen_when_what_was_fetched_is_too_old() {
     }
 }
 
+/// Data that is fetched later expires as well, and no timer runs while there is no data.
 #[test]
-fn what_is_fetched_later_is_believed_as_long_and_no_longer() {
+fn later_fetches_expire_too() {
     for quarters in 0..8 {
         let guest = Guest::new();
         guest.device.believe_for(BELIEVED);
         guest.read_on();
         guest.wait(BELIEVED * quarters / 4);
-        // The stream goes on, and more is fetched for it.
+        // The stream continues, and more is fetched for it.
         guest.reads_right(READ, 4 * BLOCK);
         guest.wait(MOMENT);
         assert!(guest.device.statistics().unread > 0);
@@ -379,7 +387,7 @@ fn what_is_fetched_later_is_believed_as_long_and_no_longer() {
         guest.wait(2 * BELIEVED);
         assert_eq!(guest.device.statistics().unread, 0);
         guest.all_reads_right();
-        // Where there is nothing, nobody looks.
+        // Without data there is no timer.
         guest.wait(3 * BELIEVED);
         let polls = guest.on.statistics().task_polls;
         guest.wait(1000 * BELIEVED);
@@ -387,8 +395,9 @@ fn what_is_fetched_later_is_believed_as_long_and_no_longer() {
     }
 }
 
+/// Data that was fetched before all clients have left is not returned to the next client.
 #[test]
-fn what_was_fetched_for_clients_that_have_left_is_not_for_the_next() {
+fn leaving_clients_drop_fetched_data() {
     for is_on_its_way in [false, true] {
         let guest = Guest::new();
         guest.device.believe_for(BELIEVED);
