@@ -1,19 +1,19 @@
-//! Whether a line is worth a place.
+//! Admission: the decision whether a missed line is stored in the cache.
 
 use crate::class::Class;
 use crate::policy::Admission;
 use crate::set::Set;
 use crate::worth::Worths;
 
-/// A line is let in only if it is worth this many times what leaves for it. A write that changes next to nothing is
-/// spared; and as worths are estimates, so is many a mistake.
+/// Factor by which a line's score must exceed the victim's. It saves writes that hardly improve the cache, and since
+/// scores are estimates, also many mistakes.
 const GAIN_MIN: f32 = 2.0;
 
-/// A line is let in only if this is the probability that it is hit, or more: the hits that a write must bring.
+/// Least probability of a hit with which a line is admitted, so that the write is worth its cost.
 const CHANCE_MIN: f32 = 0.02;
 
-/// Whether a line that was just used is to have a place in a set. The scarcer writes are (0 to 1), the more likely it
-/// must be that it is hit.
+/// Returns whether a line that was just used is admitted to a set. `scarcity` (0 to 1) is that of writes: the higher,
+/// the more likely a hit must be.
 pub(crate) fn is_worth_it(
     worths: &Worths,
     set: &mut Set<'_>,

@@ -1,21 +1,21 @@
-//! How long ago a line was used, in steps that widen.
+//! Age of a line: the time since its last use, in steps that widen.
 //!
-//! Time is counted in ticks, of which there are [`TICKS_PER_CACHE`] in as many uses as the cache has lines. Ages are told
-//! apart by ticks at first, and less and less finely the higher they are.
+//! Time is counted in ticks; [`TICKS_PER_CACHE`] ticks pass in as many uses as the cache has lines. Ages are exact to
+//! a tick at first, and less exact the higher they are.
 
-/// Ticks in which each line of the cache could be used once.
+/// Ticks that pass in as many uses as the cache has lines.
 pub(crate) const TICKS_PER_CACHE: u64 = 12;
 
-/// From this age on, in ticks, a line counts as never used again: 18 times the uses that the cache has lines.
+/// Age in ticks from which a line counts as never used again: 18 times the uses that the cache has lines.
 pub(crate) const HORIZON: u32 = 216;
 
-/// Ages up to the first number of ticks are told apart singly, up to the second by two, by four, by eight.
+/// Ticks up to which each age is 1, 2, 4 and 8 ticks wide.
 const BOUNDS: [u32; 4] = [32, 64, 128, HORIZON];
 
-/// How many ages are told apart; the last is of all that is beyond the horizon.
+/// Number of ages; the last one is for all ticks from [`HORIZON`] on.
 pub(crate) const AGES: usize = 76;
 
-/// The age of so many ticks; index the lower byte.
+/// Age by number of ticks; the index is the lower byte.
 pub(crate) const AGE_OF: [u8; 256] = {
     let mut ages = [AGES as u8 - 1; 256];
     let (mut tick, mut age, mut piece) = (0, 0, 0);
@@ -35,7 +35,7 @@ pub(crate) const AGE_OF: [u8; 256] = {
     ages
 };
 
-/// How many ticks have this age.
+/// Width of each age in ticks.
 pub(crate) const WIDTH: [f32; AGES] = {
     let mut widths = [0.0; AGES];
     let mut tick = 0;
@@ -47,7 +47,7 @@ pub(crate) const WIDTH: [f32; AGES] = {
     widths
 };
 
-/// The fewest ticks of an age.
+/// Fewest ticks of each age.
 pub(crate) const TICKS: [f32; AGES] = {
     let mut ticks = [0.0; AGES];
     let mut age = 1;
@@ -58,7 +58,7 @@ pub(crate) const TICKS: [f32; AGES] = {
     ticks
 };
 
-/// The age of so many ticks.
+/// Returns the age of a number of ticks.
 pub(crate) fn age(ticks: u32) -> usize {
     usize::from(AGE_OF[ticks.min(HORIZON) as usize])
 }

@@ -1,26 +1,26 @@
-//! What may be written to the SSD in a day.
+//! Daily write budget of the SSD.
 
 use std::time::Duration;
 
 const DAY_SECONDS: f64 = 86_400.0;
 
-/// The share of a day's budget that may be spent at once; the rest of it comes evenly over the day.
+/// Share of a day's budget that may be spent at once; the rest is added evenly over the day.
 const AT_ONCE: f64 = 1.0 / 24.0;
 
-/// A token bucket of bytes. In no 24 hours are more spent than the budget, but for what had to be.
+/// Token bucket of bytes. In any 24 hours no more than the budget is spent, except for writes that cannot be refused.
 pub(crate) struct Budget {
-    /// Bytes that come in a second.
+    /// Bytes added per second.
     rate: f64,
-    /// Bytes that are kept at most.
+    /// Most bytes that the bucket holds.
     full: f64,
-    /// Bytes that may be spent; below 0 if more had to be than was there.
+    /// Bytes that may be spent; negative after writes that exceeded the level.
     level: f64,
-    /// Up to when what comes has been counted.
+    /// Time up to which bytes were added.
     counted: Duration,
 }
 
 impl Budget {
-    /// So many bytes a day.
+    /// Creates a budget of `bytes_per_day`.
     pub(crate) fn new(bytes_per_day: u64) -> Self {
         let bytes = bytes_per_day as f64;
         Self {
@@ -31,7 +31,7 @@ impl Budget {
         }
     }
 
-    /// So many bytes a day from `now` on, of which no more than was left before may be spent at once.
+    /// Changes the budget from `now` on. The bytes that may be spent at once do not increase by that.
     pub(crate) fn change(&mut self, bytes_per_day: u64, now: Duration) {
         self.refill(now);
         let changed = Self::new(bytes_per_day);
@@ -42,14 +42,14 @@ impl Budget {
         };
     }
 
-    /// What comes until `now`. Times that go back count as standing still.
+    /// Adds the bytes up to `now`. A time before the last one adds nothing.
     fn refill(&mut self, now: Duration) {
         let passed = now.saturating_sub(self.counted);
         self.counted = self.counted.max(now);
         self.level = (self.level + self.rate * passed.as_secs_f64()).min(self.full);
     }
 
-    /// How scarce writes are: 0 as long as half of what can be kept is there, 1 when there is not enough for `bytes`.
+    /// Returns how scarce writes are: 0 while the bucket is at least half full, 1 when `bytes` exceed the level.
     pub(crate) fn scarcity(&mut self, bytes: u64, now: Duration) -> f32 {
         self.refill(now);
         if self.level < bytes as f64 {
@@ -58,7 +58,7 @@ impl Budget {
         (1.0 - 2.0 * self.level / self.full).max(0.0) as f32
     }
 
-    /// So many bytes are written.
+    /// Records that `bytes` are written.
     pub(crate) fn spend(&mut self, bytes: u64, now: Duration) {
         self.refill(now);
         self.level -= bytes as f64;
@@ -72,9 +72,9 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whoever asks before each write spends no more in any 24 hours than the budget.
+        /// A caller that checks the scarcity before each write spends no more than the budget in any 24 hours.
         #[test]
-        fn no_day_costs_more_than_its_budget(
+        fn no_day_exceeds_its_budget(
             steps in prop::collection::vec((0u64..4_000, 10_000u64..500_000), 1..400),
             budget in 10_000_000u64..100_000_000,
         ) {
@@ -103,8 +103,9 @@ mod tests {
         }
     }
 
+    /// The scarcity grows continuously as the bucket empties, and is zero again after a day.
     #[test]
-    fn writes_become_scarce_before_there_are_none() {
+    fn scarcity_grows_as_budget_empties() {
         let mut bucket = Budget::new(24_000);
         assert_eq!(bucket.scarcity(1, Duration::ZERO), 0.0);
         bucket.spend(750, Duration::ZERO);

@@ -1,31 +1,31 @@
-//! What is known about a line: the kinds of lines between which reuse is told apart.
+//! Classes of lines, for each of which reuse is learnt separately.
 //!
-//! A class is how the line was asked for last (read or write, by a short, medium or long request), and how often it was
-//! used before, as far as that is remembered. Both say much about when a line is wanted again: what is written is often
-//! written again, pieces of long reads seldom are, and what was used often will be.
+//! A class combines the kind of the last access (read or write, by a short, medium or long request) with the number
+//! of earlier uses, as far as that is known. Both predict the next use: written lines are often written again, pieces
+//! of long reads are seldom read again, and lines that were used often are used again.
 
 use crate::policy::{Access, Context};
 
-/// Uses before the last one are told apart up to this; see [`count`].
+/// The highest number of uses before the last one that a class distinguishes; see [`count`].
 pub(crate) const USES_MAX: u8 = 7;
 
-/// Requests of fewer bytes are short, of fewer than the second medium.
+/// Requests of fewer bytes are short; requests of fewer than [`MEDIUM`] bytes are medium.
 const SHORT: u64 = 16 << 10;
 const MEDIUM: u64 = 64 << 10;
 
-/// Numbers of classes are below this. 0 is that of none.
+/// Exclusive bound of class numbers. Number 0 means no class.
 pub(crate) const COUNT: usize = 64;
 
 /// The highest number of a class.
 pub(crate) const LAST: u8 = 48;
 
-/// A class: 1 to [`LAST`]. Its number less one has the uses before in its lowest three bits, above them how it was asked
-/// for.
+/// Class number, 1 to [`LAST`]. The number minus one has the earlier uses in its lowest three bits, and the kind of
+/// access above them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Class(u8);
 
 impl Class {
-    /// The class of a line that is asked for thus after so many uses.
+    /// Returns the class of a line that is accessed in `context` after `uses` earlier uses.
     pub(crate) fn new(context: &Context, uses: u8) -> Self {
         let length = match context.request_bytes {
             bytes if bytes < SHORT => 0,
@@ -36,24 +36,25 @@ impl Class {
         Self(1 + (length * 2 + write) * (USES_MAX + 1) + uses.min(USES_MAX))
     }
 
-    /// From the byte that [`Self::number`] gave, or any other.
+    /// Returns the class of a number from [`Self::number`]; any other byte is clamped.
     pub(crate) fn from_number(number: u8) -> Self {
         Self(number.clamp(1, LAST))
     }
 
-    /// 1 to [`LAST`].
+    /// Returns the number, 1 to [`LAST`].
     pub(crate) fn number(self) -> u8 {
         self.0
     }
 
-    /// Uses before the last one, up to [`USES_MAX`].
+    /// Returns the uses before the last one, up to [`USES_MAX`].
     pub(crate) fn uses(self) -> u8 {
         (self.0 - 1) % (USES_MAX + 1)
     }
 }
 
-/// One use more. From the third on, not each is counted: so few numbers tell how often up to some hundred times (Morris,
-/// "Counting Large Numbers of Events in Small Registers", Communications of the ACM 21, 1978).
+/// Counts one more use. From the third use on, the counter increases with falling probability, so that it can
+/// represent some hundred uses (Morris, "Counting Large Numbers of Events in Small Registers", Communications of the
+/// ACM 21, 1978).
 pub(crate) fn count(uses: u8, random: u64) -> u8 {
     let rare = uses.saturating_sub(1);
     if random & ((1 << rare) - 1) == 0 {

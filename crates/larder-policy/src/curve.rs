@@ -1,50 +1,51 @@
-//! How often an LRU cache would miss, for every size at once: the miss-ratio curve, while it runs, in constant memory.
+//! Miss-ratio curve: the estimated miss ratio of an LRU cache of every size, computed online in constant memory.
 //!
-//! SHARDS of fixed size (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS", FAST 15): of
-//! all lines those are looked at whose hash is below a threshold, which is lowered whenever there are too many. How many
-//! other lines of the sample were used since a line was used last is, divided by the share that is sampled, how large a
-//! cache must be to have kept it. What was counted under a higher threshold is scaled down with it, and what the sample
-//! has too many or too few uses of is put right at distance 0 (the paper's SHARDS-adj).
+//! SHARDS of fixed size (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS", FAST 15):
+//! the sample consists of the lines whose hash is below a threshold, which is lowered whenever there are too many.
+//! The reuse distance of a line is the number of other sampled lines used since its last use; divided by the sampled
+//! share, it is the size of the smallest cache that would have kept the line. Counts under an earlier threshold are
+//! scaled down with the threshold. A surplus or lack of sampled uses is corrected at distance 0 (the paper's
+//! SHARDS-adj).
 
 use std::collections::{BinaryHeap, HashMap};
 
 use crate::hash::mix;
 
-/// Lines of the sample.
+/// Default number of sampled lines.
 pub const SAMPLE_DEFAULT: usize = 8 << 10;
 
-/// Distances are told apart to an eighth of a power of two.
+/// Resolution of distances: an eighth of a power of two.
 const PARTS: usize = 8;
 const DISTANCES: usize = 48 * PARTS;
 
-/// A miss-ratio curve in the making. It takes some 64 bytes for each line of the sample, and 3 KiB.
+/// Miss-ratio curve under construction. It takes some 64 bytes for each sampled line, and 3 KiB.
 pub struct MissRatioCurve {
-    /// Lines with lower hashes are of the sample.
+    /// Exclusive bound of the hashes of sampled lines.
     threshold: u64,
     sample: usize,
-    /// When each line of the sample was used last, by its hash.
+    /// Time of the last use of each sampled line, by its hash.
     last: HashMap<u64, u32>,
     hashes: BinaryHeap<u64>,
-    /// How many lines were used last at each time: a Fenwick tree over times, which are numbered anew when they run out.
+    /// Number of lines last used at each time: a Fenwick tree over times, which are renumbered when they run out.
     times: Vec<u32>,
     now: u32,
-    /// How often which distance was seen, as of the threshold now.
+    /// Number of uses by distance, scaled to the present threshold.
     seen: Vec<f64>,
     first_uses: f64,
     uses: u64,
 }
 
-/// A point of a curve.
+/// Point of a miss-ratio curve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CurvePoint {
     /// Size of the cache, in lines.
     pub lines: u64,
-    /// Misses of all uses, 0 to 1.
+    /// Share of uses that miss, 0 to 1.
     pub miss_ratio: f64,
 }
 
 impl MissRatioCurve {
-    /// One from a sample of so many lines, at least 16.
+    /// Creates a curve from a sample of `sample` lines, at least 16.
     pub fn new(sample: usize) -> Self {
         let sample = sample.max(16);
         Self {
@@ -60,7 +61,7 @@ impl MissRatioCurve {
         }
     }
 
-    /// A line is used.
+    /// Records a use of a line.
     pub fn used(&mut self, line: u64) {
         self.uses += 1;
         let hash = mix(line);
@@ -92,12 +93,12 @@ impl MissRatioCurve {
         }
     }
 
-    /// The share of all lines that is of the sample.
+    /// Returns the sampled share of all lines.
     fn share(&self) -> f64 {
         self.threshold as f64 / u64::MAX as f64
     }
 
-    /// Lines of the highest hash are not of the sample any more.
+    /// Lowers the threshold, so that the lines with the highest hash leave the sample.
     fn lower(&mut self) {
         let Some(highest) = self.hashes.pop() else { return };
         if let Some(time) = self.last.remove(&highest) {
@@ -109,7 +110,7 @@ impl MissRatioCurve {
         self.threshold = highest;
     }
 
-    /// Lines that were used last at `time` or before.
+    /// Returns the number of lines last used at `time` or before.
     fn used_until(&self, time: u32) -> u32 {
         let mut sum = 0;
         let mut at = time as usize + 1;
@@ -140,7 +141,8 @@ impl MissRatioCurve {
         }
     }
 
-    /// The curve so far: a point for each size at which it falls, the largest last. Empty if nothing was used.
+    /// Returns the curve so far: a point for each size at which it falls, the largest last. Empty if no line was
+    /// used.
     pub fn points(&self) -> Vec<CurvePoint> {
         let sampled = self.first_uses + self.seen.iter().sum::<f64>();
         let expected = self.uses as f64 * self.share();
@@ -164,15 +166,15 @@ impl MissRatioCurve {
         points
     }
 
-    /// How often a cache of so many lines would have missed, 0 to 1.
+    /// Returns the miss ratio of a cache of `lines` lines, 0 to 1.
     pub fn miss_ratio(&self, lines: u64) -> f64 {
         CurvePoint::miss_ratio(&self.points(), lines)
     }
 }
 
 impl CurvePoint {
-    /// How often a cache of so many lines would have missed, 0 to 1, by the points of a curve. One between two points
-    /// misses as the smaller one does.
+    /// Returns the miss ratio of a cache of `lines` lines, 0 to 1, from the points of a curve. Between two points it
+    /// is that of the smaller size.
     pub fn miss_ratio(points: &[Self], lines: u64) -> f64 {
         let after = points.partition_point(|point| point.lines <= lines);
         let last = after.checked_sub(1).map(|index| points[index].miss_ratio);
@@ -180,7 +182,7 @@ impl CurvePoint {
     }
 }
 
-/// Where a distance is counted.
+/// Returns the index at which a distance is counted.
 fn index(distance: u64) -> usize {
     let parts = PARTS as u64;
     if distance < parts {
@@ -191,7 +193,8 @@ fn index(distance: u64) -> usize {
     (((u64::from(power) + 1) * parts + within) as usize).min(DISTANCES - 1)
 }
 
-/// The lines of the smallest cache that keeps what is counted there: one more than the highest distance.
+/// Returns the size of the smallest cache that keeps all distances counted at an index: the highest distance plus
+/// one.
 fn size(index: usize) -> u64 {
     let (power, within) = (index / PARTS, (index % PARTS) as u64);
     match power {
@@ -205,7 +208,7 @@ mod tests {
     use super::*;
     use crate::reference::{Ask, Cache, Lru, Outcome};
 
-    /// Hits of a real LRU cache.
+    /// Returns the miss ratio of a real LRU cache.
     fn lru_misses(lines: &[u64], capacity: usize) -> f64 {
         let mut cache = Lru::new(capacity, 1 << 16);
         let missed = lines.iter().filter(|line| {
@@ -228,8 +231,9 @@ mod tests {
         (0..count).map(line).collect()
     }
 
+    /// The curve equals the miss ratios of a real LRU cache, and is close to them if only a sample is followed.
     #[test]
-    fn a_curve_is_that_of_lru() {
+    fn curve_matches_real_lru() {
         let lines = skewed(400_000);
         let mut all = MissRatioCurve::new(1 << 17);
         let mut sampled = MissRatioCurve::new(2_048);
@@ -242,10 +246,10 @@ mod tests {
             let truth = lru_misses(&lines, capacity);
             let exact = all.miss_ratio(capacity as u64);
             let close = sampled.miss_ratio(capacity as u64);
-            // Between powers of two the curve is a straight line.
+            // Between powers of two the curve is less exact.
             let slack = if capacity.is_power_of_two() { 1e-9 } else { 0.01 };
             assert!((exact - truth).abs() <= slack, "{capacity}: {exact} for {truth}");
-            // A sample says nothing about caches that would keep none of it.
+            // A sample is too small for caches that would keep none of it.
             let slack = if capacity < 512 { 1.0 } else { 0.03 };
             assert!(
                 (close - truth).abs() < slack,
@@ -254,8 +258,9 @@ mod tests {
         }
     }
 
+    /// The size at each index is one more than the highest distance counted there.
     #[test]
-    fn sizes_are_those_of_the_distances_that_they_keep() {
+    fn sizes_bound_counted_distances() {
         let mut before = 0;
         for distance in 0..100_000u64 {
             let at = index(distance);
@@ -269,8 +274,9 @@ mod tests {
         assert!(index(u64::MAX) < DISTANCES);
     }
 
+    /// Without uses there are no points, and every cache misses.
     #[test]
-    fn a_curve_of_nothing_is_empty() {
+    fn unused_curve_is_empty() {
         let curve = MissRatioCurve::new(100);
         assert!(curve.points().is_empty());
         assert_eq!(curve.miss_ratio(5), 1.0);

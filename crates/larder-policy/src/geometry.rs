@@ -1,17 +1,16 @@
-//! Which set a line belongs to.
+//! Division of a cache into sets.
 //!
-//! A cache is a number of sets of up to 256 ways each. Lines that follow each other are a group and share a set, so
-//! that what one request needs is found in one place; groups are dealt out to a prime number of sets, so that no stride
-//! meets only a few of them.
+//! A cache has a number of sets of up to 256 ways each. Consecutive lines form groups, and the lines of a group share
+//! a set, so that one request finds its lines together. Groups are assigned to a prime number of sets in turn, so
+//! that no stride uses only a few of them.
 
-/// The most ways that a set has: a way's number is a byte.
+/// The most ways of a set: a way's number is a byte.
 pub const WAYS_MAX: usize = 256;
 
-/// Fewer ways than this are taken only by caches that are not larger: so small a share of a set is given away for a
-/// prime number of sets.
+/// Fewest ways of a set, except in smaller caches: a prime number of sets may leave this share of a set unused.
 const WAYS_MIN: usize = 128;
 
-/// How many sets there are, and how large.
+/// Number and size of the sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     sets: u64,
@@ -20,8 +19,8 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Sets for `lines` lines at most (at least one is taken), whose groups are `group_lines` lines: of the prime
-    /// numbers of sets that leave 128 to 256 ways the one that leaves the fewest lines unused.
+    /// Divides at most `lines` lines (at least one) into sets, with groups of `group_lines` lines. Among the prime
+    /// numbers of sets that give 128 to 256 ways, the result has the one that leaves the fewest lines unused.
     pub fn new(lines: u64, group_lines: u64) -> Self {
         let lines = lines.max(1);
         let ways_max = WAYS_MAX as u64;
@@ -35,7 +34,7 @@ impl Geometry {
         }
         let fewest = lines.div_ceil(ways_max);
         let most = lines / WAYS_MIN as u64;
-        // Close to full sets there are as many primes as are worth looking at.
+        // Near the fewest sets there are enough primes to choose from.
         let sets = (fewest..=most.max(fewest))
             .filter(|sets| is_prime(*sets))
             .take(64)
@@ -48,28 +47,28 @@ impl Geometry {
         }
     }
 
-    /// Number of sets.
+    /// Returns the number of sets.
     pub fn sets(&self) -> u64 {
         self.sets
     }
 
-    /// Ways of each set, 1 to 256.
+    /// Returns the ways of each set, 1 to 256.
     pub fn ways(&self) -> usize {
         self.ways
     }
 
-    /// Lines of the cache.
+    /// Returns the lines of the cache.
     pub fn lines(&self) -> u64 {
         self.sets * self.ways as u64
     }
 
-    /// The set that a line belongs to, by the line's number on its disk.
+    /// Returns the set of a line, given by its number on the disk.
     pub fn set_of(&self, line: u64) -> u64 {
         line / self.group_lines % self.sets
     }
 }
 
-/// Whether only 1 and the number itself divide it.
+/// Returns whether a number is prime.
 pub fn is_prime(number: u64) -> bool {
     if number < 4 {
         return number >= 2;
@@ -82,8 +81,9 @@ pub fn is_prime(number: u64) -> bool {
 mod tests {
     use super::*;
 
+    /// Caches of any size use nearly all of their lines.
     #[test]
-    fn a_cache_of_any_size_loses_little_to_its_sets() {
+    fn geometry_leaves_few_lines_unused() {
         for lines in (1..100_000u64).chain([1 << 24, 1 << 28, (1 << 32) - 1]) {
             let geometry = Geometry::new(lines, 16);
             assert!(
@@ -101,15 +101,16 @@ mod tests {
     }
 
     #[test]
-    fn primes_are_those_without_factors() {
+    fn is_prime_matches_trial_division() {
         for number in 0..2_000u64 {
             let naive = number > 1 && !(2..number).any(|factor| number.is_multiple_of(factor));
             assert_eq!(is_prime(number), naive, "{number}");
         }
     }
 
+    /// The lines of a group share a set, and consecutive groups do not.
     #[test]
-    fn lines_of_a_group_share_a_set_and_groups_are_spread() {
+    fn lines_of_group_share_set() {
         let geometry = Geometry::new(10_000, 16);
         assert_eq!(geometry.set_of(160), geometry.set_of(175));
         assert_ne!(geometry.set_of(160), geometry.set_of(176));

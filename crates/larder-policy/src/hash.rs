@@ -1,4 +1,4 @@
-//! One hash for all: which lines are sampled, and what a ghost remembers of one.
+//! Hash of line numbers, for sampling and for ghosts.
 
 /// Mixes all bits of `number` into all bits of the result (MurmurHash3's 64-bit finalizer, with the constants of
 /// SplitMix64's "variant 13": David Stafford, "Better Bit Mixing", 2011).

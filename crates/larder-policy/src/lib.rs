@@ -1,4 +1,4 @@
-//! What to keep, and what to let in: eviction and admission for a cache of sets.
+//! Eviction and admission policy of a set-associative cache, with miss-ratio curves and trace replay.
 
 pub mod curve;
 pub mod geometry;

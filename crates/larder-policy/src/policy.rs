@@ -1,16 +1,16 @@
-//! The policy of Larder's disk cache, as the cache uses it.
+//! Policy of Larder's disk cache: its interface to the cache.
 //!
-//! The cache owns the memory: for each set [`Policy::set_bytes`] bytes, zero at first, which are handed to every call
-//! about that set. What is not of a set is in [`Policy`]. Lines are named by their number on the disk (offset divided
-//! by the line's size), the place of one in its set by its way.
+//! The cache owns the memory: [`Policy::set_bytes`] bytes for each set, zero at first, which it passes to every call
+//! about that set. State that does not belong to a set is in [`Policy`]. A line is given by its number on the disk
+//! (offset divided by the line's size), and its slot in the set by the way.
 //!
 //! - A hit: [`Policy::touch`].
-//! - A miss: [`Policy::admit`]; if the line is to be brought in and no way is free, [`Policy::victim`] and, once that
-//!   line has been given up, [`Policy::evict`]; then [`Policy::insert`].
-//! - A line that was dropped for another reason, as a discard: [`Policy::remove`].
+//! - A miss: [`Policy::admit`]. If the line is admitted and no way is free: [`Policy::victim`] and, once that line
+//!   has been evicted, [`Policy::evict`]. Then [`Policy::insert`].
+//! - A line that is dropped for another reason, such as a discard: [`Policy::remove`].
 //!
 //! Invariant: a way is in the set's order from its `insert` (or `load`) to its `evict` or `remove`. Calls about a way
-//! that is not are ignored, one about a way that the set does not have panics.
+//! that is not in the order are ignored; one about a way that the set does not have panics.
 
 use std::time::Duration;
 
@@ -25,68 +25,68 @@ use crate::set::{self, Set};
 use crate::shadow::Shadows;
 use crate::worth::Worths;
 
-/// What a guest wants of a line.
+/// Kind of a guest's access to a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// All or some of it is read.
+    /// All or part of the line is read.
     Read,
-    /// All or some of it is written.
+    /// All or part of the line is written.
     Write,
 }
 
-/// The circumstances of an access.
+/// Circumstances of an access.
 #[derive(Clone, Copy, Debug)]
 pub struct Context {
-    /// What is wanted.
+    /// Kind of the access.
     pub access: Access,
-    /// Bytes of the whole request that wants it.
+    /// Bytes of the whole request.
     pub request_bytes: u64,
-    /// Time since any one moment, the same for all calls.
+    /// Time since an arbitrary moment, the same for all calls.
     pub now: Duration,
 }
 
-/// How a cache's policy is set up.
+/// Options of a cache's policy.
 #[derive(Clone, Copy, Debug)]
 pub struct PolicyOptions {
     /// Ways of each set, 1 to 256.
     pub ways: usize,
-    /// How many of them the caller keeps without a line: a set is full without those.
+    /// Ways of each set that the caller keeps empty: a set is full without them.
     pub spare_ways: usize,
-    /// Lines of the cache, all sets together.
+    /// Lines of the cache in all sets.
     pub lines: u64,
     /// Bytes of a line.
     pub line_bytes: u32,
-    /// What is let in.
+    /// Selection of the lines that are admitted.
     pub admission: Admission,
-    /// What may be written to the SSD in a day, in bytes; `None` if that does not matter.
+    /// Bytes that may be written to the SSD in a day; `None` if unlimited.
     pub budget: Option<u64>,
 }
 
-/// What is let in where another line must leave for it.
+/// Selection of the lines that are admitted to a full set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Admission {
     /// Lines whose hits are likely to be worth the write.
     #[default]
     Worth,
-    /// All.
+    /// All lines.
     All,
 }
 
-/// Worths are learnt anew when the cache's lines could have been used so many times; what was learnt counts for so much
-/// less each time.
+/// Scores are learnt again after this many times as many uses as the cache has lines; earlier observations are then
+/// multiplied by [`FADE`].
 const LEARN_CACHES: f64 = 0.25;
 const FADE: f32 = 0.98;
 
-/// And not sooner than after so many uses, that it cost little for each.
+/// Fewest uses before scores are learnt again, which bounds the cost per use.
 const LEARN_USES_MIN: u64 = 4096;
 
-/// Ticks that have passed before the first use, so that what is loaded can be older.
+/// Tick of the first use, so that loaded lines can be older.
 const TICK_START: u32 = 256;
 
-/// Which of the ways to value lines is learnt.
+/// Index of the learnt scores in the policy's `worths`.
 const LEARNT: usize = 0;
 
-/// What a cache keeps. See the [module](self).
+/// Eviction and admission policy. See the [module](self).
 pub struct Policy {
     options: PolicyOptions,
     /// Uses of lines so far.
@@ -94,22 +94,22 @@ pub struct Policy {
     /// Uses in a tick.
     tick_uses: u64,
     tick: u32,
-    /// When the next tick is, and when worths are learnt next, in uses.
+    /// Uses at which the next tick begins; `learn_at` is the number at which scores are learnt next.
     tick_at: u64,
     learn_at: u64,
     learn_every: u64,
     reuse: Reuse,
-    /// Ways to value lines: what was learnt, and what needs no learning.
+    /// Alternative scores: the learnt ones, and those that need no learning.
     worths: Vec<Worths>,
     shadows: Shadows,
     budget: Option<Budget>,
 }
 
 impl Policy {
-    /// A policy for a cache that is empty.
+    /// Creates the policy of an empty cache.
     ///
     /// # Panics
-    /// Sets have no ways, or more than 256.
+    /// The sets have no ways, or more than 256.
     pub fn new(options: PolicyOptions) -> Self {
         assert!((1..=WAYS_MAX).contains(&options.ways), "a set has 1 to 256 ways");
         let tick_uses = (options.lines / TICKS_PER_CACHE).max(1);
@@ -129,7 +129,7 @@ impl Policy {
         }
     }
 
-    /// Bytes of the state of a set: 4 for each way, and 24. All zero is a set without lines.
+    /// Returns the bytes of a set's state: 4 for each way, and 24. All zero is a set without lines.
     pub fn set_bytes(&self) -> usize {
         set::bytes(self.options.ways)
     }
@@ -138,7 +138,7 @@ impl Policy {
         Set::new(state, self.options.ways, self.tick)
     }
 
-    /// The way to value lines that is best now.
+    /// Returns the scores that perform best now.
     fn worths(&self) -> &Worths {
         &self.worths[self.shadows.best()]
     }
@@ -147,7 +147,7 @@ impl Policy {
         mix(self.uses)
     }
 
-    /// A line was asked for.
+    /// Records a use of a line.
     fn used(&mut self, hash: u64, class: Class, context: &Context) {
         self.reuse.used(hash, class, self.tick);
         if self.shadows.has(hash) {
@@ -166,12 +166,12 @@ impl Policy {
         }
     }
 
-    /// Where in the state of a set [`Self::touch`] of `way` will look, so that memory can be asked for it before.
+    /// Returns the offsets in a set's state that [`Self::touch`] of `way` accesses, so that they can be prefetched.
     pub fn touched(&self, way: u8) -> [usize; 3] {
         set::touched(self.options.ways, way)
     }
 
-    /// `line`, in `way`, was hit.
+    /// Records a hit of `line`, which is in `way`.
     pub fn touch(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
         let mut set = self.set(set);
         let uses = set.class(way).map_or(0, |class| count(class.uses(), self.random()));
@@ -180,7 +180,7 @@ impl Policy {
         self.used(mix(line), class, &context);
     }
 
-    /// Whether `line`, which is not in its set, shall be brought in: if so, its bytes count as written. To be asked once
+    /// Returns whether `line`, which is not in its set, is admitted; if so, its bytes count as written. Called once
     /// for each miss.
     pub fn admit(&mut self, set: &mut [u8], line: u64, context: Context) -> bool {
         let hash = mix(line);
@@ -215,14 +215,14 @@ impl Policy {
         self.budget.as_mut().map_or(0.0, |budget| budget.scarcity(bytes, now))
     }
 
-    /// The way that shall become free: of those that may (`may_evict` says no to dirty or busy ones) the one that is
-    /// worth least. It stays in the set until [`Self::evict`].
+    /// Returns the way to evict: of the ways that `may_evict` allows (not dirty or busy ones), the one with the
+    /// lowest score. Its line stays in the set until [`Self::evict`].
     pub fn victim(&mut self, set: &mut [u8], may_evict: impl FnMut(u8) -> bool) -> Option<u8> {
         let mut set = self.set(set);
         set.least_of(self.worths().ranks(), may_evict)
     }
 
-    /// `line` has left `way` to make room.
+    /// Records that `line` was evicted from `way`.
     pub fn evict(&mut self, set: &mut [u8], way: u8, line: u64) {
         let mut set = self.set(set);
         let uses = set.class(way).map_or(0, Class::uses);
@@ -230,7 +230,7 @@ impl Policy {
         set.remember(mix(line), uses);
     }
 
-    /// `line` is in `way` now, which was free; `context` is that of the access which brought it in.
+    /// Records that `line` was put into `way`, which was free; `context` is that of the access that missed.
     pub fn insert(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
         let mut set = self.set(set);
         let ghost = set.find_ghost(mix(line));
@@ -241,20 +241,20 @@ impl Policy {
         }
     }
 
-    /// What was in `way` is not any more, whatever it was worth.
+    /// Records that the line in `way` was dropped for another reason than an eviction.
     pub fn remove(&mut self, set: &mut [u8], way: u8) {
         self.set(set).clear(way);
     }
 
-    /// So many bytes were written to the SSD besides lines that were let in: writes that hit, and the cache's own
-    /// records. They count against the budget.
+    /// Charges bytes to the budget that were written to the SSD in addition to admitted lines: write hits, and the
+    /// cache's metadata.
     pub fn written(&mut self, bytes: u64, now: Duration) {
         if let Some(budget) = &mut self.budget {
             budget.spend(bytes, now);
         }
     }
 
-    /// Keeps to another budget from `now` on, in bytes a day, or to none.
+    /// Sets the budget in bytes a day from `now` on; `None` removes the limit.
     pub fn set_budget(&mut self, bytes_per_day: Option<u64>, now: Duration) {
         match (&mut self.budget, bytes_per_day) {
             (Some(budget), Some(bytes)) => budget.change(bytes, now),
@@ -262,12 +262,12 @@ impl Policy {
         }
     }
 
-    /// Whether so many bytes are more than may be written now.
+    /// Returns whether writing `bytes` now would exceed the budget.
     pub fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
         self.scarcity(bytes, now) >= 1.0
     }
 
-    /// What is worth saving about the line in `way`, for [`Self::load`] after a restart; 0 if there is none.
+    /// Returns the state of the line in `way` to save for [`Self::load`] after a restart; 0 if there is none.
     pub fn save(&self, set: &mut [u8], way: u8) -> u8 {
         let set = self.set(set);
         set.line(way).map_or(0, |(class, age)| {
@@ -279,8 +279,8 @@ impl Policy {
         })
     }
 
-    /// Fills a set that has no lines with those that were found after a restart: ways, and what [`Self::save`] said of
-    /// each; any byte is good.
+    /// Loads a set that has no lines after a restart: pairs of a way and the byte from [`Self::save`]; any byte is
+    /// valid.
     pub fn load(&mut self, set: &mut [u8], ways: impl IntoIterator<Item = (u8, u8)>) {
         let mut set = self.set(set);
         for (way, saved) in ways {
@@ -290,19 +290,20 @@ impl Policy {
     }
 }
 
-/// How many heats [`heat_of`] tells apart.
+/// Number of values that [`heat_of`] returns.
 pub const HEATS: usize = 32;
 
-/// How hot a line is of which [`Policy::save`] has said this, below [`HEATS`]: how lately it was used, and of those that were
-/// used as lately, how often.
+/// Returns the heat of a line, below [`HEATS`], from its byte of [`Policy::save`]: a more recent use is hotter, and
+/// among equally recent ones a higher number of uses.
 pub fn heat_of(saved: u8) -> u8 {
     let class = Class::from_number(saved & ((1 << SAVED_AGE_SHIFT) - 1));
     let age = saved >> SAVED_AGE_SHIFT;
     (SAVED_AGES.len() as u8 - 1 - age) << 3 | class.uses()
 }
 
-/// In what is saved of a line, two bits of its age are above the class: the last of these ages, in ticks, that it has
-/// reached. That is up to a quarter of the cache's lines used since, up to all, up to four times all, or more.
+/// Position of two bits in a saved byte, above the class: the index of the highest of [`SAVED_AGES`], in ticks, that
+/// the line's age has reached. They are up to a quarter of the cache's lines used since, up to all, up to four times
+/// all, or more.
 const SAVED_AGE_SHIFT: u32 = 6;
 const SAVED_AGES: [u32; 4] = [0, 3, 12, 48];
 
@@ -333,7 +334,7 @@ mod tests {
         }
     }
 
-    /// A set as the cache has it: which line is in which way.
+    /// Set as the cache knows it: lines by way.
     #[derive(Default)]
     struct Lines {
         ways: BTreeMap<u8, u64>,
@@ -347,9 +348,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, a victim is a way with a line that may leave, and there is one as long as one may.
+        /// A victim is always a way with a line that may be evicted, and there is one as long as any may.
         #[test]
-        fn victims_are_lines_that_may_leave(
+        fn victims_are_evictable_lines(
             ways in 1usize..20,
             steps in prop::collection::vec((0u8..10, 0u64..40, any::<u32>()), 1..600),
         ) {
@@ -390,9 +391,9 @@ mod tests {
             }
         }
 
-        /// What is saved of a set is what is saved of the one that it was loaded into, and no byte does harm.
+        /// Saving a loaded set gives the same bytes again, and any byte can be loaded.
         #[test]
-        fn what_is_saved_is_loaded(saved in prop::collection::vec(any::<u8>(), 1..=256)) {
+        fn saved_state_survives_load(saved in prop::collection::vec(any::<u8>(), 1..=256)) {
             let mut policy = Policy::new(options(saved.len(), saved.len() as u64));
             let mut sets = [vec![0; policy.set_bytes()], vec![0; policy.set_bytes()]];
             policy.load(&mut sets[0], (0..=255).zip(saved.iter().copied()));
@@ -403,8 +404,9 @@ mod tests {
         }
     }
 
+    /// After a restart, the line that was hot before is evicted last.
     #[test]
-    fn what_was_hot_before_a_restart_leaves_last() {
+    fn hot_line_survives_restart() {
         let mut policy = Policy::new(options(4, 4));
         let mut set = vec![0; policy.set_bytes()];
         for line in 0..4 {
@@ -425,8 +427,9 @@ mod tests {
         assert_eq!(again.victim(&mut set, |_| true), Some(2));
     }
 
+    /// Ways that the caller keeps empty do not count when a set is checked for being full.
     #[test]
-    fn a_set_is_full_without_the_ways_that_are_kept_empty() {
+    fn spare_ways_count_as_full() {
         let admitted = |spare_ways| {
             let mut policy = Policy::new(PolicyOptions {
                 spare_ways,
@@ -445,13 +448,13 @@ mod tests {
                 .count()
         };
         assert_eq!(admitted(0), 1000);
-        // What it has not learnt yet to be of little worth comes in.
+        // Lines that are not yet known to have a low score are admitted.
         assert!(admitted(4) < 1000);
     }
 
-    /// Victims are found several at a time; one that is used, or dropped, meanwhile is none any more.
+    /// Several victims are found at once; one that is used or dropped before its turn is not returned again.
     #[test]
-    fn a_victim_that_is_used_again_stays() {
+    fn touched_victim_is_not_returned() {
         let mut policy = Policy::new(options(256, 1 << 20));
         let mut set = vec![0; policy.set_bytes()];
         for way in 0..=255 {
@@ -469,8 +472,9 @@ mod tests {
         }
     }
 
+    /// A cache with a budget writes no more than that in a day, and at least half of it.
     #[test]
-    fn a_budget_is_kept() {
+    fn admission_keeps_budget() {
         let lines = 1 << 10;
         let budget = 24 << 20;
         let mut policy = Policy::new(PolicyOptions {
@@ -478,15 +482,15 @@ mod tests {
             ..options(256, lines)
         });
         let mut set = vec![0; policy.set_bytes()];
-        // New lines all the time, each of which a cache with room lets in.
+        // New lines all the time, each of which a cache with free ways admits.
         let admitted = (0..86_400u64).filter(|line| policy.admit(&mut set, *line, context(true, *line)));
         let bytes = admitted.count() as u64 * 4096;
         assert!(bytes <= budget && bytes >= budget / 2, "{bytes} of {budget}");
     }
 
-    /// A small cache that is busy for weeks has more ticks than there are numbers.
+    /// The tick counter of a small busy cache overflows after weeks; the policy must still work.
     #[test]
-    fn ticks_may_run_out() {
+    fn ticks_may_overflow() {
         let mut policy = Policy::new(options(4, 4));
         policy.tick = u32::MAX - 300;
         let mut set = vec![0; policy.set_bytes()];
@@ -506,9 +510,9 @@ mod tests {
         );
     }
 
-    /// Stamps are a byte; a set that is not looked at for long must not take old lines for new ones.
+    /// Stamps are one byte; lines of a set that is not accessed for long must not seem recent after an overflow.
     #[test]
-    fn lines_of_a_set_that_nobody_asked_for_stay_old() {
+    fn idle_set_lines_stay_old() {
         let mut policy = Policy::new(options(256, 512));
         let mut sets = [vec![0; policy.set_bytes()], vec![0; policy.set_bytes()]];
         policy.insert(&mut sets[0], 7, 7, context(false, 0));

@@ -1,5 +1,4 @@
-//! Traces replayed through policies: the lines that a trace asks for, one after the other, and what a cache makes of
-//! them.
+//! Replay of traces through policies: the lines that a trace accesses, and the results of a cache.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,16 +9,16 @@ use crate::policy::{Access, Admission, Context, Policy, PolicyOptions};
 use crate::reference::{Arc, Ask, Cache, Larc, Lru, Outcome, S3Fifo, Sieve, WTinyLfu};
 use crate::trace::Request;
 
-/// A trace as lines.
+/// Trace as accesses to lines.
 pub struct Lines {
-    /// Each line that is asked for, in order.
+    /// Accesses in order, one for each line.
     pub accesses: Vec<Ask>,
-    /// The number of each key's line on the disk.
+    /// Number of each key's line on the disk.
     pub lines: Vec<u64>,
 }
 
 impl Lines {
-    /// The lines of `line_bytes` that requests touch.
+    /// Converts requests to accesses of lines of `line_bytes`.
     pub fn new(requests: &[Request], line_bytes: u64) -> Self {
         let mut keys = HashMap::new();
         let mut lines = Vec::new();
@@ -47,38 +46,38 @@ impl Lines {
         Self { accesses, lines }
     }
 
-    /// How many different lines there are.
+    /// Returns the number of different lines.
     pub fn footprint(&self) -> usize {
         self.lines.len()
     }
 }
 
-/// What came of a replay, in lines.
+/// Result of a replay, in lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Asked for.
+    /// Accessed lines.
     pub accesses: u64,
-    /// Found.
+    /// Hits.
     pub hits: u64,
-    /// Brought into the cache, each written to the SSD.
+    /// Lines stored in the cache, each of which was written to the SSD.
     pub filled: u64,
-    /// Written to the SSD: those brought in, and those written by the guest while in the cache.
+    /// Lines written to the SSD: those stored, and cached ones that the guest wrote.
     pub written: u64,
 }
 
 impl Counts {
-    /// In percent.
+    /// Returns the hit ratio in percent.
     pub fn hit_ratio(&self) -> f64 {
         100.0 * self.hits as f64 / self.accesses.max(1) as f64
     }
 }
 
-/// What a trace is replayed through.
+/// Policy that a trace is replayed through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contender {
     /// Larder's own policy.
     Larder,
-    /// The same, but all is let in.
+    /// Larder's own policy, which admits all lines.
     LarderAll,
     /// [`crate::reference::Lru`].
     Lru,
@@ -95,7 +94,7 @@ pub enum Contender {
 }
 
 impl Contender {
-    /// All, Larder's own first.
+    /// All policies, Larder's own first.
     pub const ALL: [Self; 8] = [
         Self::Larder,
         Self::LarderAll,
@@ -107,7 +106,7 @@ impl Contender {
         Self::WTinyLfu,
     ];
 
-    /// For tables.
+    /// Returns the name for tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Larder => "Larder",
@@ -121,8 +120,8 @@ impl Contender {
         }
     }
 
-    /// Replays all accesses through an empty cache of at most `capacity` lines of `line_bytes`. Larder's own policy keeps
-    /// to a budget, in bytes a day.
+    /// Replays all accesses through an empty cache of at most `capacity` lines of `line_bytes`. Larder's own policy
+    /// respects `budget`, in bytes a day.
     pub fn replay(self, lines: &Lines, capacity: usize, line_bytes: u32, budget: Option<u64>) -> Counts {
         let keys = lines.footprint();
         let larder = |admission| {
@@ -166,13 +165,13 @@ fn replay(lines: &Lines, mut cache: impl Cache) -> Counts {
     counts
 }
 
-/// Marks a key without a way, and a way without a key.
+/// Value of a key without a way, and of a way without a key.
 const NONE: u32 = u32::MAX;
 
-/// How Larder's own policy is replayed.
+/// Options of Larder's own policy in a replay.
 #[derive(Clone, Copy, Debug)]
 struct LarderOptions {
-    /// Lines at most.
+    /// The most lines.
     capacity: u64,
     line_bytes: u32,
     admission: Admission,
@@ -180,24 +179,24 @@ struct LarderOptions {
     budget: Option<u64>,
 }
 
-/// Larder's own policy, in sets, as the disk cache uses it.
+/// Larder's own policy in sets, as the disk cache uses it.
 struct Larder<'a> {
     policy: Policy,
     geometry: Geometry,
     line_bytes: u64,
-    /// The states of the sets, one after the other.
+    /// States of all sets, one after the other.
     sets: Vec<u8>,
-    /// By key: the number of its line, and the way that it is in.
+    /// Number of each key's line; `way_of` has the way that the key is in.
     lines: &'a [u64],
     way_of: Vec<u32>,
-    /// By set and way.
+    /// Key by set and way.
     key_in: Vec<u32>,
-    /// By set: ways that were given out. None becomes free again here.
+    /// Number of ways in use, by set. In a replay a way never becomes free again.
     used: Vec<usize>,
 }
 
 impl<'a> Larder<'a> {
-    /// An empty cache, for keys that stand for these `lines`.
+    /// Creates an empty cache; `lines` has the line of each key.
     fn new(lines: &'a [u64], options: LarderOptions) -> Self {
         let geometry = Geometry::new(options.capacity, 1);
         let policy = Policy::new(PolicyOptions {

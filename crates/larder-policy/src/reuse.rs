@@ -1,28 +1,28 @@
-//! When lines are used again, learnt from a sample of them.
+//! Reuse times of lines, learnt from a sample.
 //!
-//! Sampling is spatial, as in SHARDS (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 15): a line is
-//! of the sample if its hash is below a threshold, so of a line that is, all uses are seen. The sample is a table of a
+//! Sampling is spatial, as in SHARDS (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 15): a line
+//! is sampled if its hash is below a threshold, so all uses of a sampled line are seen. The sample is a table of
 //! fixed size; the threshold is such that the lines that can be used within [`HORIZON`] ticks fill half of it.
 
 use crate::age::{AGES, HORIZON, age};
 use crate::class::{self, Class};
 
-/// Entries of the table, and of one of its buckets.
+/// Entries of the table; [`BUCKET`] is the number of entries in a bucket.
 const ENTRIES: usize = 16 << 10;
 const BUCKET: usize = 4;
 
 #[derive(Clone, Copy, Default)]
 struct Entry {
-    /// A part of the hash that does not choose the bucket.
+    /// Part of the hash that does not choose the bucket.
     tag: u32,
-    /// When the line was used last.
+    /// Tick of the line's last use.
     tick: u32,
-    /// And as what; 0 if there is no line.
+    /// Class of the line's last use; 0 if the entry is empty.
     class: u8,
 }
 
-/// How often lines of a class were used again after so many ticks; and how often they had not been, when they were
-/// lost sight of. Both fade.
+/// Reuse statistics of a class by age: how often lines were used again, and how often they had not been when they
+/// left the sample. Both fade.
 #[derive(Clone, Copy)]
 pub(crate) struct Times {
     pub(crate) reused: [f32; AGES],
@@ -36,15 +36,15 @@ const NEVER: Times = Times {
 
 pub(crate) struct Reuse {
     entries: Vec<Entry>,
-    /// Hashes below it are of the sample.
+    /// Highest hash of sampled lines.
     threshold: u64,
-    /// The entry that is looked at next, whether it is too old.
+    /// Entry that was last checked for being too old.
     hand: usize,
     times: Vec<Times>,
 }
 
 impl Reuse {
-    /// For a cache in which so many uses of lines make up the horizon.
+    /// Creates a sample for a cache in which `horizon` uses of lines make up the horizon.
     pub(crate) fn new(horizon: u64) -> Self {
         let entries = (2 * horizon).next_power_of_two().clamp(64, ENTRIES as u64) as usize;
         let share = entries as f64 / 2.0 / horizon as f64;
@@ -56,7 +56,7 @@ impl Reuse {
         }
     }
 
-    /// A line was used; it is of `class` from now on.
+    /// Records a use of a line, which is of `class` from now on.
     pub(crate) fn used(&mut self, hash: u64, class: Class, tick: u32) {
         if hash <= self.threshold {
             self.note(hash, class, tick);
@@ -104,7 +104,7 @@ impl Reuse {
         }
     }
 
-    /// What has been learnt up to `tick`, by class; lines whose next use is yet to come are counted as lost now.
+    /// Returns the statistics up to `tick`, by class. Lines whose next use is still to come count as ended now.
     pub(crate) fn times(&self, tick: u32) -> Vec<Times> {
         let mut times = self.times.clone();
         for entry in self.entries.iter().filter(|entry| entry.class != 0) {
@@ -113,7 +113,7 @@ impl Reuse {
         times
     }
 
-    /// What was learnt so far counts for less.
+    /// Multiplies all statistics by `by`, so that newer ones outweigh them.
     pub(crate) fn fade(&mut self, by: f32) {
         for times in &mut self.times {
             times

@@ -1,4 +1,4 @@
-//! The state of one set: what is known about each line, when it was used last, and what left a short while ago.
+//! State of one set: class and last use of each line, and recently evicted lines.
 //!
 //! ```text
 //! 0        4       6       8        9       10        24      24+w    24+2w      24+4w
@@ -6,12 +6,13 @@
 //! | u32    | u16   | u16   | u8     | u8    | u8 x14  | u8 xw | u8 xw | u16 xw   |
 //! ```
 //!
-//! `class` is by way, 0 where no line is. `stamp` is the lower byte of the tick at which the line was used last. A byte
-//! tells 256 ticks apart, so `swept` has the tick at which stamps were last known to be of the [`STAMP_AGE_MAX`] ticks
-//! before; before they can be mistaken, those that are too old are moved on. `ghosts` is a ring of what left or was not
-//! let in; `next` is where the next one goes. A ghost is 13 bits of the line's hash, and its uses. `lines` is how many there
-//! are. `victims` are `count` of the ways that are worth least, the least last, as of the tick whose lower byte is
-//! `ranked`: a look at all ways finds several, so that there need not be one for each.
+//! `class` is by way, 0 for an empty way. `stamp` is the lower byte of the tick of the line's last use. A byte
+//! represents only 256 ticks, so `swept` has the last tick at which no stamp was older than [`STAMP_AGE_MAX`]. Before
+//! stamps become ambiguous, a sweep moves those that are too old forward. `ghosts` is a ring of lines that were
+//! evicted or not admitted; `next` is the position of the next one. A ghost consists of 13 bits of the line's hash,
+//! and its uses. `lines` is the number of lines. `victims` has `count` ways with the lowest scores, the lowest last,
+//! as of the tick whose lower byte is `ranked`: one scan of all ways finds several, so that not every eviction needs
+//! a scan.
 
 use crate::age::{AGE_OF, AGES, HORIZON, age};
 use crate::class::{self, Class, USES_MAX};
@@ -20,7 +21,7 @@ use crate::worth::RANK_NONE;
 
 const HEADER: usize = 24;
 
-/// Where the fields of the header are.
+/// Offsets of the fields of the header.
 const NEXT: usize = 4;
 const LINES: usize = 6;
 const RANKED: usize = 8;
@@ -29,25 +30,25 @@ const VICTIMS: usize = 10;
 
 const VICTIMS_MAX: usize = HEADER - VICTIMS;
 
-/// Victims are looked for in so many parts of a set, one in each.
+/// Parts of a set in each of which a scan finds one victim.
 const PARTS: usize = 32;
 
-/// The age, in ticks, that a stamp has at most after a sweep, and how long until the next one.
+/// The highest age of a stamp after a sweep, in ticks. [`SWEEP_TICKS`] is the interval of sweeps.
 const STAMP_AGE_MAX: u32 = HORIZON;
 const SWEEP_TICKS: u32 = 32;
 
-/// Bytes of the state of a set.
+/// Returns the bytes of a set's state.
 pub(crate) const fn bytes(ways: usize) -> usize {
     HEADER + 4 * ways
 }
 
-/// Where in the state of a set the bytes are that a hit of `way` changes.
+/// Returns the offsets in a set's state that a hit of `way` changes.
 pub(crate) fn touched(ways: usize, way: u8) -> [usize; 3] {
     let class = HEADER + usize::from(way);
     [0, class, class + ways]
 }
 
-/// A set, over the bytes of its state.
+/// Accessor of a set's state.
 pub(crate) struct Set<'a> {
     header: &'a mut [u8],
     classes: &'a mut [u8],
@@ -57,7 +58,7 @@ pub(crate) struct Set<'a> {
 }
 
 impl<'a> Set<'a> {
-    /// The set as of `tick`, which never decreases.
+    /// Wraps a set's state as of `tick`, which never decreases.
     pub(crate) fn new(state: &'a mut [u8], ways: usize, tick: u32) -> Self {
         assert_eq!(
             state.len(),
@@ -101,19 +102,19 @@ impl<'a> Set<'a> {
         age(u32::from((self.tick as u8).wrapping_sub(stamp)))
     }
 
-    /// The class of the line in `way`, if there is one.
+    /// Returns the class of the line in `way`, if there is one.
     pub(crate) fn class(&self, way: u8) -> Option<Class> {
         Some(self.classes[usize::from(way)])
             .filter(|class| *class != 0)
             .map(Class::from_number)
     }
 
-    /// The class of the line in `way`, and its age, if there is one.
+    /// Returns class and age of the line in `way`, if there is one.
     pub(crate) fn line(&self, way: u8) -> Option<(Class, usize)> {
         Some((self.class(way)?, self.age_of(self.stamps[usize::from(way)])))
     }
 
-    /// The line in `way` is of this class, and was used `ticks` ago.
+    /// Records that the line in `way` is of `class`, and was used `ticks` ago.
     pub(crate) fn put(&mut self, way: u8, class: Class, ticks: u32) {
         let here = &mut self.classes[usize::from(way)];
         let new = *here == 0;
@@ -126,7 +127,7 @@ impl<'a> Set<'a> {
         }
     }
 
-    /// `way` has no line.
+    /// Marks `way` as empty.
     pub(crate) fn clear(&mut self, way: u8) {
         let class = std::mem::take(&mut self.classes[usize::from(way)]);
         if class != 0 {
@@ -135,7 +136,7 @@ impl<'a> Set<'a> {
         }
     }
 
-    /// `way` is not one of the next victims.
+    /// Removes `way` from the next victims.
     fn spare(&mut self, way: u8) {
         let count = usize::from(self.header[COUNT]);
         let victims = &mut self.header[VICTIMS..VICTIMS + count];
@@ -157,12 +158,12 @@ impl<'a> Set<'a> {
         self.field(LINES)
     }
 
-    /// Whether every way has a line, but for some that are kept without one.
+    /// Returns whether every way has a line, except for `spare_ways`.
     pub(crate) fn is_full(&self, spare_ways: usize) -> bool {
         self.lines() + spare_ways >= self.classes.len()
     }
 
-    /// The way of the line that is worth least, if there is a line, by worths of classes and ages.
+    /// Returns the way with the lowest score, if there is a line; `worths` has the scores by class and age.
     pub(crate) fn least(&mut self, worths: &[u32]) -> Option<u8> {
         if self.header[COUNT] == 0 || self.header[RANKED] != self.tick as u8 {
             self.rank(worths);
@@ -171,7 +172,7 @@ impl<'a> Set<'a> {
         (count > 0).then(|| self.header[VICTIMS + count - 1])
     }
 
-    /// The same of the lines that are `allowed`.
+    /// Returns the `allowed` way with the lowest score, if there is one.
     pub(crate) fn least_of(&mut self, worths: &[u32], mut allowed: impl FnMut(u8) -> bool) -> Option<u8> {
         let first = self.least(worths)?;
         if allowed(first) {
@@ -194,15 +195,14 @@ impl<'a> Set<'a> {
 
     #[inline(never)]
     fn rank(&mut self, worths: &[u32]) {
-        // A worth and its way are one number.
+        // Score and way are packed into one number.
         let mut all = [u32::MAX; WAYS_MAX];
         let now = self.tick as u8;
         for (way, ((number, class), stamp)) in all.iter_mut().zip(&*self.classes).zip(&*self.stamps).enumerate() {
             let age = AGE_OF[usize::from(now.wrapping_sub(*stamp))];
             *number = worths[usize::from(*class) % class::COUNT * AGES + usize::from(age)] << 8 | way as u32;
         }
-        // The least of each of a few parts of the set, of which the least is the least of all, and the next ones nearly the
-        // next ones.
+        // Takes the minimum of each part. The overall minimum is exact; the runners-up are approximate.
         let mut least = [u32::MAX; PARTS];
         for part in all.chunks_exact(PARTS) {
             for (least, number) in least.iter_mut().zip(part) {
@@ -227,12 +227,12 @@ impl<'a> Set<'a> {
         self.ghosts[2 * index..2 * index + 2].copy_from_slice(&ghost.to_le_bytes());
     }
 
-    /// Where the ghost of a line is.
+    /// Returns the position of a line's ghost.
     pub(crate) fn find_ghost(&self, hash: u64) -> Option<usize> {
         const PIECE: usize = 64;
         let wanted = ghost(hash, 0);
         let is = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & !u16::from(USES_MAX) == wanted;
-        // A piece is compared without a branch, which the compiler makes a few instructions.
+        // Each piece is compared without a branch, which compiles to a few vector instructions.
         for (piece, ghosts) in self.ghosts.chunks(PIECE).enumerate() {
             if ghosts.chunks_exact(2).fold(false, |found, ghost| found | is(ghost)) {
                 let within = ghosts.chunks_exact(2).position(is)?;
@@ -242,17 +242,17 @@ impl<'a> Set<'a> {
         None
     }
 
-    /// How often the line was used whose ghost is there.
+    /// Returns the number of uses in a ghost.
     pub(crate) fn ghost_uses(&self, index: usize) -> u8 {
         self.ghost_at(index) as u8 & USES_MAX
     }
 
-    /// The ghost there is of a line that is here now.
+    /// Removes the ghost of a line that is in the set now.
     pub(crate) fn forget(&mut self, index: usize) {
         self.set_ghost(index, 0);
     }
 
-    /// A line that is not here, and no ghost, is remembered.
+    /// Adds the ghost of a line that is not in the set.
     pub(crate) fn remember(&mut self, hash: u64, uses: u8) {
         let next = self.field(NEXT);
         self.set_ghost(next, ghost(hash, uses));
@@ -260,7 +260,7 @@ impl<'a> Set<'a> {
     }
 }
 
-/// What a ghost is; never 0.
+/// Encodes a ghost; never 0.
 fn ghost(hash: u64, uses: u8) -> u16 {
     let bits = (hash >> 48) as u16 & !u16::from(USES_MAX);
     bits.max(u16::from(USES_MAX) + 1) | u16::from(uses.min(USES_MAX))

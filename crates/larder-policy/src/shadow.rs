@@ -1,9 +1,9 @@
-//! Small caches beside the real one, which show what other ways to value lines would have brought.
+//! Miniature caches that simulate alternative scores of lines next to the real cache.
 //!
-//! Each is a cache of a few sets for the lines of a sample (by hash, as in SHARDS), smaller than the real one by as much
-//! as the sample is smaller than all lines; Waldspurger et al., "Cache Modeling and Optimization using Miniature
-//! Simulations", ATC 17, show that such a cache hits about as often as the real one would. All see the same lines, so
-//! what differs between them is the way to value lines.
+//! Each is a cache of a few sets for a sample of the lines (by hash, as in SHARDS). It is smaller than the real cache
+//! by the same factor as the sample is smaller than all lines. Waldspurger et al., "Cache Modeling and Optimization
+//! using Miniature Simulations", ATC 17, show that its hit ratio is close to that of the real cache. All miniature
+//! caches see the same lines, so that they differ by their scores only.
 
 use crate::admission::is_worth_it;
 use crate::class::{Class, count};
@@ -11,34 +11,34 @@ use crate::policy::{Admission, Context};
 use crate::set::{self, Set};
 use crate::worth::Worths;
 
-/// Ways of a set, and sets at most.
+/// Ways of a set; [`SETS_MAX`] is the most sets.
 const WAYS: usize = 64;
 const SETS_MAX: u64 = 64;
 
-/// The sample is at most this share of all lines, so that it costs little for each use.
+/// Largest share of the lines that is sampled, which bounds the cost per use.
 const SHARE_MAX: f64 = 1.0 / 16.0;
 
-/// After so many uses of lines of the sample what was counted is looked at, and then counts for so much less.
+/// Sampled uses between two comparisons of the caches; after each, the counts are multiplied by [`FADE`].
 const LOOK_USES: u32 = 1024;
 const FADE: f32 = 0.97;
 
-/// Another way to value lines than the first, or than the one before, must bring more hits by this share of the uses.
+/// Share of the uses by which other scores must bring more hits than the first ones, or than the present ones.
 const GAIN_MIN: f32 = 0.01;
 
-/// No line.
+/// Tag of an empty way.
 const NONE: u32 = 0;
 
-/// A small cache.
+/// One miniature cache.
 struct Shadow {
     sets: Vec<u8>,
-    /// By set and way, a part of the line's hash.
+    /// Part of the line's hash, by set and way.
     tags: Vec<u32>,
     hits: f32,
 }
 
-/// Several, one for each way to value lines.
+/// Miniature caches, one for each kind of scores.
 pub(crate) struct Shadows {
-    /// Hashes below it are of the sample.
+    /// Highest hash of sampled lines.
     threshold: u64,
     sets: u64,
     shadows: Vec<Shadow>,
@@ -48,7 +48,8 @@ pub(crate) struct Shadows {
 }
 
 impl Shadows {
-    /// For a cache of so many lines, and `count` ways to value them, of which the first is taken at first.
+    /// Creates `count` miniature caches for a cache of `lines` lines; the first one is the best until others have
+    /// proved better.
     pub(crate) fn new(lines: u64, count: usize) -> Self {
         let sets = (lines as f64 * SHARE_MAX / WAYS as f64) as u64;
         let sets = sets.clamp(1, SETS_MAX);
@@ -68,17 +69,17 @@ impl Shadows {
         }
     }
 
-    /// Whether the line with this hash is of the sample.
+    /// Returns whether the line with this hash is sampled.
     pub(crate) fn has(&self, hash: u64) -> bool {
         hash <= self.threshold
     }
 
-    /// The way to value lines that brings most.
+    /// Returns the index of the scores with the most hits.
     pub(crate) fn best(&self) -> usize {
         self.best
     }
 
-    /// A line of the sample was used; `random` is any number.
+    /// Records a use of a sampled line; `random` is an arbitrary number.
     pub(crate) fn used(&mut self, hash: u64, context: &Context, tick: u32, random: u64, worths: &[Worths]) {
         let place = (hash % self.sets) as usize;
         for (shadow, worths) in self.shadows.iter_mut().zip(worths) {
@@ -92,7 +93,7 @@ impl Shadows {
         }
     }
 
-    /// The first way, and the one that is taken now, have a lead.
+    /// Chooses the best scores; the first ones and the present ones have a lead.
     fn look(&mut self) {
         let lead = GAIN_MIN * self.uses;
         let score = |index: usize| {
@@ -118,7 +119,7 @@ impl Shadow {
             set.put(way as u8, Class::new(context, uses), 0);
             return;
         }
-        // A ghost keeps the upper bits, which say little about lines of the sample; those of the tag are as good as any.
+        // A ghost has the upper bits of a hash, which hardly differ among sampled lines; the bits of the tag do.
         let hash = ghost_hash(tag);
         let ghost = set.find_ghost(hash);
         let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), random));
@@ -143,7 +144,7 @@ impl Shadow {
     }
 }
 
-/// What ghosts are made of, of the line with this tag.
+/// Returns the hash for the ghost of the line with this tag.
 fn ghost_hash(tag: u32) -> u64 {
     u64::from(tag) << 32
 }
@@ -156,7 +157,7 @@ mod tests {
     use crate::hash::mix;
     use crate::policy::Access;
 
-    /// Uses of lines, of all of which half are of the last 300, through the best of these ways; which one that is.
+    /// Returns the index of the best scores after many uses, half of which are of the last 300 lines.
     fn best_of(worths: &[Worths]) -> usize {
         let mut shadows = Shadows::new(1 << 14, worths.len());
         let context = Context {
@@ -178,15 +179,17 @@ mod tests {
         shadows.best()
     }
 
+    /// Scores that bring more hits replace the first ones.
     #[test]
-    fn the_way_that_brings_more_hits_takes_over() {
+    fn better_scores_take_over() {
         let worst = || Worths::fixed(|_, ticks| 1.0 + ticks);
         assert_eq!(best_of(&[worst(), Worths::recency(), worst()]), 1);
         assert_eq!(best_of(&[worst(), worst(), Worths::recency()]), 2);
     }
 
+    /// Among equally good scores the first ones are kept.
     #[test]
-    fn among_equals_the_first_stays() {
+    fn first_scores_win_ties() {
         assert_eq!(
             best_of(&[Worths::recency(), Worths::recency(), Worths::uses_by_age()]),
             0

@@ -1,4 +1,4 @@
-//! Traces that are made up: each has one trait that is hard for some policy. The same at every run.
+//! Synthetic traces, each with one trait that is hard for some policy. They are the same in every run.
 
 use crate::hash::mix;
 use crate::trace::Request;
@@ -9,27 +9,28 @@ pub const LINE: u64 = 4096;
 const LINES: u64 = 50_000;
 const ACCESSES: u64 = 1_500_000;
 
-/// What there is, by name.
+/// Kind of a synthetic trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Synthetic {
-    /// Zipf's law (exponent 0.9); what is hot moves on all the time.
+    /// Zipf's law (exponent 0.9) with a hot set that moves continuously.
     ZipfDrift,
-    /// Zipf's law, and after every 2,000 reads 4,000 lines in a row of what is never read again soon.
+    /// Zipf's law, and after every 2,000 reads a scan of 4,000 lines that are not read again soon.
     ZipfScans,
-    /// All lines in turn.
+    /// Loop over all lines.
     Loop,
-    /// Half of the reads by Zipf's law, half a loop over as many lines again.
+    /// Half of the reads by Zipf's law, half a loop over as many other lines.
     ZipfLoop,
-    /// All lines alike.
+    /// Uniform distribution over all lines.
     Uniform,
-    /// By turns: Zipf's law, a loop over a third of the lines, other lines by Zipf's law, what was read lately.
+    /// Alternating phases: Zipf's law, a loop over a third of the lines, Zipf's law over other lines, recently read
+    /// lines.
     Phases,
-    /// What was read a short while ago (LRU is best).
+    /// Recently read lines (LRU is best).
     Recent,
 }
 
 impl Synthetic {
-    /// All.
+    /// All synthetic traces.
     pub const ALL: [Self; 7] = [
         Self::ZipfDrift,
         Self::ZipfScans,
@@ -40,7 +41,7 @@ impl Synthetic {
         Self::Recent,
     ];
 
-    /// Its name in tables and on the command line.
+    /// Returns the name for tables and the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::ZipfDrift => "zipf-drift",
@@ -53,7 +54,7 @@ impl Synthetic {
         }
     }
 
-    /// Its requests, of a line each.
+    /// Returns the requests, of one line each.
     pub fn requests(self) -> Vec<Request> {
         let zipf = Zipf::new(LINES, 0.9);
         let mut random = Random(self as u64);
@@ -90,7 +91,7 @@ impl Synthetic {
     }
 }
 
-/// One that was read lately, the later the likelier, or now and then any.
+/// Returns a recently read line, more recent ones with higher probability; in one of five cases any line.
 fn recent_line(recent: &[u64], at: u64, random: &mut Random) -> u64 {
     if random.below(5) == 0 || at == 0 {
         return random.below(LINES);
@@ -101,7 +102,7 @@ fn recent_line(recent: &[u64], at: u64, random: &mut Random) -> u64 {
     recent[(at - distance.min(at)) as usize % recent.len()]
 }
 
-/// Elsewhere, and not side by side.
+/// Maps a line to another position, such that neighbours are scattered.
 fn scatter(line: u64) -> u64 {
     mix(line) % LINES
 }
@@ -119,7 +120,7 @@ impl Random {
     }
 }
 
-/// Draws numbers whose frequency falls with a power of the number.
+/// Generator of numbers whose frequency falls with a power of the number.
 struct Zipf {
     sums: Vec<f64>,
 }

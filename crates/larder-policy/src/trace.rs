@@ -1,10 +1,10 @@
-//! Traces of what was once asked of a disk, read from files.
+//! Reader of traces of disk requests.
 //!
-//! Formats, told apart by what the file begins with; each may be compressed with zstd:
+//! Formats, detected by the beginning of the file; each may be compressed with zstd:
 //! - vscsi 1 (CloudPhysics, libCacheSim): little-endian records of 32 bytes, `number u32, length u32 (bytes),
 //!   segments u32, command u16 (SCSI), version u16, block u64 (512 bytes), time u64 (microseconds)`.
-//! - that of the ARC paper: lines of text, `first count ignored number`, each a read of `count` blocks from block
-//!   `first`; how large a block is, the file does not say.
+//! - the ARC paper's format: lines of text, `first count ignored number`, each a read of `count` blocks from block
+//!   `first`. The size of a block is not in the file.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -14,33 +14,33 @@ use std::time::Duration;
 /// Bytes of a block of vscsi.
 const SECTOR: u64 = 512;
 
-/// Bytes of a record of vscsi, and where its version is.
+/// Bytes of a record of vscsi; [`VSCSI_VERSION`] is the offset of its version.
 const VSCSI_RECORD: usize = 32;
 const VSCSI_VERSION: usize = 14;
 
-/// SCSI's READ and WRITE, with 6, 10, 12 and 16 bytes.
+/// SCSI commands READ with 6, 10, 12 and 16 bytes; [`WRITES`] has the commands WRITE.
 const READS: [u16; 4] = [0x08, 0x28, 0xa8, 0x88];
 const WRITES: [u16; 4] = [0x0a, 0x2a, 0xaa, 0x8a];
 
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// No request is longer: a number that says otherwise is not one.
+/// The longest request in bytes; a longer one in a trace is an error.
 const LENGTH_MAX: u64 = 1 << 30;
 
-/// A read or write.
+/// Request of a trace: a read or a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Or else a read.
+    /// Set for a write, unset for a read.
     pub write: bool,
-    /// Where, in bytes.
+    /// Offset in bytes.
     pub start: u64,
-    /// How much, in bytes; not 0.
+    /// Length in bytes; not 0.
     pub len: u64,
-    /// When, since any one moment; `None` if the trace does not say.
+    /// Time since an arbitrary moment; `None` if it is not in the trace.
     pub at: Option<Duration>,
 }
 
-/// What a trace is written in.
+/// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// CloudPhysics' records.
@@ -49,56 +49,56 @@ pub enum Format {
     Arc,
 }
 
-/// A trace, in order.
+/// Trace with its requests in order.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    /// What it was written in.
+    /// Format of the file.
     pub format: Format,
-    /// At least one.
+    /// Requests, at least one.
     pub requests: Vec<Request>,
 }
 
-/// Why a trace cannot be read.
+/// Error of reading a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// By the operating system, or the decompressor.
+    /// The operating system or the decompressor reported an error.
     #[error("cannot read the trace {path}: {source}")]
     Read {
-        /// The file.
+        /// Path of the trace.
         path: PathBuf,
-        /// What went wrong.
+        /// Cause of the error.
         source: io::Error,
     },
-    /// There is nothing in it.
+    /// The trace has no requests.
     #[error("the trace {path} has no requests")]
     Empty {
-        /// The file.
+        /// Path of the trace.
         path: PathBuf,
     },
-    /// It does not begin as any known one does.
+    /// The beginning of the file fits no known format.
     #[error(
         "{path} is no trace that Larder knows: it begins neither with a record of vscsi 1 nor with a line \
          'first count ignored number'"
     )]
     UnknownFormat {
-        /// The file.
+        /// Path of the trace.
         path: PathBuf,
     },
-    /// It begins well, but goes on otherwise.
+    /// A later part of the file does not fit its format.
     #[error("the trace {path} is damaged: {unit} {number} {what}")]
     Damaged {
-        /// The file.
+        /// Path of the trace.
         path: PathBuf,
-        /// What its requests are: records or lines.
+        /// Unit of the format: record or line.
         unit: &'static str,
-        /// Which one, from 1.
+        /// Number of the unit, from 1.
         number: usize,
-        /// What is wrong with it.
+        /// Description of the damage.
         what: String,
     },
 }
 
-/// Reads a trace. A block of the ARC paper's format is taken to be `block` bytes.
+/// Reads a trace. In the ARC paper's format a block is `block` bytes.
 ///
 /// # Errors
 /// The file cannot be read, is empty, is of another format, or damaged.
@@ -151,11 +151,11 @@ fn format_of(begin: &[u8]) -> Option<Format> {
     let command = begin.get(12..14).map(|bytes| number(bytes) as u16)?;
     let known = READS.contains(&command) || WRITES.contains(&command);
     let version = begin.get(VSCSI_VERSION..VSCSI_VERSION + 2).map(number)?;
-    // The version is the upper byte, as libCacheSim reads it.
+    // The version is the upper byte, as in libCacheSim.
     (known && version >> 8 == 1).then_some(Format::Vscsi)
 }
 
-/// A little-endian number.
+/// Decodes a little-endian number.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
@@ -232,7 +232,7 @@ fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, Trac
     requests.collect()
 }
 
-/// The offset of a block, if a request of this length can be there.
+/// Returns the offset of a block, if a request of this length can be there.
 fn place(first: u64, block: u64, len: u64) -> Result<u64, String> {
     if len == 0 || len > LENGTH_MAX {
         return Err(format!("is of {len} bytes; a request has 1 to {LENGTH_MAX}"));
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_vscsi_is_a_request_at_its_time() {
+    fn vscsi_record_becomes_timed_request() {
         let bytes = [record(0x8a, 8192, 5 << 32, 3_000_000), record(0x28, 512, 7, 3_000_001)].concat();
         let trace = parsed(&bytes).expect("a trace");
         assert_eq!(trace.format, Format::Vscsi);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_arc_is_a_read_of_its_blocks() {
+    fn arc_line_becomes_read() {
         let trace = parsed(b"110765 64 0 0\n7 1 0 1\n").expect("a trace");
         assert_eq!(trace.format, Format::Arc);
         let reads: Vec<(u64, u64)> = trace.requests.iter().map(|read| (read.start, read.len)).collect();
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_may_be_compressed() {
+    fn compressed_trace_is_read() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("trace");
         let packed = zstd::encode_all(&b"1 2 0 0\n"[..], 0).expect("packs");
@@ -303,8 +303,9 @@ mod tests {
         assert!(matches!(read(&path, 512), Err(TraceError::Read { .. })));
     }
 
+    /// Errors of every kind of damage name the place and the cause.
     #[test]
-    fn what_is_wrong_with_a_trace_is_said() {
+    fn trace_errors_name_the_damage() {
         let whole = record(0x28, 512, 7, 0);
         let cases: [(&[u8], &str); 9] = [
             (b"", "a.trace has no requests"),

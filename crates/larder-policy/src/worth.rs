@@ -1,46 +1,46 @@
-//! What a line is worth: how many hits its place brings per tick, if it is kept as long as that is best.
+//! Score of a line: the hits per tick that its slot brings, if the line is kept for the optimal time.
 //!
-//! That is the index of Gittins ("Bandit Processes and Dynamic Allocation Indices", Journal of the Royal Statistical
-//! Society B 41, 1979) of a line of a class that has not been used for so long: the largest, over all ways to go on
-//! waiting, of the probability to see its next use, divided by the time that it takes up a place until then. Hit density
-//! (Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018) is the same idea; here times
-//! of reuse are learnt from a sample of all lines, whatever the cache keeps.
+//! The score is the Gittins index ("Bandit Processes and Dynamic Allocation Indices", Journal of the Royal
+//! Statistical Society B 41, 1979) of a line of a class that has not been used for a given time. It is the maximum,
+//! over all times to wait, of the probability to see the next use, divided by the expected time in the slot. Hit
+//! density (Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018) is the same idea;
+//! here reuse times are learnt from a sample of all lines, cached or not.
 
 use crate::age::{AGES, TICKS, WIDTH};
 use crate::class::{self, Class};
 use crate::reuse::Times;
 
-/// So many lines of average reuse are added to the evidence about each class.
+/// Lines of average reuse that are added to the evidence about each class.
 const PRIOR_LINES: f32 = 8.0;
 
-/// Where there is no line. The way beside it in a number makes that of no line.
+/// Rank of an empty way; together with the way in one number it stays above the numbers of lines.
 pub(crate) const RANK_NONE: u32 = (1 << 24) - 1;
 
-/// What an age takes of a rank.
+/// Bits of a rank that hold the age.
 const AGE_BITS: u32 = 7;
 
-/// By class and age; larger is worth more.
+/// Scores by class and age; a line with a larger one is more valuable.
 pub(crate) struct Worths {
-    /// Numbers of 23 bits, ordered as the worths are; among those alike the older line has less.
+    /// Numbers of 23 bits in the order of the scores; among equal scores the older line has a lower rank.
     ranks: Vec<u32>,
     values: Vec<f32>,
-    /// The probability that a line of the class is used again by that age.
+    /// Probability that a line of the class is used again by that age.
     hits: Vec<f32>,
 }
 
 impl Worths {
-    /// Before anything is known: uses, divided by how long ago the last one was (as in Blankstein, Sen and Freedman,
-    /// "Hyperbolic Caching", ATC 17).
+    /// Returns scores for the time before anything is learnt: uses divided by the time since the last one (as in
+    /// Blankstein, Sen and Freedman, "Hyperbolic Caching", ATC 17).
     pub(crate) fn uses_by_age() -> Self {
         Self::fixed(|class, ticks| f32::from(1u16 << class.uses()) / (1.0 + ticks))
     }
 
-    /// What was used last is worth most, as in LRU.
+    /// Returns scores by the last use alone, as in LRU.
     pub(crate) fn recency() -> Self {
         Self::fixed(|_, ticks| 1.0 / (1.0 + ticks))
     }
 
-    /// What needs no learning: by class, and ticks since the last use.
+    /// Returns scores that need no learning; `value` gets the class, and the ticks since the last use.
     pub(crate) fn fixed(value: impl Fn(Class, f32) -> f32) -> Self {
         let mut worths = Self {
             ranks: vec![RANK_NONE; class::COUNT * AGES],
@@ -56,13 +56,13 @@ impl Worths {
     }
 
     fn set(&mut self, class: usize, age: usize, value: f32) {
-        // Positive floats are ordered as their bits are.
+        // Positive floats have the same order as their bits.
         let rank = value.to_bits() >> 15 << AGE_BITS | (AGES - 1 - age) as u32;
         self.ranks[class * AGES + age] = rank;
         self.values[class * AGES + age] = value;
     }
 
-    /// From what was learnt, by class.
+    /// Computes the scores from learnt reuse times, by class.
     pub(crate) fn learn(&mut self, times: &[Times]) {
         let mut all = [0.0; AGES];
         let mut all_ended = [0.0; AGES];
@@ -82,7 +82,7 @@ impl Worths {
     }
 
     fn learn_class(&mut self, class: usize, reused: impl Fn(usize) -> f32, ended: impl Fn(usize) -> f32) {
-        // From the highest age down; stretches in which waiting on is better than stopping are one.
+        // From the highest age down; stretches in which waiting longer is better are merged.
         let mut stretches = [(0.0f32, 0.0f32); AGES];
         let mut count = 0;
         let mut alive = 0.0;
@@ -105,17 +105,17 @@ impl Worths {
         }
     }
 
-    /// Ranks, for [`crate::set::Set::least`]; those of class 0 are the highest.
+    /// Returns the ranks for [`crate::set::Set::least`]; those of class 0 are the highest.
     pub(crate) fn ranks(&self) -> &[u32] {
         &self.ranks
     }
 
-    /// Hits per tick of the place of a line.
+    /// Returns the score of a line in hits per tick.
     pub(crate) fn value(&self, class: Class, age: usize) -> f32 {
         self.values[usize::from(class.number()) * AGES + age]
     }
 
-    /// The probability that a line of `class`, just used, is used again before its worth falls below `least`.
+    /// Returns the probability that a line of `class`, just used, is used again before its score falls below `least`.
     pub(crate) fn chance(&self, class: Class, least: f32) -> f32 {
         let class = usize::from(class.number());
         let values = &self.values[class * AGES..][..AGES];
@@ -133,7 +133,8 @@ mod tests {
 
     use super::*;
 
-    /// The definition: the best, over all ages to wait until, of hits divided by the time until then.
+    /// Computes the score by its definition: the maximum, over all ages to wait until, of hits divided by the time
+    /// until then.
     fn worth_by_definition(reused: &[f32], ended: &[f32], age: usize) -> f32 {
         let alive = |at: usize| reused[at..].iter().chain(&ended[at..]).sum::<f32>();
         let until = |last: usize| {
@@ -145,8 +146,9 @@ mod tests {
     }
 
     proptest! {
+        /// The scores equal their definition, and the ranks have the same order.
         #[test]
-        fn worths_are_as_defined(
+        fn scores_match_definition(
             reused in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], AGES),
             ended in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], AGES),
         ) {

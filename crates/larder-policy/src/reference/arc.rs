@@ -1,5 +1,6 @@
-//! ARC (Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 03): what was
-//! used once and what was used again are lists of their own, each with ghosts; a hit in the ghosts of one gives it room.
+//! ARC (Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 03): lines
+//! that were used once and lines that were used again are in separate lists, each with ghosts; a ghost hit enlarges
+//! its list.
 
 use super::list::{Lists, OUT};
 use super::{Ask, Cache, Outcome};
@@ -9,16 +10,16 @@ const T2: u8 = 1;
 const B1: u8 = 2;
 const B2: u8 = 3;
 
-/// See the module.
+/// ARC cache. See the module.
 pub struct Arc {
     capacity: usize,
-    /// How long T1 shall be: the paper's p.
+    /// Target length of T1: the paper's p.
     target: usize,
     lists: Lists<4>,
 }
 
 impl Arc {
-    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         Self {
             capacity: capacity.max(1),
@@ -27,7 +28,7 @@ impl Arc {
         }
     }
 
-    /// The paper's REPLACE.
+    /// Performs the paper's REPLACE.
     fn replace(&mut self, ghost_of_t2: bool) {
         let t1 = self.lists.len(T1);
         let from_t1 = t1 > 0 && (t1 > self.target || ghost_of_t2 && t1 == self.target);

@@ -1,5 +1,5 @@
-//! LARC (Huang et al., "Improving Flash-based Disk Cache with Lazy Adaptive Replacement", MSST 2013): LRU that lets in
-//! only what is found in a queue of ghosts, whose length adapts: shorter with each hit, longer with each miss.
+//! LARC (Huang et al., "Improving Flash-based Disk Cache with Lazy Adaptive Replacement", MSST 2013): LRU that admits
+//! only keys in a queue of ghosts. The queue's length adapts: shorter with each hit, longer with each miss.
 
 use super::list::Lists;
 use super::{Ask, Cache, Outcome};
@@ -7,16 +7,16 @@ use super::{Ask, Cache, Outcome};
 const RESIDENT: u8 = 0;
 const GHOST: u8 = 1;
 
-/// See the module.
+/// LARC cache. See the module.
 pub struct Larc {
     capacity: usize,
-    /// How many ghosts there shall be: the paper's C_r, which is not a whole number.
+    /// Target number of ghosts: the paper's C_r, which is not an integer.
     ghosts: f64,
     lists: Lists<2>,
 }
 
 impl Larc {
-    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         let capacity = capacity.max(1);
         Self {

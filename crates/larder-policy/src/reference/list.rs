@@ -1,13 +1,13 @@
-//! Doubly linked lists of keys, of which a key is in at most one.
+//! Doubly linked lists of keys; a key is in at most one of them.
 
 const NONE: u32 = u32::MAX;
 
-/// Which list a key is in; `OUT` for none.
+/// Number of the list of a key that is in none.
 pub(super) const OUT: u8 = u8::MAX;
 
-/// `N` lists. Each has its oldest key at the back.
+/// `N` lists, each with its oldest key at the back.
 pub(super) struct Lists<const N: usize> {
-    /// Towards the front, and towards the back.
+    /// Next key towards the front; `older` is the next key towards the back.
     newer: Vec<u32>,
     older: Vec<u32>,
     list: Vec<u8>,
@@ -17,7 +17,7 @@ pub(super) struct Lists<const N: usize> {
 }
 
 impl<const N: usize> Lists<N> {
-    /// Empty lists for keys below `keys`.
+    /// Creates empty lists for keys below `keys`.
     pub(super) fn new(keys: usize) -> Self {
         Self {
             newer: vec![NONE; keys],
@@ -29,7 +29,7 @@ impl<const N: usize> Lists<N> {
         }
     }
 
-    /// The list that a key is in, or `OUT`.
+    /// Returns the list that a key is in, or `OUT`.
     pub(super) fn list_of(&self, key: u32) -> u8 {
         self.list[key as usize]
     }
@@ -38,17 +38,17 @@ impl<const N: usize> Lists<N> {
         self.len[usize::from(list)]
     }
 
-    /// The oldest key of a list.
+    /// Returns the oldest key of a list.
     pub(super) fn back(&self, list: u8) -> Option<u32> {
         Some(self.back[usize::from(list)]).filter(|key| *key != NONE)
     }
 
-    /// The key before this one, towards the front.
+    /// Returns the next key towards the front.
     pub(super) fn newer(&self, key: u32) -> Option<u32> {
         Some(self.newer[key as usize]).filter(|key| *key != NONE)
     }
 
-    /// Puts a key at the front of a list, from wherever it was.
+    /// Moves a key to the front of a list, from any list or none.
     pub(super) fn push(&mut self, list: u8, key: u32) {
         self.remove(key);
         let front = self.front[usize::from(list)];
@@ -63,7 +63,7 @@ impl<const N: usize> Lists<N> {
         self.len[usize::from(list)] += 1;
     }
 
-    /// Takes a key out of its list, if it is in one.
+    /// Removes a key from its list, if it is in one.
     pub(super) fn remove(&mut self, key: u32) {
         let list = self.list[key as usize];
         if list == OUT {
@@ -82,7 +82,7 @@ impl<const N: usize> Lists<N> {
         self.len[usize::from(list)] -= 1;
     }
 
-    /// Takes the oldest key out of a list.
+    /// Removes the oldest key of a list, and returns it.
     pub(super) fn pop(&mut self, list: u8) -> Option<u32> {
         let key = self.back(list)?;
         self.remove(key);

@@ -1,16 +1,16 @@
-//! LRU: what was not used for longest leaves.
+//! LRU: evicts the line that was not used for longest.
 
 use super::list::{Lists, OUT};
 use super::{Ask, Cache, Outcome};
 
-/// See the module.
+/// LRU cache. See the module.
 pub struct Lru {
     capacity: usize,
     lists: Lists<1>,
 }
 
 impl Lru {
-    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         Self {
             capacity: capacity.max(1),

@@ -1,7 +1,8 @@
-//! The policies that Larder's own is compared with, as their papers have them: of the whole cache, not of sets, and
-//! without regard to what a line costs in memory.
+//! Policies that Larder's own is compared with, as in their papers: for a whole cache instead of sets, and regardless
+//! of the memory for each line.
 //!
-//! Keys are small numbers, from 0 to one less than the number of keys that a policy is made for; larger ones panic.
+//! Keys are small numbers, from 0 to one less than the number of keys that a policy is created for; larger ones
+//! panic.
 
 mod arc;
 mod larc;
@@ -18,33 +19,33 @@ pub use s3_fifo::S3Fifo;
 pub use sieve::Sieve;
 pub use w_tiny_lfu::WTinyLfu;
 
-/// What is asked of a cache.
+/// Access to one line of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// Which line.
+    /// Key of the line.
     pub key: u32,
-    /// How many lines the request wants that this one is part of.
+    /// Number of lines of the whole request.
     pub request_lines: u32,
-    /// It is to be written; or else read.
+    /// Set for a write, unset for a read.
     pub write: bool,
-    /// When, in milliseconds from the first one; 0 if that is not known.
+    /// Time in milliseconds since the first access; 0 if unknown.
     pub at_ms: u32,
 }
 
-/// What became of an access.
+/// Result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The key was in the cache.
     Hit,
-    /// It was not, and is now: its line was written to the SSD.
+    /// The key was stored: its line was written to the SSD.
     Filled,
-    /// It was not, and was not let in.
+    /// The key was not in the cache, and was not admitted.
     Bypassed,
 }
 
-/// A cache that says for each access what becomes of it.
+/// Cache that reports the result of each access.
 pub trait Cache {
-    /// A key is asked for.
+    /// Accesses a key.
     fn access(&mut self, ask: Ask) -> Outcome;
 }
 

@@ -1,6 +1,6 @@
-//! S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023): a small queue of a tenth of the
-//! cache that new lines pass, a main queue for what was hit there or is known from a ghost queue as long as the main
-//! one, and two bits of frequency. A line of the main queue that was hit goes round again.
+//! S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023): new lines enter a small queue
+//! of a tenth of the cache. Lines that are hit there, or are known from a ghost queue as long as the main one, enter
+//! the main queue. Two bits count the hits. A line of the main queue that was hit is inserted again.
 
 use super::list::Lists;
 use super::{Ask, Cache, Outcome};
@@ -9,10 +9,10 @@ const SMALL: u8 = 0;
 const MAIN: u8 = 1;
 const GHOST: u8 = 2;
 
-/// What the frequency, two bits, counts to.
+/// The highest frequency, in two bits.
 const FREQUENCY_MAX: u8 = 3;
 
-/// See the module.
+/// S3-FIFO cache. See the module.
 pub struct S3Fifo {
     capacity: usize,
     small_max: usize,
@@ -21,7 +21,7 @@ pub struct S3Fifo {
 }
 
 impl S3Fifo {
-    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         let capacity = capacity.max(1);
         Self {
@@ -42,7 +42,8 @@ impl S3Fifo {
         }
     }
 
-    /// Whether one has left the cache; what was hit goes to the main queue instead.
+    /// Evicts a line from the small queue, and moves lines that were hit to the main queue; returns whether one was
+    /// evicted.
     fn evict_small(&mut self) -> bool {
         while let Some(key) = self.lists.back(SMALL) {
             let frequency = std::mem::take(&mut self.frequency[key as usize]);
@@ -82,7 +83,7 @@ impl Cache for S3Fifo {
         while self.resident() >= self.capacity {
             self.evict();
         }
-        // Making room may have pushed the key's ghost out, but it was one when it was asked for.
+        // The eviction may have dropped the key's ghost, which counts all the same.
         self.lists.push(if list == GHOST { MAIN } else { SMALL }, key);
         self.frequency[key as usize] = 0;
         Outcome::Filled

@@ -1,20 +1,20 @@
-//! SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): one queue in order of arrival; a hand goes from the
-//! oldest to the newest, spares what was hit since it passed last, and evicts the first that was not.
+//! SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): one queue in order of arrival. A hand moves from the
+//! oldest to the newest, keeps lines that were hit since it passed last, and evicts the first that was not.
 
 use super::list::{Lists, OUT};
 use super::{Ask, Cache, Outcome};
 
-/// See the module.
+/// SIEVE cache. See the module.
 pub struct Sieve {
     capacity: usize,
     lists: Lists<1>,
     visited: Vec<bool>,
-    /// Where the hand is; at the oldest if `None`.
+    /// Key at the hand; `None` for the oldest.
     hand: Option<u32>,
 }
 
 impl Sieve {
-    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         Self {
             capacity: capacity.max(1),

@@ -1,4 +1,4 @@
-//! Each policy against its description, written down again without any thought for speed: lists that are searched.
+//! Comparison of each policy with a simple model of its description, which searches lists.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::{Arc, Ask, Cache, Larc, Lru, Outcome, S3Fifo, Sieve, WTinyLfu};
 
 const KEYS: u32 = 24;
 
-/// Front first.
+/// List of keys, front first.
 type List = Vec<u32>;
 
 fn ask(key: u32) -> Ask {
@@ -30,7 +30,7 @@ fn lru(lists: &mut [List; 1], capacity: usize, key: u32) -> Outcome {
     if hit { Outcome::Hit } else { Outcome::Filled }
 }
 
-/// What SIEVE knows: the queue with its bits, newest first, and the key at the hand.
+/// State of SIEVE: the queue with its bits, newest first, and the key at the hand.
 #[derive(Default)]
 struct SieveModel {
     queue: Vec<(u32, bool)>,
@@ -58,7 +58,7 @@ impl SieveModel {
     }
 }
 
-/// The paper's figure 4, step by step: T1, T2, B1, B2, and p.
+/// ARC by the paper's figure 4, step by step: T1, T2, B1, B2, and p.
 fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> Outcome {
     fn replace(lists: &mut [List; 4], p: usize, in_b2: bool) {
         let t1 = lists[0].len();
@@ -101,7 +101,7 @@ fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> Outcome {
     Outcome::Filled
 }
 
-/// Resident lines, ghosts, and how many of those there may be.
+/// LARC: resident lines, ghosts, and the target number of ghosts.
 fn larc(lists: &mut [List; 2], ghosts: &mut f64, capacity: usize, key: u32) -> Outcome {
     let c = capacity as f64;
     if take(&mut lists[0], key) {
@@ -122,7 +122,7 @@ fn larc(lists: &mut [List; 2], ghosts: &mut f64, capacity: usize, key: u32) -> O
     Outcome::Bypassed
 }
 
-/// Small, main and ghost queue, newest first, with frequencies.
+/// State of S3-FIFO: small, main and ghost queue, newest first, with frequencies.
 #[derive(Default)]
 struct S3Model {
     small: Vec<(u32, u8)>,
@@ -179,7 +179,7 @@ fn keys() -> impl Strategy<Value = Vec<u32>> {
 
 proptest! {
     #[test]
-    fn lru_is_as_described(capacity in 1usize..12, keys in keys()) {
+    fn lru_matches_its_model(capacity in 1usize..12, keys in keys()) {
         let mut cache = Lru::new(capacity, KEYS as usize);
         let mut lists = Default::default();
         for key in keys {
@@ -188,7 +188,7 @@ proptest! {
     }
 
     #[test]
-    fn sieve_is_as_described(capacity in 1usize..12, keys in keys()) {
+    fn sieve_matches_its_model(capacity in 1usize..12, keys in keys()) {
         let mut cache = Sieve::new(capacity, KEYS as usize);
         let mut model = SieveModel::default();
         for key in keys {
@@ -197,7 +197,7 @@ proptest! {
     }
 
     #[test]
-    fn s3_fifo_is_as_described(capacity in 2usize..24, keys in keys()) {
+    fn s3_fifo_matches_its_model(capacity in 2usize..24, keys in keys()) {
         let mut cache = S3Fifo::new(capacity, KEYS as usize);
         let mut model = S3Model::default();
         for key in keys {
@@ -206,7 +206,7 @@ proptest! {
     }
 
     #[test]
-    fn arc_is_as_described(capacity in 1usize..12, keys in keys()) {
+    fn arc_matches_its_model(capacity in 1usize..12, keys in keys()) {
         let mut cache = Arc::new(capacity, KEYS as usize);
         let (mut lists, mut p) = Default::default();
         for key in keys {
@@ -215,7 +215,7 @@ proptest! {
     }
 
     #[test]
-    fn larc_is_as_described(capacity in 1usize..12, keys in keys()) {
+    fn larc_matches_its_model(capacity in 1usize..12, keys in keys()) {
         let mut cache = Larc::new(capacity, KEYS as usize);
         let (mut lists, mut ghosts) = (Default::default(), 0.1 * capacity as f64);
         for key in keys {
@@ -223,9 +223,9 @@ proptest! {
         }
     }
 
-    /// Its sketch is approximate: what holds of any cache is checked, and what the window promises.
+    /// The sketch is approximate, so only general properties and the effect of the window are checked.
     #[test]
-    fn w_tiny_lfu_keeps_no_more_than_it_may_and_what_was_used_last(capacity in 2usize..12, keys in keys()) {
+    fn w_tiny_lfu_respects_capacity_and_window(capacity in 2usize..12, keys in keys()) {
         let mut cache = WTinyLfu::new(capacity, KEYS as usize);
         let mut seen = vec![false; KEYS as usize];
         let mut before = None;
@@ -240,8 +240,9 @@ proptest! {
     }
 }
 
+/// Frequently used lines survive repeated scans.
 #[test]
-fn w_tiny_lfu_keeps_what_is_used_often_from_a_scan() {
+fn w_tiny_lfu_resists_scans() {
     let mut cache = WTinyLfu::new(10, 10_000);
     for round in 0..50 {
         (0..8).for_each(|key| _ = cache.access(ask(key)));

@@ -1,7 +1,7 @@
 //! W-TinyLFU (Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Transactions on
-//! Storage 13, 2017): new lines pass a window of 1 % of the cache; what leaves it displaces the next victim of the main
-//! part, a segmented LRU of 20 % probation and 80 % protected, only if it was used more often, by a count-min sketch of
-//! four bits that is halved after ten uses per line.
+//! Storage 13, 2017): new lines enter a window of 1 % of the cache. A line that leaves the window replaces the next
+//! victim of the main part, a segmented LRU of 20 % probation and 80 % protected, only if it was used more often, by
+//! a count-min sketch of four bits that is halved after ten uses per line.
 
 use super::list::Lists;
 use super::{Ask, Cache, Outcome};
@@ -11,7 +11,7 @@ const WINDOW: u8 = 0;
 const PROBATION: u8 = 1;
 const PROTECTED: u8 = 2;
 
-/// See the module.
+/// W-TinyLFU cache. See the module.
 pub struct WTinyLfu {
     window_max: usize,
     main_max: usize,
@@ -21,7 +21,7 @@ pub struct WTinyLfu {
 }
 
 impl WTinyLfu {
-    /// An empty cache of `capacity` lines, at least two, for keys below `keys`.
+    /// Creates an empty cache of `capacity` lines, at least two, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         let capacity = capacity.max(2);
         let window_max = (capacity / 100).max(1);
@@ -57,7 +57,7 @@ impl WTinyLfu {
         }
     }
 
-    /// The oldest line of the window goes to the main part, or leaves.
+    /// Moves the oldest line of the window to the main part, or evicts it.
     fn leave_window(&mut self) {
         let Some(candidate) = self.lists.pop(WINDOW) else {
             return;
@@ -90,7 +90,7 @@ impl Cache for WTinyLfu {
     }
 }
 
-/// A count-min sketch with conservative update and aging.
+/// Count-min sketch with conservative update and aging.
 struct Sketch {
     counters: [Vec<u8>; 4],
     mask: u64,
