@@ -16,14 +16,15 @@ use crate::shape::Line;
 const TOLD_MAX: usize = 1024;
 
 impl Cache {
-    /// Writes to `range`, which is held, past a failed cache.
+    /// Writes to `range`, which the caller has locked, past a failed cache.
     pub(crate) async fn write_apart(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let lines = range.widened(self.shape.line_len());
         let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
         self.write_past(range, buffer, flags).await
     }
 
-    /// Writes to `range`, whose lines are held in [`crate::clean::Cleaning::busy`] too, past a failed cache.
+    /// Writes to `range` past a failed cache; the caller has locked its lines in [`crate::clean::Cleaning::busy`]
+    /// too.
     pub(crate) async fn write_past(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let operation = Operation::Write;
         self.leave_to_disk(operation, range).await?;
@@ -36,10 +37,11 @@ impl Cache {
         Ok(())
     }
 
-    /// Prepares a change of the disk in `range`, which is held, also in [`crate::clean::Cleaning::busy`]: writes its
-    /// dirty lines to the disk and records that for the next opening.
+    /// Prepares a change of the disk in `range`, which the caller has locked, also in
+    /// [`crate::clean::Cleaning::busy`]: writes the range's dirty lines to the disk, and records that for the next
+    /// opening.
     ///
-    /// Dirty data that cannot be read stays as it is: readers do not get the disk's data until [`Cache::outdate`].
+    /// Dirty data that cannot be read is not changed: readers do not get the disk's data until [`Cache::outdate`].
     pub(crate) async fn leave_to_disk(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.detached(operation, range).await?;
         if !self.has_only(range) || self.supersede(operation, range).await.is_ok() {
@@ -100,7 +102,7 @@ impl Cache {
     }
 
     /// Records that the disk has newer data of `range`, durably, than the cache's dirty data. Readers find the disk's
-    /// data from now on, and so does the next opening. The range is held as for [`Self::leave_to_disk`].
+    /// data from now on, and so does the next opening. The range is locked as for [`Self::leave_to_disk`].
     pub(crate) async fn outdate(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.forget(range);
         let lines = self.shape.lines_of(range);

@@ -54,7 +54,7 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// Returns the state after a process died that may have left changes unflushed.
+    /// Returns the state after a kill, which may have left changes unflushed.
     pub(crate) fn unflushed() -> Self {
         Self {
             flushing: Flushing::unflushed(),
@@ -68,7 +68,7 @@ impl Changes {
         drop(self.ranges.enter(whole, Hold::Exclusive).await);
     }
 
-    /// Holds `range`, so that other changes of it wait.
+    /// Locks `range`, so that other changes of it wait.
     pub(crate) async fn enter(&self, range: ByteRange, hold: Hold) -> Held<'_> {
         self.ranges.enter(range, hold).await
     }
@@ -87,7 +87,7 @@ impl Watch for Changes {
 }
 
 /// Lines and parts that a write goes to. When the write fails or is cancelled, neither the content of the cache nor
-/// that of the disk is known, so the parts are removed from memory. A crash discards them too, since their lines are
+/// that of the disk is known, so the parts are removed from memory. Recovery discards them too, since their lines are
 /// open.
 struct Writing<'a> {
     cache: &'a Cache,
@@ -152,7 +152,7 @@ impl Cache {
         Io::task(self.write_steps(range, buffer, flags))
     }
 
-    /// Flushes the disk, and records how far.
+    /// Flushes the disk, and records which changes that covers.
     pub(crate) async fn flush_disk(&self) -> IoResult {
         let flush = self.changes.flushing.begin();
         self.lower.flush().await?;
@@ -175,7 +175,8 @@ impl Cache {
         self.state.get() == State::Detached && !self.may_be_dirty.get()
     }
 
-    /// Returns whether it is known at once that neither memory nor a crash would find a part of `range` in the cache.
+    /// Returns whether it is certain without waiting that neither memory has, nor recovery would find, a part of
+    /// `range`.
     fn has_nothing_of(&self, range: ByteRange) -> bool {
         if self.has_failed() || self.has_other_size() {
             return false;
@@ -262,7 +263,7 @@ impl Cache {
             return self.write_past(range, buffer, flags).await;
         }
         if writing.places.is_empty() {
-            // Nothing is copied.
+            // No copy is needed, so the room is free.
             drop(room);
             return self.lower.write(range.start, buffer, flags).await;
         }
@@ -308,7 +309,7 @@ impl Cache {
         Io::task(self.fast.write(at, Rc::clone(memory), bytes, WriteFlags::NONE))
     }
 
-    /// Queues the record that opens a slot before a change of `part`, if a crash would otherwise trust its content.
+    /// Queues the record that opens a slot before a change of `part`, if recovery would otherwise trust its content.
     /// Returns whether a commit must be waited for.
     fn open_line(&self, slot: Slot, part: Part) -> bool {
         let Some(place) = self.ledger.borrow().get(slot).copied() else {
@@ -331,7 +332,7 @@ impl Cache {
         place.commits > 0
     }
 
-    /// Writes all dirty data of `range` to the disk. The range is loaded and held, also in
+    /// Writes all dirty data of `range` to the disk. The range is loaded, and the caller has locked it, also in
     /// [`crate::clean::Cleaning::busy`].
     async fn make_clean(&self, range: ByteRange) -> IoResult {
         // A failed cache's dirty data is handled before the disk changes.
@@ -383,8 +384,8 @@ impl Cache {
         }
     }
 
-    /// Returns `piece`, the beginning of `range`, with its end at a multiple of the disk's discard granularity:
-    /// neither of two pieces that share a cluster would discard it.
+    /// Returns `piece`, the beginning of `range`, with its end at a multiple of the disk's discard granularity: a
+    /// cluster that two pieces share would not be discarded by either.
     fn whole_below(&self, piece: ByteRange, range: ByteRange) -> ByteRange {
         let granularity = u64::from(self.lower.geometry().discard_granularity.max(1)).max(1 << self.shape.line_bits);
         let before = piece.end().align_down(granularity);
@@ -404,7 +405,7 @@ impl Cache {
         self.undone(operation, piece).await?;
         self.load_range(piece, operation).await?;
         let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
-        // Clean data goes first. If the disk fails, dirty data is still the sectors' content.
+        // Clean data is removed first. If the disk's operation fails, dirty data is still the content of its sectors.
         if self.retract(piece, Retract::Clean).await.is_err() {
             self.leave_to_disk(operation, piece).await?;
         }

@@ -2,8 +2,8 @@
 //!
 //! Lines are cleaned when they have been dirty for a while, when there are many, or when the disk is idle. The guest
 //! comes first: while it has requests, little is written at a time, with pauses in between. A line stays dirty until
-//! the disk has been flushed. If it is written during that, it stays dirty, and the disk has got one of the states
-//! that the line once had; no reader gets that from the disk.
+//! the disk has been flushed. If the line is written before that flush ends, it stays dirty, and the disk has an
+//! earlier state of it, which no read returns.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -43,14 +43,14 @@ const CLEANED_MAX: usize = 256;
 /// Delay before lines are tried again after an error, or when all of them are being written.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Conditions under which dirty lines are cleaned.
+/// Conditions under each of which dirty lines are cleaned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CleanOptions {
-    /// Lines are cleaned when they have been dirty for this time, or up to twice as long.
+    /// Age of dirty lines from which they are cleaned, or up to twice that.
     pub after: Duration,
-    /// Lines are cleaned when more than this percentage of all lines is dirty.
+    /// Percentage of dirty lines above which lines are cleaned.
     pub percent: u8,
-    /// Lines are cleaned when no request came for this time, or up to twice as long.
+    /// Time without requests after which lines are cleaned, or up to twice that.
     pub idle: Duration,
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct Cleaning {
     next: Cell<Line>,
     /// Lines that are being written to the disk; no change of the disk touches them.
     pub(crate) busy: Ranges,
-    /// Slots that are being cleaned, and whether they were changed during that.
+    /// Slots that are being cleaned, each with whether it was changed since that began.
     slots: RefCell<HashMap<Slot, bool>>,
     running: Cell<bool>,
     timed: Cell<bool>,
@@ -180,8 +180,8 @@ impl Failed {
         }
     }
 
-    /// Leaves only those of `lines` that were not tried yet. They are the batch from `next` on, or the first lines if
-    /// there are none from `next` on.
+    /// Removes those of `lines` that were tried already. The lines are the next ones from `next` on, or the first
+    /// ones of the disk if none follow `next`.
     fn keep_untried(&mut self, lines: &mut Vec<Line>, next: Line) {
         self.is_around |= lines.first().is_some_and(|first| *first < next);
         if self.is_around {
@@ -205,8 +205,7 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// Number of consecutive parts that could not be cleaned after which no more are tried: the cause is not a bad spot
-/// then.
+/// Number of consecutive failed parts after which cleaning stops: a bad spot cannot be the cause then.
 const IN_VAIN_MAX: u32 = 16;
 
 /// Counts a caller that waits for all lines to be clean, until it is dropped.
@@ -300,8 +299,8 @@ impl Cache {
         self.clean_rounds(u32::MAX).await
     }
 
-    /// Cleans all lines. While new data keeps coming, stops after `rounds` rounds, each of the lines dirty at its
-    /// begin.
+    /// Cleans all lines. While new data keeps coming, stops after `rounds` rounds; a round cleans the lines that are
+    /// dirty when it starts.
     pub(crate) async fn clean_rounds(&self, rounds: u32) -> IoResult {
         let cleaning = &self.cleaning;
         let _now = WaitedFor::new(&cleaning.waited_for);
@@ -449,7 +448,7 @@ impl Cache {
         self.clean_held(lines).await
     }
 
-    /// Cleans lines that are held in [`Cleaning::busy`].
+    /// Cleans lines that the caller has locked in [`Cleaning::busy`].
     pub(crate) async fn clean_held(&self, lines: &[Line]) -> Result<usize, IoError> {
         let mut busy = Busy {
             cache: self,
@@ -518,7 +517,7 @@ impl Cache {
         Ok(cleaned)
     }
 
-    /// Writes all dirty data of the lines of a range, which are held in [`Cleaning::busy`], to the disk.
+    /// Writes all dirty data of the lines of a range, which the caller has locked in [`Cleaning::busy`], to the disk.
     pub(crate) async fn clean_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         loop {
             let dirty = self

@@ -27,7 +27,7 @@ const COMMIT_MAX: u64 = 64 << 10;
 /// Pages that are written concurrently.
 const PAGES_AT_ONCE: usize = 16;
 
-/// Sectors of the journal that are reserved for telling the durable end, which a checkpoint needs to make room.
+/// Sectors of the journal that are reserved for stating the durable end: a checkpoint needs that to make room.
 const RESERVED: u64 = 4 * COMMIT_SECTORS;
 
 /// Error of a cache device that does not work.
@@ -66,7 +66,7 @@ pub(crate) struct Commits {
     open: RefCell<Option<Vec<Record>>>,
     /// Content of the last block that was written, up to the end.
     block: RefCell<Vec<u8>>,
-    /// The one of a set's two change marks that changes set now.
+    /// Index of the change mark that changes set now; each set has two.
     half: Cell<usize>,
     checkpoint_runs: Cell<bool>,
 }
@@ -95,7 +95,7 @@ impl Commits {
         }
     }
 
-    /// Wakes tasks that wait for a commit, after a change that concerns them.
+    /// Wakes tasks that wait for a commit, so that they check their conditions again.
     pub(crate) fn wake(&self) {
         self.waiting.raise();
     }
@@ -408,7 +408,7 @@ impl Cache {
         let commits = &self.commits;
         let old = commits.half.get();
         commits.half.set(1 - old);
-        // A commit that is being written is at the cut or after it, and marks the other half.
+        // A commit in flight is at the cut or after it, and sets the other mark.
         let cut = commits.growing();
         // Pages have only durable records, so an unflushed one must not be only in the part of the journal that is
         // freed.

@@ -6,9 +6,9 @@
 //! others are removed. A read of the guest that gets an unproven line from the disk has the line compared at once.
 //!
 //! Invariants:
-//! - The superblock says "unproven" durably before the first request is served, and until neither memory nor a crash
-//!   has an unproven line. So no kill, no clean stop and no copy makes such a line trusted.
-//! - The range of a piece is held as for a change while it is compared: no change of the guest and no fill touches
+//! - The superblock says "unproven" durably before the first request is served, and until no line is unproven,
+//!   neither in memory nor after recovery. So no kill, no clean stop and no copy makes such a line trusted.
+//! - The range of a piece is locked as for a change while it is compared: no change of the guest and no fill touches
 //!   it.
 //! - A change of the guest removes the unproven sectors that it writes, durably, before it begins: write-back would
 //!   otherwise mark sectors as dirty of which the disk may have a newer version.
@@ -315,8 +315,8 @@ impl Cache {
         is_stale
     }
 
-    /// Removes the unproven sectors of `range`, which is held and loaded, from memory and for any crash, before a
-    /// change.
+    /// Removes the unproven sectors of `range` before a change, from memory and durably. The caller has locked and
+    /// loaded the range.
     pub(crate) async fn retract_unproven(&self, range: ByteRange) -> Result<(), Failed> {
         let is_any = {
             let unproven = &self.index.borrow().unproven;
@@ -334,7 +334,7 @@ impl Cache {
             // After a repair of the device, fenced sets may have clean lines that were never compared.
             return;
         }
-        // Evicted lines count too: a crash must not find them.
+        // Evicted lines count too: recovery must not find them.
         if self.commit().await.is_err() {
             return;
         }

@@ -27,7 +27,7 @@ pub(crate) struct Entry {
     pub(crate) tag: u32,
     /// State of the line that the policy restores after an opening.
     pub(crate) hotness: u8,
-    /// Set while the disk may differ from the cache's clean sectors: after a crash only dirty sectors are trusted.
+    /// Set while the disk may differ from the cache's clean sectors: recovery trusts only dirty sectors then.
     pub(crate) open: bool,
     /// Sectors that the cache has.
     pub(crate) valid: Sectors,
@@ -45,7 +45,7 @@ impl Entry {
         self.tag == 0
     }
 
-    /// Returns the sectors that are trusted after a crash.
+    /// Returns the sectors that recovery trusts.
     pub(crate) fn believed(&self) -> Sectors {
         if self.open { self.dirty } else { self.valid }
     }

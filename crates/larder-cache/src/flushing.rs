@@ -5,7 +5,7 @@ use std::cell::Cell;
 /// Flush state of a device.
 #[derive(Default)]
 pub(crate) struct Flushing {
-    /// Set if the device completed changes that no flush covers which has begun by now.
+    /// Set if no flush that has begun covers all completed changes.
     unflushed: Cell<bool>,
     /// Number of flushes that are under way.
     running: Cell<u32>,
@@ -18,7 +18,7 @@ pub(crate) struct Flush<'a> {
 }
 
 impl Flushing {
-    /// Returns the state after a process died that may have left changes unflushed.
+    /// Returns the state after a kill, which may have left changes unflushed.
     pub(crate) fn unflushed() -> Self {
         let flushing = Self::default();
         flushing.changed();

@@ -1,4 +1,4 @@
-//! In-memory index of the cached lines, with their valid and dirty sectors. The data of each line is in
+//! In-memory index of the cached lines, with their valid and dirty sectors. The metadata of each line is in
 //! [`crate::sets`]: some ten bytes including those of the policy, which scores the lines.
 
 use std::collections::HashMap;

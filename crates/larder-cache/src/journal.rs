@@ -39,7 +39,8 @@ const BLANK: u16 = u16::MAX;
 pub(crate) struct Record {
     pub(crate) slot: Slot,
     pub(crate) entry: Entry,
-    /// Set if the record is trusted only below a firm end, or if the host has not lost power since it was written.
+    /// Set if recovery trusts the record only below a firm end, or if the host has not lost power since it was
+    /// written.
     pub(crate) loose: bool,
 }
 

@@ -1,13 +1,13 @@
 //! Slots whose metadata on the cache device differs from memory.
 //!
-//! A slot that is not in the ledger is *persisted*: a crash leaves the state that memory has, and that state is valid.
-//! For every other slot the ledger has the state that a crash would leave ([`Unsettled::durable`]). The state in
-//! memory may be made durable once every change of the line has ended, and both devices were flushed after that.
+//! A slot that is not in the ledger is *persisted*: recovery would find the state that memory has, and that state is
+//! valid. For every other slot the ledger has the state that recovery would find ([`Unsettled::durable`]). The state
+//! in memory may be made durable once every change of the line has ended, and both devices were flushed after that.
 //!
-//! A power loss leaves [`Unsettled::durable`]; a kill leaves the state that was written *loosely* (unflushed) since,
-//! if any.
+//! Recovery finds [`Unsettled::durable`] after a power loss. After a kill it finds the state that was written
+//! *loosely* (unflushed) since, if any.
 //!
-//! A slot is *free* when memory has no line in it, a crash would leave none, and it has no users.
+//! A slot is *free* when memory has no line in it, recovery would find none, and it has no users.
 
 use std::collections::HashMap;
 
@@ -17,17 +17,17 @@ use crate::shape::{Sectors, Slot};
 /// State of a slot whose metadata on the cache device differs from memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Unsettled {
-    /// State after a power loss.
+    /// State after recovery from a power loss.
     pub(crate) durable: Entry,
-    /// State after a power loss once all commits that were queued have ended.
+    /// State after recovery from a power loss, once all commits that were queued have ended.
     pub(crate) last: Entry,
-    /// Durable commits that were queued and have not ended.
+    /// Firm commits that were queued and have not ended.
     pub(crate) commits: u32,
     /// Records with lower numbers are obsolete.
     firm: u64,
     /// Newest loose record, if it is newer than all firm ones: its entry, and its number. It may not be written yet.
     pub(crate) loose: Option<(Entry, u64)>,
-    /// Sectors that replaced loose records call dirty, until the firm records that replace them are durable.
+    /// Dirty sectors of replaced loose records, until the firm records that replaced them are durable.
     replaced: Sectors,
     /// Changes of the line that are under way.
     pub(crate) changes: u32,
@@ -36,7 +36,7 @@ pub(crate) struct Unsettled {
 }
 
 impl Unsettled {
-    /// Returns whether no change is under way that a crash would see.
+    /// Returns whether no change is under way that affects recovery.
     fn is_quiet(&self) -> bool {
         self.commits == 0 && self.changes == 0 && self.loose.is_none()
     }
@@ -46,13 +46,13 @@ impl Unsettled {
         self.is_quiet() && self.epoch <= epoch
     }
 
-    /// Returns the sectors that any crash would take for dirty.
+    /// Returns the sectors that recovery could find dirty, now or once the queued records are written.
     pub(crate) fn any_dirty(&self) -> Sectors {
         let loose = self.loose.map_or(0, |(entry, _)| entry.dirty);
         self.durable.dirty | self.last.dirty | loose | self.replaced
     }
 
-    /// Returns the state after a kill once all queued records are written.
+    /// Returns the state after recovery from a kill, once all queued records are written.
     pub(crate) fn after_kill(&self) -> Entry {
         self.loose.map_or(self.last, |(entry, _)| entry)
     }
@@ -71,7 +71,7 @@ impl Ledger {
         self.slots.len()
     }
 
-    /// Returns whether any crash would take a sector for dirty.
+    /// Returns whether recovery could find any dirty sector.
     pub(crate) fn is_anything_dirty(&self) -> bool {
         self.slots.values().any(|place| place.any_dirty() != 0)
     }

@@ -3,14 +3,15 @@
 //! The cache device holds lines of the disk, so that hot data is read at its speed. Memory maps lines to slots
 //! ([`index`]): some ten bytes for a line, and up to four more where the lines are scattered. A journal and pages on
 //! the device hold the metadata that survives a crash ([`journal`], [`page`]), so that the cache is warm after a
-//! stop, a kill or a power loss.
+//! stop, a kill or a power loss. A *crash* is a kill of the process or a power loss of the host; *recovery* is the
+//! opening of the cache after a crash.
 //!
 //! Invariants:
 //! - A read never returns a byte older than the last completed write, also after a crash, and also after the line was
-//!   evicted. Clean data equals what the disk holds durably, or is marked as invalid before the two can differ
+//!   evicted. Clean data equals the durable data of the disk, or is marked as invalid before the two can differ
 //!   ([`change`]).
 //! - Data that may differ from the disk is compared with it before it is used ([`compare`]).
-//! - A slot gets another line only when a crash would leave the slot empty ([`place`]).
+//! - A slot gets another line only when recovery would find the slot empty ([`place`]).
 //! - A line's metadata is persisted only after its data has been flushed ([`settle`]).
 //! - No request waits for the cache device where the disk can answer. If the cache device fails, the disk serves
 //!   everything.
@@ -174,7 +175,7 @@ pub struct Statistics {
     pub lines: u64,
     /// Cached lines with dirty data.
     pub dirty_lines: u64,
-    /// Lines whose metadata on the cache device differs from memory, so that a crash would leave another state.
+    /// Lines whose metadata on the cache device differs from memory, so that recovery would find another state.
     pub unsettled: u64,
     /// Bytes in loaded lines that are not used before they were compared with the disk ([`Verdict::Unproven`]).
     pub unproven: u64,
@@ -206,10 +207,10 @@ enum State {
     Works,
     /// The device has failed, and the witness is recording that.
     Failing,
-    /// The device has failed, and the next opening will know.
+    /// The device has failed, and that is recorded for the next opening.
     Detached,
-    /// The device has failed, and the next opening would not know: the disk must not get newer than the cache's
-    /// content.
+    /// The device has failed, and that could not be recorded. The next opening would trust the cache's content, so
+    /// writes fail.
     Unwitnessed,
 }
 
@@ -230,8 +231,8 @@ pub struct Cache {
     index: RefCell<Index>,
     ledger: RefCell<Ledger>,
     leaving: RefCell<Leaving>,
-    /// Ranges whose dirty data was removed from memory. Once the given number of records is written, no crash finds
-    /// that data.
+    /// Ranges whose dirty data was removed from memory. Recovery no longer finds that data once the given number of
+    /// records is written.
     undoing: RefCell<Vec<(ByteRange, u64)>>,
     loading: Loading,
     commits: Commits,
@@ -464,7 +465,7 @@ impl Cache {
         }
     }
 
-    /// Returns whether the disk certainly has all data: no set is damaged, and no crash would find dirty data. No
+    /// Returns whether the disk certainly has all data: no set is damaged, and recovery would find no dirty data. No
     /// request may be under way.
     pub async fn has_handed_over(&self) -> bool {
         if !self.may_be_dirty.get() || self.has_failed() {
@@ -512,7 +513,7 @@ impl Cache {
         }
     }
 
-    /// Returns whether memory, or a crash, has data of `range` that the disk does not have.
+    /// Returns whether memory has, or recovery would find, data of `range` that the disk does not have.
     fn has_only(&self, range: ByteRange) -> bool {
         if !self.may_be_dirty.get() {
             return false;

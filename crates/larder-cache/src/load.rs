@@ -38,7 +38,7 @@ pub(crate) struct Loading {
     busy: Ranges,
     /// Set once the background loading must stop.
     stopped: Cell<bool>,
-    /// Sets whose pages are damaged, in a cache that had dirty lines: whether they had some is unknown.
+    /// Sets with damaged pages, in a cache that may have had dirty lines there: requests for their lines fail.
     fenced: RefCell<HashSet<u32>>,
 }
 
@@ -180,7 +180,7 @@ impl Cache {
             Some(found) if !found.has_damage => return Ok(()),
             None if self.was_dirty => return Ok(()),
             Some(found) => {
-                // The copy equals the newer page, which is as good as one page.
+                // The damaged page is replaced by a copy of the good one.
                 let is_second = found.newest.is_second;
                 let whole = pair.chunks_exact(len).nth(is_second.into());
                 bytes.copy_from_slice(whole.unwrap_or_default());

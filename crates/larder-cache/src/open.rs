@@ -32,7 +32,7 @@ use crate::usage::Usage;
 use crate::watch::Fast;
 use crate::{Cache, Detached, Mode, State, Witness};
 
-/// Inverse share of the lines that may be unpersisted, and so cold after a crash.
+/// Inverse share of the lines whose metadata may be unpersisted: they are cold after recovery.
 const UNSETTLED_SHARE: u64 = 128;
 const UNSETTLED_MIN: u64 = 64;
 const UNSETTLED_MAX: u64 = 16 << 10;
@@ -83,8 +83,8 @@ pub struct OpenOptions {
     pub settling: SettleOptions,
 }
 
-/// Conditions under which changed metadata is persisted. Lines whose metadata is not persisted are cold after a
-/// crash.
+/// Conditions under which changed metadata is persisted. Lines whose metadata is not persisted are cold after
+/// recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SettleOptions {
     /// The longest delay.
@@ -270,8 +270,8 @@ impl Cache {
         let is_changed = is_other || superblock.disk_size != size || options.detached.is_some();
         let is_detached = options.detached.is_some();
         let only_dirty = (is_changed && superblock.may_be_dirty).then(|| options.detached.unwrap_or_default());
-        // The writes of a killed process are there, but a power loss may still undo them. It must not leave only what
-        // follows from them.
+        // Writes of a killed process may be unflushed. They are made durable before anything is written that depends
+        // on them: a power loss could leave the latter alone.
         fast.flush().await.map_err(io)?;
         let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
         let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;

@@ -72,7 +72,7 @@ impl Pace {
         self.count_hit(now.since(since), IN_CALL, now);
     }
 
-    /// Records the completion of a read that the cache served entirely; `since` is its begin.
+    /// Records the completion of a read that the cache served entirely; `since` is the time at which it started.
     pub(crate) fn hit(&self, since: LoopTime, now: LoopTime) {
         self.count_hit(now.since(since), 1, now);
     }
@@ -96,7 +96,7 @@ impl Pace {
         }
     }
 
-    /// Records the completion of a read that needed the disk; `since` is its begin.
+    /// Records the completion of a read that needed the disk; `since` is the time at which it started.
     pub(crate) fn miss(&self, since: LoopTime, now: LoopTime) {
         let time = now.since(since);
         self.misses.borrow_mut().add(time);

@@ -73,7 +73,7 @@ pub(crate) enum Found {
     Never,
     /// Writing the page was interrupted.
     Torn,
-    /// The page has a sector that was never written like this.
+    /// A sector of the page is corrupt.
     Damaged,
     /// The page is intact.
     Whole { version: Version, entries: Vec<Entry> },

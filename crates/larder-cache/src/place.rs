@@ -17,7 +17,7 @@ use larder_policy::policy::Context;
 /// Lines that are changed before other tasks run: some 0.1 ms of work.
 const SLICE_LINES: usize = 128;
 
-/// Lines that were removed from memory, while a crash would still find them.
+/// Lines that memory has removed, while recovery would still find them.
 #[derive(Default)]
 pub(crate) struct Leaving {
     slots: BTreeMap<Line, Slot>,
@@ -25,7 +25,7 @@ pub(crate) struct Leaving {
 }
 
 impl Leaving {
-    /// Returns those of some lines that were removed from memory, with the slots where a crash would find them.
+    /// Returns those of some lines that memory has removed, with the slots where recovery would find them.
     pub(crate) fn within(&self, lines: Range<Line>) -> impl Iterator<Item = (Line, Slot)> {
         self.slots.range(lines).map(|(line, slot)| (*line, *slot))
     }
@@ -166,7 +166,7 @@ impl Cache {
         }
     }
 
-    /// Empties a slot. The next commit removes the state that a crash would leave.
+    /// Empties a slot in memory, and queues a record if recovery would find a line in it.
     fn take_out(&self, slot: Slot) {
         let memory = self.index.borrow().entry(slot);
         let place = *self.ledger.borrow_mut().note(slot, || memory);
@@ -183,7 +183,7 @@ impl Cache {
         self.queue(slot, Entry::default());
     }
 
-    /// Records that a crash would find a line in a slot from which memory has removed it.
+    /// Records that recovery would find a line in a slot from which memory has removed it.
     pub(crate) fn leaves(&self, slot: Slot, entry: Entry) {
         let line = self.shape.line_of(slot.set(), entry.tag);
         let mut leaving = self.leaving.borrow_mut();
@@ -191,7 +191,7 @@ impl Cache {
         leaving.lines.insert(slot, line);
     }
 
-    /// Records that some slots are empty, also after a crash.
+    /// Records that recovery would find some slots empty.
     pub(crate) fn have_left(&self, slots: impl Iterator<Item = Slot>) {
         let leaving = &mut *self.leaving.borrow_mut();
         if leaving.lines.is_empty() {
@@ -206,7 +206,7 @@ impl Cache {
         }
     }
 
-    /// Returns whether a crash would find any of these lines, although memory has removed them.
+    /// Returns whether recovery would find any of these lines, although memory has removed them.
     pub(crate) fn has_leaving(&self, lines: Range<Line>) -> bool {
         self.leaving.borrow().within(lines).next().is_some()
     }
@@ -242,8 +242,8 @@ impl Cache {
         self.settle_in_time();
     }
 
-    /// Removes the sectors of `range` from memory and for any crash: all, or those that are not dirty. The range is
-    /// held, and its sets are loaded.
+    /// Removes the sectors of `range` from memory and durably: all, or those that are not dirty. The caller has
+    /// locked the range, and its sets are loaded.
     pub(crate) async fn retract(&self, range: ByteRange, what: Retract) -> Result<(), Failed> {
         if self.has_failed() {
             return Err(Failed);
@@ -305,7 +305,7 @@ impl Cache {
         }
     }
 
-    /// Records that dirty data of `range` leaves memory, and a crash will find it until the queued records are
+    /// Records that dirty data of `range` leaves memory, and that recovery would find it until the queued records are
     /// written.
     fn undo(&self, range: ByteRange) {
         let records = self.commits.queued();
@@ -320,15 +320,15 @@ impl Cache {
         }
     }
 
-    /// Returns whether dirty data of `range` was removed from memory, and a crash may still find it.
+    /// Returns whether memory has removed dirty data of `range` that recovery may still find.
     pub(crate) fn is_undoing(&self, range: ByteRange) -> bool {
         let mut undoing = self.undoing.borrow_mut();
         undoing.retain(|(_, records)| !self.commits.have_written(*records));
         undoing.iter().any(|(undoing, _)| undoing.overlaps(range))
     }
 
-    /// Waits until a crash finds no dirty data of a range that memory has removed. The disk has other data there,
-    /// which no reader may see before.
+    /// Waits until recovery would find no dirty data of a range that memory has removed. The disk has other data
+    /// there, which no reader may see before.
     pub(crate) async fn undone(&self, operation: Operation, range: ByteRange) -> IoResult {
         while self.is_undoing(range) {
             if !self.has_failed() && self.commit().await.is_ok() {
@@ -344,7 +344,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes a range from the memory of a failed cache. The state after a crash is not changed.
+    /// Removes a range from the memory of a failed cache. The state that recovery would find is not changed.
     pub(crate) fn forget(&self, range: ByteRange) {
         let mut index = self.index.borrow_mut();
         let lines: Vec<Line> = index.lines.within(self.shape.lines_of(range)).collect();
@@ -371,7 +371,7 @@ impl Cache {
         places.any(|place| place.loose.is_some())
     }
 
-    /// Removes sectors of a slot from memory; returns whether a crash would still find them.
+    /// Removes sectors of a slot from memory; returns whether recovery would still find them.
     pub(crate) fn take_sectors(&self, slot: Slot, sectors: Sectors) -> bool {
         let memory = self.index.borrow().entry(slot);
         if memory.is_empty() || sectors == 0 {

@@ -129,7 +129,7 @@ impl Cache {
         let begin = self.pace.times_this_one().then(|| self.now());
         let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
         let result = read.result_now();
-        // After the read, because the prefetch of the policy's state has had time to complete.
+        // Touched after the read: by now the prefetched state of the policy is in the processor's cache.
         let context = self.context(since, Access::Read, range.len.get());
         self.index.borrow_mut().policy().touch(slot, part.line, context);
         {

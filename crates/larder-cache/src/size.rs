@@ -1,7 +1,7 @@
 //! Changes of the disk's size while it is in use.
 //!
 //! Data past a new end is lost, and zeros appear there if the disk grows again. So before any other request is served
-//! after a change, everything past the smallest end in between is removed from memory and for any crash.
+//! after a change, everything past the smallest end in between is removed from memory and durably.
 
 use larder_block::range_lock::Mode;
 use larder_block::{ByteOffset, ByteRange, IoResult, Operation};

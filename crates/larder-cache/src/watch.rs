@@ -99,7 +99,7 @@ impl Fast {
         self.is_late.get()
     }
 
-    /// Returns whether the device has not answered for [`PATIENCE`], nor since.
+    /// Returns whether the device hangs: it did not answer for [`PATIENCE`], and has not answered everything since.
     pub(crate) fn is_hanging(&self) -> bool {
         self.hangs.get()
     }
@@ -210,7 +210,7 @@ impl Fast {
         IoError::new(self.device.name(), operation, range, Failure::Unreachable)
     }
 
-    /// Counts a request in flight; returns its begin for [`Watch::ended`].
+    /// Counts a request in flight; returns the tick in which it began, for [`Watch::ended`].
     fn begins(&self) -> u32 {
         let now = self.now.get();
         self.ages[now].set(self.ages[now].get() + 1);

@@ -3,9 +3,9 @@
 //! A write is complete when its data is on the cache device and a record of it in the journal, both written and
 //! neither flushed: it survives a kill. A flush makes both durable ([`Cache::harden`]). A power loss between the two
 //! must leave either the old or the new data:
-//! - Where a crash would trust that the slot equals the disk, a record first says, durably, that the slot is dirty.
+//! - Where recovery would trust that the slot equals the disk, a record first says, durably, that the slot is dirty.
 //!   So old or new data stays valid, even after the line is evicted.
-//! - Anywhere else a crash finds nothing until the record is durable.
+//! - Anywhere else recovery finds nothing until the record is durable.
 
 use larder_block::{
     ByteLen, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult, Operation, WriteBuf, WriteFlags, check_request,
@@ -27,7 +27,7 @@ const DIRTY_AT_ONCE: usize = 1024;
 /// Parts of a write with their slots.
 type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
 
-/// Sectors that are being written in slots where a crash would not find them: no reader may see data that a crash
+/// Sectors that are being written in slots where recovery would not find them: no reader may see data that a crash
 /// would undo. If the write does not complete, the content of the sectors is unknown, and they are removed.
 struct Hidden<'a> {
     cache: &'a Cache,
@@ -76,11 +76,11 @@ impl Drop for Hidden<'_> {
 }
 
 impl Cache {
-    /// Writes to `range`, which is held, and whose sets are loaded. Data that the disk would refuse is refused here,
-    /// because it could never be cleaned.
+    /// Writes to `range`, which the caller has locked, and whose sets are loaded. Data that the disk would refuse is
+    /// refused here, because it could never be cleaned.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         // A copy is checked and written, since a guest could change its memory in between. It is short: only the
-        // beginning of the disk is checked, and one write at a time has it.
+        // beginning of the disk is checked, and one write at a time touches that.
         let copied = self.lower.minds_content(range).then(|| buffer.to_vec());
         let buffer = copied.as_deref().map_or(buffer, WriteBuf::new);
         if copied.is_some() {
@@ -211,7 +211,7 @@ impl Cache {
         places
     }
 
-    /// Returns the sectors of `part` that a crash would trust as clean.
+    /// Returns the sectors of `part` that recovery would trust as clean.
     fn believed_clean(&self, slot: Slot, part: Part) -> Sectors {
         match self.ledger.borrow().get(slot) {
             Some(place) if !place.last.open => place.last.valid & !place.last.dirty & part.sectors,
@@ -219,7 +219,7 @@ impl Cache {
         }
     }
 
-    /// Makes any crash treat the sectors of a write as dirty before they are.
+    /// Ensures, durably, that recovery finds the sectors of a write dirty before they are written.
     async fn premark(&self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
         let is_clean = |(part, place): &&(Part, Place<'_>)| self.believed_clean(place.slot(), *part) != 0;
         let is_loose = |(_, place): &(Part, Place<'_>)| {
@@ -251,7 +251,7 @@ impl Cache {
         if self.has_failed() {
             return Err(Failed);
         }
-        // From here on the slots may have any mix of old and new data, and every crash treats them as dirty.
+        // From here on the slots may have any mix of old and new data, and recovery would find them dirty.
         for (part, place) in places {
             let left = self.left_by_kill(place.slot());
             let mut index = self.index.borrow_mut();
@@ -322,13 +322,13 @@ impl Cache {
         join(both).await
     }
 
-    /// Returns whether memory, or a crash, has data that the disk does not have.
+    /// Returns whether memory has, or recovery would find, data that the disk does not have.
     pub(crate) fn is_anything_dirty(&self) -> bool {
         self.index.borrow().dirty.len() > 0 || self.ledger.borrow().is_anything_dirty()
     }
 
-    /// Returns whether neither memory nor any crash has such data, as far as the cache can know, and it knows
-    /// everything.
+    /// Returns whether it is certain that memory has no dirty data and recovery would find none: all sets are loaded
+    /// and undamaged.
     pub(crate) fn is_known_clean(&self) -> bool {
         self.index.borrow().are_all_loaded() && !self.loading.has_fences() && !self.is_anything_dirty()
     }
