@@ -7,7 +7,8 @@
 /// The most ways of a set: a way's number is a byte.
 pub const WAYS_MAX: usize = 256;
 
-/// Fewest ways of a set, except in smaller caches: a prime number of sets may leave this share of a set unused.
+/// Fewest ways of a set, except in smaller caches. With so many ways, a prime number of sets leaves only a small
+/// share of the lines unused.
 const WAYS_MIN: usize = 128;
 
 /// Number and size of the sets.

@@ -50,7 +50,7 @@ pub struct Context {
 pub struct PolicyOptions {
     /// Ways of each set, 1 to 256.
     pub ways: usize,
-    /// Ways of each set that the caller keeps empty: a set is full without them.
+    /// Ways of each set that the caller keeps empty: a set is full when all others are in use.
     pub spare_ways: usize,
     /// Lines of the cache in all sets.
     pub lines: u64,
@@ -72,12 +72,12 @@ pub enum Admission {
     All,
 }
 
-/// Scores are learnt again after this many times as many uses as the cache has lines; earlier observations are then
-/// multiplied by [`FADE`].
+/// Uses between two computations of the scores, as a multiple of the cache's lines. Each time, earlier observations
+/// are multiplied by [`FADE`].
 const LEARN_CACHES: f64 = 0.25;
 const FADE: f32 = 0.98;
 
-/// Fewest uses before scores are learnt again, which bounds the cost per use.
+/// Fewest uses between two computations of the scores, which bounds the cost per use.
 const LEARN_USES_MIN: u64 = 4096;
 
 /// Tick of the first use, so that loaded lines can be older.
@@ -301,9 +301,9 @@ pub fn heat_of(saved: u8) -> u8 {
     (SAVED_AGES.len() as u8 - 1 - age) << 3 | class.uses()
 }
 
-/// Position of two bits in a saved byte, above the class: the index of the highest of [`SAVED_AGES`], in ticks, that
-/// the line's age has reached. They are up to a quarter of the cache's lines used since, up to all, up to four times
-/// all, or more.
+/// Position of the age in a saved byte, two bits above the class: the index of the highest of [`SAVED_AGES`], in
+/// ticks, that the line's age has reached. The four values stand for up to a quarter of the cache's lines used since,
+/// up to all, up to four times all, and more.
 const SAVED_AGE_SHIFT: u32 = 6;
 const SAVED_AGES: [u32; 4] = [0, 3, 12, 48];
 

@@ -79,17 +79,17 @@ pub enum Contender {
     Larder,
     /// Larder's own policy, which admits all lines.
     LarderAll,
-    /// [`crate::reference::Lru`].
+    /// The policy of [`crate::reference::Lru`].
     Lru,
-    /// [`crate::reference::Sieve`].
+    /// The policy of [`crate::reference::Sieve`].
     Sieve,
-    /// [`crate::reference::S3Fifo`].
+    /// The policy of [`crate::reference::S3Fifo`].
     S3Fifo,
-    /// [`crate::reference::Arc`].
+    /// The policy of [`crate::reference::Arc`].
     Arc,
-    /// [`crate::reference::Larc`].
+    /// The policy of [`crate::reference::Larc`].
     Larc,
-    /// [`crate::reference::WTinyLfu`].
+    /// The policy of [`crate::reference::WTinyLfu`].
     WTinyLfu,
 }
 

@@ -157,7 +157,7 @@ mod tests {
     use crate::hash::mix;
     use crate::policy::Access;
 
-    /// Returns the index of the best scores after many uses, half of which are of the last 300 lines.
+    /// Returns the index of the best scores after many uses, half of which are of one of the last 300 lines.
     fn best_of(worths: &[Worths]) -> usize {
         let mut shadows = Shadows::new(1 << 14, worths.len());
         let context = Context {

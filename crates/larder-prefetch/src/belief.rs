@@ -32,8 +32,8 @@ impl Prefetch {
     }
 }
 
-/// Drops data of the round before last every `time`, until no data is left. Each round walks through the memory, and
-/// makes no requests.
+/// Drops, every `time`, the data that was fetched before the last round; ends when no data is left. A round walks
+/// through the memory, and makes no requests.
 async fn forget_what_is_old(prefetch: Weak<Prefetch>, time: Duration) {
     let mut before = None;
     loop {

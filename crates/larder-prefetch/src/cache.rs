@@ -24,12 +24,12 @@ pub(crate) type SlotIndex = u16;
 
 const NONE: u16 = u16::MAX;
 
-/// With more slots, the table would have more positions than there are numbers.
+/// The most slots: with more, the table could have more positions than a `u16` can count.
 const SLOTS_MAX: usize = NONE as usize / 8;
 
 const _: () = assert!(PrefetchOptions::MEMORY_MAX.as_usize() / Cache::SLOT_BYTES <= SLOTS_MAX);
 
-/// The table has four to eight positions of two bytes for each slot.
+/// Bytes of the table for each slot: it has four to eight positions of two bytes.
 const TABLE_BYTES_PER_SLOT: usize = 16;
 
 /// Bytes of one allocation, which holds many slots: the allocator takes up to a page more for aligned memory.
@@ -221,7 +221,8 @@ impl Cache {
         None
     }
 
-    /// Moves a slot to the list that fits its blocks. A slot without readable blocks becomes free.
+    /// Moves a slot to the list that fits its blocks. A slot without present blocks, to which no fetch writes,
+    /// becomes free.
     pub(crate) fn settle(&mut self, index: SlotIndex) {
         let slot = self.slot(index);
         let kind = match slot {

@@ -12,7 +12,7 @@
 //!   starts. Blocks of its range that are being fetched are discarded when they arrive, and no fetch of its range
 //!   starts until it has ended. Where other programs may write to the device, a byte is stale for a few seconds at
 //!   most ([`Prefetch::believe_for`]).
-//! - *No errors of its own.* A read that waits for a fetch that fails is made again without it.
+//! - *No errors of its own.* When a fetch fails, each read that waits for it reads from the layer below itself.
 //! - *Bounded memory*, tables included.
 //! - *Bounded waste.* Fetched bytes that are not read are counted ([`Statistics::wasted`]). The more there are, the
 //!   more evidence a stream needs, and the less far ahead it is fetched.
@@ -204,7 +204,7 @@ impl Prefetch {
         loop {
             let running = {
                 let mut state = self.state.borrow_mut();
-                // The state is replaced below.
+                // No fetch may start until the state is replaced below.
                 state.closing = true;
                 state.running.first().copied()
             };

@@ -248,7 +248,7 @@ impl Steps {
 mod tests {
     use super::*;
 
-    /// Blocks count as read until their region is read again, or until many other reads have passed.
+    /// Blocks count as read until one of their region is read again, or until many other reads have passed.
     #[test]
     fn reread_begins_new_pass_over_region() {
         let mut seen = Seen::new();

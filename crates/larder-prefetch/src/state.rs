@@ -18,10 +18,10 @@ use crate::units::{BLOCK_BITS, BLOCKS_PER_REGION, BLOCKS_PER_SLOT, Block, SLOT_L
 use crate::writes::Writes;
 use crate::{PrefetchOptions, Statistics};
 
-/// Fewest blocks before a read that must have been read for a stream to begin.
+/// Fewest blocks next to a read that must have been read before a stream begins.
 const EVIDENCE_MIN: u64 = 3;
 
-/// Most blocks before a read that must have been read for a stream to begin.
+/// Most blocks next to a read that must have been read before a stream begins.
 const EVIDENCE_MAX: u64 = 64;
 
 /// Bytes fetched between two checks of the wasted share.

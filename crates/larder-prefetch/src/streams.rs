@@ -15,7 +15,8 @@ use crate::units::{BLOCK_BITS, Block, SLOT_LEN};
 /// Initial distance, in bytes.
 const AHEAD_FIRST: u64 = 32 << 10;
 
-/// log2 of the inverse share of the bytes read that a stream may be ahead, in addition to the initial distance.
+/// log2 of a divisor: a stream may be ahead by the initial distance, and by the bytes that its reader has read
+/// divided by it.
 const PROOF_BITS: u32 = 4;
 
 /// The longest fetch, in bytes.
@@ -132,7 +133,7 @@ impl Streams {
         self.active
     }
 
-    /// Stops some streams that are no longer read, if the shares of all streams are too small. `now` is in reads of
+    /// Stops some streams that are no longer read, if the memory is too small for all streams. `now` is in reads of
     /// the disk. The streams' data stays in memory until its slots are needed.
     pub(crate) fn give_up_forsaken(&mut self, now: u32, bounds: Bounds) {
         if self.active * bounds.ahead_max <= bounds.memory {
