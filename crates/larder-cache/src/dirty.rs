@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dirty_lines_past_32_bits_are_found() {
+    fn dirty_lines_may_exceed_32_bits() {
         let far = (1 << 32) + 5;
         let mut dirty = DirtyLines::default();
         dirty.insert(far);

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_lines_are_not_found_or_counted() {
+    fn removed_lines_are_absent() {
         let mut set = LineSet::default();
         assert!(set.insert(5) && set.insert(FAR));
         assert!(set.remove(5) && !set.remove(5) && !set.remove(6));

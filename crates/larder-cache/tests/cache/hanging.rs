@@ -136,7 +136,7 @@ fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
 
 /// After the cache device hangs in any way, all requests are served by the disk.
 #[test]
-fn hanging_device_turns_cache_into_pass_through() {
+fn hanging_device_is_bypassed() {
     let kinds = [None, Some(Operation::Write), Some(Operation::Flush)];
     for mode in [Mode::WriteThrough, Mode::WriteAround] {
         for kind in kinds {

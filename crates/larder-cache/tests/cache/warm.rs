@@ -51,7 +51,7 @@ fn slow_flushes_do_not_limit_warming() {
 
 /// Lines that could not be written to the cache device are not reported as stored.
 #[test]
-fn unstored_lines_do_not_count_as_warmed() {
+fn unstored_lines_are_not_counted() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let [disk, fast] = [DISK, ByteLen::mib(16)].map(|size| device(&on, Medium::new(size, 512)));

@@ -225,7 +225,7 @@ proptest! {
 
     /// The sketch is approximate, so only general properties and the effect of the window are checked.
     #[test]
-    fn w_tiny_lfu_respects_capacity_and_window(capacity in 2usize..12, keys in keys()) {
+    fn w_tiny_lfu_respects_capacity(capacity in 2usize..12, keys in keys()) {
         let mut cache = WTinyLfu::new(capacity, KEYS as usize);
         let mut seen = vec![false; KEYS as usize];
         let mut before = None;
