@@ -1,5 +1,5 @@
-//! The memory of a running VM, from outside its process: kept within a budget, what is cold in compressed RAM and on an
-//! SSD, and brought back when it is touched.
+//! Manages the memory of a running VM from outside its process. The pager keeps the memory within a budget, moves
+//! cold pages to compressed RAM and to an SSD, and pages them in again when they are touched.
 
 pub mod attach;
 pub mod crypt;

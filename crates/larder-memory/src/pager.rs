@@ -1,29 +1,32 @@
-//! The pager: answers faults, and keeps the memory within its limit by sending cold pages away.
+//! The pager resolves faults, and keeps the memory within its limit by evicting cold pages.
 //!
-//! One thread owns it. It decides everything; what takes time and needs no decision is done by a [`Worker`] beside it.
-//! It keeps nothing that a successor would miss: where each page is stands in the [`State`], and which pages are in
-//! memory the kernel knows.
+//! One thread owns the pager and makes all decisions. Slow work that needs no decision runs on a [`Worker`] in
+//! another thread. Everything that a successor needs is outside the pager: the location of each page is in the
+//! [`State`], and the kernel knows which pages are in memory.
 //!
 //! # The phases of a page
 //! ```text
-//!            fault: zeros, or from a tier              chosen to go: write-protected
+//!            fault: zeros, or from a tier          chosen for eviction: write-protected
 //!   Absent ─────────────────────────────▶ Resident ──────────────────────────────▶ Leaving
 //!     ▲                                      ▲                                        │ copied, and the entry
-//!     │ it is out of the file                └──── it was written to: stays ──────────┤ leads to the copy
+//!     │ removed from the file                └──── written to: eviction cancelled ────┤ points to the copy
 //!     └────────────────────────────── Punching ◀──────────────────────────────────────┘
 //! ```
-//! - *Leaving*: reads go on, a write waits until the page is free again. The copy counts once the entry leads to it.
-//! - *Punching*: whoever touches the page waits until it is out, and then gets the copy. Nothing can be written to it any
-//!   more, so the copy is what is in memory, wherever this process is killed: the successor finds the page in memory,
-//!   and drops the copy, or finds it gone, and uses the copy.
-//! - A page that is in memory although it should not be wins over its copy, always: whoever has put it there came later.
+//! - *Leaving*: the page can be read. A write waits until the page is unprotected. The copy is valid once the entry
+//!   points to it.
+//! - *Punching*: a thread that touches the page waits until the page is removed, and then gets the copy. No write can
+//!   reach the page any more, so memory and copy are equal wherever this process is killed. A successor that finds
+//!   the page in memory drops the copy; a successor that finds it missing uses the copy.
+//! - A page that is unexpectedly in memory always takes precedence over its copy, because it was put there later.
 //!
-//! # What goes
-//! The process may give pages up (a balloon, free page reporting, virtio-mem): it takes them out of the file and
-//! then says so (`MADV_DONTNEED`), which the kernel tells us. Such a page reads as zeros from then on, whatever is in memory
-//! or stored of it: in between it may have been put in place, with what it had before. Not understood is a process that
-//! takes pages out and says nothing (`fallocate` alone): of pages that are in memory it gets zeros, of those that are not
-//! the copy. One that says so and leaves them in the file (which by itself changes nothing in shared memory) gets zeros.
+//! # Memory that the process gives up
+//! The process may give pages up (balloon, free page reporting, virtio-mem). It punches a hole in the file and then
+//! calls `madvise(MADV_DONTNEED)`, which the kernel reports to the pager. From then on the page reads as zeros,
+//! whatever is in memory or stored of it, because the pager may have put the old content back between the two calls.
+//!
+//! A process that only punches holes (`fallocate` alone) is not supported: it gets zeros for pages that were in
+//! memory, and the old copy for evicted pages. A process that only calls `MADV_DONTNEED`, which by itself changes
+//! nothing in shared memory, gets zeros.
 
 mod adopt;
 mod ahead;
@@ -63,38 +66,39 @@ use ahead::Streams;
 use disk::Disks;
 use evict::Batches;
 
-/// How the pager is to work.
+/// Settings of a [`Pager`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How much memory may be used in all, in bytes: what is in memory of the process, compressed pages, and what the
-    /// pager itself needs for each page.
+    /// Limit of all memory used, in bytes: resident pages of the process, compressed pages, and the pager's own
+    /// memory for each page.
     pub limit_bytes: u64,
-    /// How much of that may be compressed pages, in bytes.
+    /// Part of the limit that compressed pages may use, in bytes.
     pub compressed_bytes: u64,
-    /// How long a page stays in memory after writes to it have been stopped, because device I/O that has begun before
-    /// still writes to it. Nothing, where there is no such I/O.
+    /// Time that a page stays in memory after it was write-protected, because device I/O that began earlier still
+    /// writes to it. Zero if there is no such I/O.
     pub quarantine: Duration,
-    /// The number of the thread whose faults are answered first: QEMU's main one, whose stall stops everything.
+    /// ID of the thread whose faults are resolved first: QEMU's main thread, because the whole VM stops when it
+    /// stalls.
     pub first_thread: Option<u32>,
-    /// Pages are brought besides those that are wanted, where somebody goes through memory.
+    /// Enables prefetching of pages around sequential faults.
     pub prefetch: bool,
-    /// How many threads of the process do its work: nothing goes on while all of them wait.
+    /// Number of threads that do the work of the process. Nothing progresses while all of them wait.
     pub workers: usize,
 }
 
-/// Where a page is, as far as its owner knows.
+/// Phase of a page, as the pager knows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     Absent,
     Resident,
     Punching,
-    /// It is being read from a disk.
+    /// Being read from a disk.
     Reading,
-    /// In this eviction.
+    /// Being evicted, in the batch with this number.
     Leaving(u8),
 }
 
-/// The phases of all pages, a byte each.
+/// Phases of all pages, one byte each.
 struct Phases(Vec<u8>);
 
 const LEAVING: u8 = 0x80;
@@ -121,15 +125,15 @@ impl Phases {
     }
 }
 
-/// Somebody waits for a page that cannot be had now.
+/// A thread that waits for a page that is not available now.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
     since: Instant,
-    /// To write to it.
+    /// The thread wants to write.
     write: bool,
 }
 
-/// See the module's description.
+/// Pager of one process's memory. The module documentation describes it.
 pub struct Pager<G, W> {
     guest: G,
     worker: W,
@@ -139,82 +143,83 @@ pub struct Pager<G, W> {
     regions: Vec<Region>,
     phases: Phases,
     lists: Lists,
-    /// How many pages are in memory: of all phases but absent.
+    /// Number of pages in memory, which is all phases but `Absent` and `Reading`.
     present: u32,
     /// The log of compressed RAM.
     ram: Segments,
     disks: Disks,
-    /// Pages that the worker takes out of memory.
+    /// Number of pages that the worker is removing from memory.
     punching: usize,
-    /// Pages that are being read.
+    /// Number of pages that are being read from a disk.
     reading: usize,
     streams: Streams,
-    /// Those of pages that nobody has written to.
+    /// Streams of faults on pages that were never written to.
     zero_streams: Streams,
-    /// The segment that is being filled, unless the worker has it.
+    /// Unfilled rest of the segment that is being filled; `None` while the worker has it.
     lease: Option<Lease>,
     /// The worker has the lease.
     lease_is_out: bool,
     batches: Batches,
-    /// Those who wait until their page is out of memory.
+    /// Threads that wait until their page is removed from memory, or read.
     waiting: HashMap<PageIndex, Waiting>,
-    /// Those who wait until there is room, in the order of their coming.
+    /// Threads that wait for free memory, in order of arrival.
     stalled: VecDeque<(PageIndex, Waiting)>,
-    /// Those of which the protection was lifted for somebody a moment ago, and when.
+    /// Pages that were recently unprotected for a writer, and the time of that.
     let_write: Vec<(PageIndex, Instant)>,
-    /// Those that were lost, and given up since.
+    /// Pages that were lost, and that the process has given up since.
     to_clear: Vec<PageIndex>,
-    /// One that was lost could not be made unreadable.
+    /// A lost page could not be poisoned yet.
     is_unmarked: bool,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
-    /// For what is on disks, if that is enciphered.
+    /// Cipher of the disks, if they are encrypted.
     cipher: Option<Cipher>,
-    /// An object of a disk, deciphered.
+    /// Buffer for a deciphered object of a disk.
     deciphered: Box<[u8]>,
-    /// Pages that are put in place together.
+    /// Buffer for pages that are put in place with one call.
     ahead: Box<[u8]>,
     figures: Figures,
     pressure: Meter,
     stored: StoredPages,
-    /// Why nothing is evicted, since when; told once until it is over.
+    /// Reason why nothing can be evicted, with the time of the last attempt.
     stuck: Option<(Stuck, Instant)>,
-    /// Tries since that brought nothing.
+    /// Number of unsuccessful attempts since then.
     stuck_tries: u32,
     told_stuck: Option<(Stuck, Instant)>,
-    /// There was no memory for a page, or writes could not be stopped: nothing of it is tried again before.
+    /// No allocation is tried before this time, because one has failed.
     no_memory_until: Option<Instant>,
-    /// When the log had that last.
+    /// Time of the last log message about that.
     no_memory_logged: Option<Instant>,
+    /// No eviction is tried before this time, because write-protection has failed.
     no_eviction_until: Option<Instant>,
-    /// So many pages one after the other could not be compressed.
+    /// Number of consecutive pages that could not be compressed.
     kept_in_row: u32,
-    /// Jobs that the worker has.
+    /// Number of jobs that the worker has.
     jobs: u32,
-    /// See [`Self::pause_evictions`].
+    /// Evictions are paused; see [`Self::pause_evictions`].
     are_evictions_paused: bool,
-    /// All is to be brought back.
+    /// A detach is in progress: all pages are paged in.
     is_leaving: bool,
-    /// Up to here it has been.
+    /// Next page that the detach inspects.
     brought_back: u32,
-    /// When this turn began.
+    /// Time at which the current turn began.
     now: Instant,
 }
 
-/// How many pages are stored where.
+/// Numbers of stored pages, by location.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StoredPages {
-    /// As one word.
+    /// Stored as one repeated word.
     pub uniform: u32,
-    /// In compressed RAM.
+    /// Stored in compressed RAM.
     pub ram: u32,
-    /// In the swap cache on an SSD.
+    /// Stored in the swap cache on an SSD.
     pub ssd: u32,
-    /// In the slow store.
+    /// Stored in the slow store.
     pub slow: u32,
-    /// On one of these disks, and in memory too.
+    /// Stored in a tier and in memory too, with equal content.
     pub clean: u32,
-    /// They cannot be read any more.
+    /// Lost: the page cannot be read back.
     pub lost: u32,
 }
 
@@ -241,27 +246,28 @@ impl StoredPages {
     }
 }
 
-/// Why the limit is not kept.
+/// Reason why the limit is exceeded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stuck {
-    /// All tiers have all the room that they may have.
+    /// All tiers have used all of their space.
     TiersFull,
-    /// Compressed pages have all the room that they may have, and the disk below cannot be written to.
+    /// Compressed pages have used all of their space, and the disk below cannot be written to.
     DiskFailed,
-    /// Pages cannot be read or taken out of memory.
+    /// Pages cannot be read or removed from memory.
     Memory,
-    /// No page can be compressed, and there is no tier for such pages.
+    /// No page can be compressed, and no tier accepts incompressible pages.
     Incompressible,
 }
 
-/// Bytes that the pager needs for each page, in memory or not: entry, phase, links.
+/// Bytes that the pager needs for each page, resident or not: entry, phase, list links.
 pub const OVERHEAD_BYTES: u64 = 16 + 1 + 9;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// For the memory `guest`, which `state` tells of. Of its pages those in `present`, in rising order, are in memory.
-    /// What an earlier pager has left is taken over. `stores` are the disks, the fastest first.
+    /// Makes the pager of the memory `guest` that `state` describes. `present` are the pages that are in memory, in
+    /// rising order. `stores` are the disks, the fastest first. The pager adopts the pages that an earlier pager has
+    /// stored.
     ///
-    /// From here on all faults must be answered by it.
+    /// The caller must pass all faults to this pager from now on.
     pub fn new(
         guest: G,
         worker: W,
@@ -323,22 +329,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         pager
     }
 
-    /// What it has done so far.
+    /// Returns the statistics since the pager was made.
     pub fn figures(&self) -> &Figures {
         &self.figures
     }
 
-    /// The limit, in bytes.
+    /// Returns the limit in bytes.
     pub fn limit_bytes(&self) -> u64 {
         self.options.limit_bytes
     }
 
-    /// How much of the limit may be compressed pages, in bytes.
+    /// Returns the part of the limit that compressed pages may use, in bytes.
     pub fn compressed_limit_bytes(&self) -> u64 {
         self.options.compressed_bytes
     }
 
-    /// Sets the limit and how much of it may be compressed pages, in bytes.
+    /// Sets the limit and the part of it that compressed pages may use, in bytes.
     pub fn set_limit(&mut self, limit_bytes: u64, compressed_bytes: u64) {
         self.options.limit_bytes = limit_bytes;
         self.options.compressed_bytes = compressed_bytes;
@@ -346,8 +352,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.kept_in_row = 0;
     }
 
-    /// Pauses evictions, before the first turn, or resumes them: while another process may write to memory without a fault,
-    /// no page is evicted, and no stored copy of a page in memory is valid.
+    /// Pauses evictions, before the first turn, or resumes them. While another process may write to memory without a
+    /// fault, no page is evicted, and no stored copy of a page in memory is valid.
     pub fn pause_evictions(&mut self, pause: bool) {
         if self.are_evictions_paused == pause {
             return;
@@ -366,15 +372,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.are_evictions_paused
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     pub fn guest(&self) -> &G {
         &self.guest
     }
 
-    /// Does all that there is to do now; whether there was anything.
+    /// Does all work that is pending, and returns true if there was any.
     ///
     /// # Errors
-    /// The process has ended.
+    /// If the process has ended.
     pub fn turn(&mut self, now: Instant) -> io::Result<bool> {
         self.now = now;
         let mut worked = self.receive()?;
@@ -390,7 +396,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         Ok(worked)
     }
 
-    /// The worker wakes `waker` when there is more; whether there is something already.
+    /// Registers `waker` with the worker, to be woken when a job is done. Returns true if a job was done already.
     pub fn wake_by(&mut self, waker: &std::task::Waker) -> bool {
         match self.worker.take(Some(waker)) {
             Some(done) => {
@@ -403,7 +409,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn receive(&mut self) -> io::Result<bool> {
         let state = Arc::clone(&self.state);
-        // SAFETY: memory of the state, valid for all values of a message; only this thread uses it.
+        // SAFETY: the memory belongs to the state and is valid for all values of a message; only this thread uses it.
         let messages: &mut [RawMessage] = unsafe { state.messages().as_mut() };
         let count = self.guest.receive(messages)?;
         if count > 0 {
@@ -416,8 +422,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Handles messages, and clears each.
     fn handle(&mut self, messages: &mut [RawMessage]) {
-        // Whoever has given pages up goes on as soon as that was read, and may use them again: what is brought for others
-        // must not bring what was there, or put there what is then taken out.
+        // Removals come first: a thread that gives pages up continues as soon as its message is read, and may use the
+        // pages again. Paging in must not bring back their old content, nor fill a page that a removal handled later
+        // would drop.
         for raw in messages.iter_mut() {
             match raw.decode() {
                 Some(Message::Removed(range)) => self.removed(range, false),
@@ -445,7 +452,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         for raw in messages {
             match raw.decode() {
-                // Heard above.
+                // Removals were handled above.
                 None | Some(Message::Removed(_) | Message::Unmapped(_)) => {}
                 Some(Message::Fault {
                     address, cause, write, ..
@@ -460,7 +467,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.regions.iter().find_map(|region| region.page_at(address))
     }
 
-    /// What is used of the limit, in bytes.
+    /// Returns the memory used of the limit, in bytes.
     pub fn used_bytes(&self) -> u64 {
         u64::from(self.present) * PAGE_BYTES
             + self.compressed_bytes()
@@ -469,7 +476,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             + self.streams.bytes()
     }
 
-    /// What compressed pages take, in bytes.
+    /// Returns the memory that compressed pages use, in bytes.
     pub fn compressed_bytes(&self) -> u64 {
         u64::from(self.ram.allocated()) * SEGMENT as u64
     }
@@ -478,43 +485,43 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.phases.0.len() as u64 * OVERHEAD_BYTES
     }
 
-    /// How many pages are in memory.
+    /// Returns the number of pages in memory.
     pub fn present_pages(&self) -> u32 {
         self.present
     }
 
-    /// Why the limit is not kept, if it is not.
+    /// Returns the reason why the limit is exceeded, if it is.
     pub fn stuck(&self) -> Option<Stuck> {
         self.stuck.map(|(why, _)| why)
     }
 
-    /// How many pages are stored where.
+    /// Returns the numbers of stored pages, by location.
     pub fn stored_pages(&self) -> StoredPages {
         self.stored
     }
 
-    /// How many pages there are.
+    /// Returns the number of pages.
     pub fn pages(&self) -> u32 {
         self.phases.0.len() as u32
     }
 
-    /// How much of the time was lost by waiting until now.
+    /// Returns the share of time lost by waiting for pages, up to `now`.
     pub fn pressure(&mut self, now: Instant) -> Pressure {
         self.pressure.look(now)
     }
 
-    /// How many who wait for a page cannot be answered now.
+    /// Returns the number of waiters for a page that cannot be served now.
     pub fn stalled(&self) -> usize {
         self.stalled.len() + self.waiting.len()
     }
 
-    /// The regions.
+    /// Returns the regions.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// There is a region more, which the state knows, and of which faults are told since a moment ago. Of its pages those
-    /// in `present`, in rising order, are in memory.
+    /// Adds a region that the state has and whose faults are reported already. `present` are its pages that are in
+    /// memory, in rising order.
     pub fn add_region(&mut self, region: Region, present: &[PageRun]) {
         let pages = region.first.get() + region.pages;
         self.phases.0.resize(pages as usize, 0);
@@ -529,7 +536,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         });
     }
 
-    /// `page` is in memory now, and may go some time.
+    /// Records that `page` is in memory, and makes it evictable by appending it to `queue`.
     fn settle(&mut self, page: PageIndex, queue: Queue) {
         match self.phases.get(page) {
             Phase::Absent => self.present += 1,
@@ -541,7 +548,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.lists.push(queue, page);
     }
 
-    /// `page` is not in memory any more.
+    /// Records that `page` is not in memory any more.
     fn vanish(&mut self, page: PageIndex) {
         match self.phases.get(page) {
             Phase::Absent | Phase::Reading => return,
@@ -557,7 +564,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.worker.give(job);
     }
 
-    /// `page` is there, or nowhere, or what `word` says. What the entry said before is not looked at.
+    /// Sets the first word of the entry of `page`, whatever it was, and updates the counts of stored pages.
     fn set_word(&mut self, page: PageIndex, word: Word) {
         self.stored.change(self.state.word(page), word);
         self.state.replace(page, word);

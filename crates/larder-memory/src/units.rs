@@ -1,40 +1,40 @@
 //! Units of guest memory: pages and runs of pages.
 //!
-//! The pages of all regions of a process have one numbering, in the order in which the regions were found, so that a
-//! page is one number everywhere. 32 bits of it are 16 TiB.
+//! All regions of a process share one page numbering, in the order in which the regions were found, so a page has the
+//! same number everywhere. The number has 32 bits, which covers 16 TiB.
 
 use std::fmt;
 
-/// Bytes of a page. Larger pages (hugetlbfs) are refused when a process is attached to.
+/// Size of a page, in bytes. Larger pages (hugetlbfs) are refused when a process is attached to.
 pub const PAGE: usize = larder_codec::PAGE;
 
-/// [`PAGE`] for offsets and addresses.
+/// [`PAGE`] as a `u64`, for offsets and addresses.
 pub const PAGE_BYTES: u64 = PAGE as u64;
 
-/// A page of the managed memory, by its number.
+/// Number of a page of the managed memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageIndex(u32);
 
 impl PageIndex {
-    /// Page number `index`.
+    /// Makes the page number `index`.
     pub const fn new(index: u32) -> Self {
         Self(index)
     }
 
-    /// Its number.
+    /// Returns the page number.
     pub const fn get(self) -> u32 {
         self.0
     }
 
-    /// Its number, to index tables of pages with.
+    /// Returns the page number as an index into per-page tables.
     pub const fn as_usize(self) -> usize {
         self.0 as usize
     }
 
-    /// The page `count` pages further on.
+    /// Returns the page `count` pages after this one.
     ///
     /// # Panics
-    /// Past the last number.
+    /// If the result exceeds the last page number.
     pub fn plus(self, count: u32) -> Self {
         match self.0.checked_add(count) {
             Some(index) => Self(index),
@@ -49,39 +49,39 @@ impl fmt::Debug for PageIndex {
     }
 }
 
-/// Pages one after the other. Never empty.
+/// Consecutive pages, at least one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageRun {
-    /// The first.
+    /// The first page.
     pub first: PageIndex,
-    /// How many.
+    /// Number of pages, at least 1.
     pub count: u32,
 }
 
 impl PageRun {
-    /// `page` alone.
+    /// Makes the run that has only `page`.
     pub const fn one(page: PageIndex) -> Self {
         Self { first: page, count: 1 }
     }
 
-    /// The page after the last.
+    /// Returns the page after the last one of the run.
     pub fn end(self) -> PageIndex {
         self.first.plus(self.count)
     }
 
-    /// Its pages in order.
+    /// Returns the pages of the run in rising order.
     pub fn pages(self) -> impl ExactSizeIterator<Item = PageIndex> {
         let first = self.first.0;
         (0..self.count).map(move |offset| PageIndex(first + offset))
     }
 
-    /// How many bytes it has.
+    /// Returns the length of the run in bytes.
     pub const fn bytes(self) -> u64 {
         self.count as u64 * PAGE_BYTES
     }
 }
 
-/// The runs that `pages`, in rising order, are made of.
+/// Groups `pages`, which must be in rising order, into runs of consecutive pages.
 pub fn runs(pages: impl IntoIterator<Item = PageIndex>) -> impl Iterator<Item = PageRun> {
     let mut pages = pages.into_iter().peekable();
     std::iter::from_fn(move || {
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_in_order_are_grouped_into_runs() {
+    fn consecutive_pages_form_runs() {
         let pages = [3, 4, 5, 9, 11, 12].map(PageIndex::new);
         let found: Vec<(u32, u32)> = runs(pages).map(|run| (run.first.get(), run.count)).collect();
         assert_eq!(found, [(3, 3), (9, 1), (11, 2)]);

@@ -1,4 +1,4 @@
-//! Taking over what an earlier pager has left, or what was there before the first one.
+//! Adoption of the pages that an earlier pager has stored, and of those that were in memory before the first pager.
 
 use super::{Pager, Phase};
 use crate::entry::{Location, Tier, Word};
@@ -38,7 +38,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
             }
         }
-        // Whoever waited for the pager before, or for what we have just been told, tries again.
+        // Threads that waited for the earlier pager, or whose message was just handled, retry.
         for region in &self.regions {
             self.guest.wake(PageRun {
                 first: region.first,
@@ -55,13 +55,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let is_there = self.phases.get(page) == Phase::Resident;
         let is_lost = word.decode() == Some(Location::Lost);
         if is_lost && !is_there && word.is_clean() {
-            // Given up since, and unreadable still.
+            // The page was given up after it was lost, and is still poisoned.
             self.stored.change(Word::NOWHERE, word);
             self.to_clear.push(page);
             return;
         }
         if is_there && (is_lost || !word.is_clean()) {
-            // It came back, or had not gone yet; it may have been written to since.
+            // The page was paged in, or not yet removed, and may have been written to since.
             self.state.replace(page, Word::NOWHERE);
             return;
         }
@@ -75,7 +75,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Some(Location::Uniform { .. } | Location::Lost) => true,
             Some(Location::Nowhere) | None => false,
         };
-        // A page that is there is clean until the messages have been heard.
+        // A page in memory stays clean until the messages of the earlier pager are handled.
         let word = word.with_clean(is_there && is_sound);
         self.state.replace(page, word);
         self.stored.change(Word::NOWHERE, word);
@@ -89,7 +89,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// What the kernel has said last, and the earlier pager may not have heard. Who waited for an answer asks again.
+    /// Handles the last messages that the kernel delivered, which the earlier pager may not have handled. Threads
+    /// that wait for a page fault again.
     fn adopt_messages(&mut self) {
         // SAFETY: as in `receive`.
         let messages: &mut [RawMessage] = unsafe { self.state.messages().as_mut() };

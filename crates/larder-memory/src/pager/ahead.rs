@@ -1,20 +1,19 @@
-//! What to bring besides what is wanted: the pages behind it, if somebody goes through memory, or else those around it that
-//! were evicted with it.
+//! Prefetching: pages that follow a wanted page in a stream, or else neighbours that were evicted with it.
 //!
-//! Two faults near each other begin a stream, upwards or downwards (compressed columns of databases are read from behind
-//! as often as not). A fault that goes on where its pages were brought last has more of them brought with it, up to a
-//! bound. What is touched here and there has nothing brought.
+//! Two faults near each other begin a stream, upwards or downwards (databases often read compressed columns
+//! backwards). A fault that continues a stream doubles the number of pages to prefetch, up to a bound. Random faults
+//! prefetch no stream.
 //!
-//! They are put in the process's memory, write-protected, but for one in the middle of each read: that is kept in memory of
-//! ours until it is touched, which tells that the stream goes on. What is put in place so may have been given up a
-//! moment ago, and nobody has said so yet: `given_up` takes it out again.
+//! Prefetched pages are put in the process's memory, write-protected. One page in the middle of each read is the
+//! marker: it stays in a buffer of the pager until it is touched, which shows that the stream continues. The process
+//! may have given up such a page a moment ago, and the message is not read yet: `given_up` removes the page again.
 //!
-//! Pages that nobody has ever written to come in streams, too: zeros are put in place behind the one that is wanted.
+//! Pages that were never written to form streams, too. Zeros are put in place after the wanted page.
 //!
-//! Around a page that is wanted out of order its neighbours come from the disk, if they were evicted with it: they lie
-//! together there, and are read for little more. Whether they are of any use the kernel does not tell, so now and then one
-//! of them is kept beside instead: it is wanted soon, or it was read in vain. While too many of those are in vain no
-//! neighbours come but these.
+//! For a wanted page outside any stream, its neighbours are read from the disk if they were evicted together with it,
+//! because they are close to it on the disk and cost little. The kernel does not report whether neighbours are used,
+//! so now and then one is kept in a buffer as a sample. A sample is either wanted soon, or was prefetched in vain.
+//! While too many samples are in vain, only samples are prefetched.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -26,38 +25,38 @@ use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::Filled;
 use crate::worker::Worker;
 
-/// How many streams are known.
+/// Maximum number of streams.
 const STREAMS: usize = 64;
-/// Pages that are brought when a stream begins, and at most.
+/// Number of pages that are prefetched when a stream begins, and the maximum.
 const FIRST: u32 = 8;
 const MOST: u32 = 32;
-/// A stream goes on if it leaves out fewer pages than this.
+/// A stream continues if a fault skips fewer pages than this.
 const GAP: u32 = 16;
-/// Pages around one that is wanted out of order.
+/// Number of pages in the aligned group that has a wanted page and its neighbours.
 const NEIGHBOURS: u32 = 16;
-/// So many bytes apart on a disk pages were evicted together.
+/// Maximum distance on a disk, in bytes, of pages that were evicted together.
 const TOGETHER: u64 = 64 << 10;
-/// Of the neighbours that one fault brings one is kept beside so often: one of so many times.
+/// One of this many faults that can prefetch neighbours keeps one of them as a sample.
 const SAMPLE_EVERY: u32 = 4;
-/// The same while neighbours are of no use.
+/// The sampling interval while neighbours are not used.
 const SAMPLE_USELESS_EVERY: u32 = 32;
-/// Neighbours are of use if more than one of so many that were kept beside is wanted.
+/// Neighbours are useful if more than one of this many samples is wanted.
 const USED_SHARE: u32 = 3;
-/// Until this many were kept beside they are.
+/// Neighbours count as useful until there are this many samples.
 const SAMPLES_MIN: u32 = 32;
-/// After so many what was seen counts half.
+/// Number of samples after which both counts are halved.
 const SAMPLES_HALVED: u32 = 256;
-/// How many pages are kept beside at most.
+/// Maximum number of buffered pages.
 const KEPT_MAX: usize = 256;
 
-/// Pages that were wanted one after the other.
+/// A sequence of pages that were wanted in order.
 #[derive(Clone, Copy)]
 struct Stream {
     way: Option<Way>,
-    /// The page behind those that were brought; before there is a way, the page that was wanted.
+    /// The page after the prefetched ones, in the stream's direction. Before there is a direction, the wanted page.
     next: u32,
     count: u32,
-    /// The one in their middle: when it is wanted, it is time for the next ones.
+    /// The marker in the middle of the prefetched pages. A fault on it prefetches the next ones.
     middle: Option<u32>,
 }
 
@@ -68,7 +67,7 @@ enum Way {
 }
 
 impl Stream {
-    /// Which way it goes if the page with this number is of it.
+    /// Returns the direction of the stream if page number `at` belongs to it.
     fn has(&self, at: u32) -> Option<Way> {
         if self.middle == Some(at) {
             return self.way;
@@ -83,25 +82,25 @@ impl Stream {
     }
 }
 
-/// The streams, that used last at the end, and what was brought for them.
+/// All streams, the most recently used last, and the buffered pages.
 #[derive(Default)]
 pub(super) struct Streams {
     all: VecDeque<Stream>,
-    /// In the order of their coming.
+    /// Buffered pages in order of arrival.
     kept: VecDeque<PageIndex>,
-    /// With what their entries said.
+    /// Buffered contents, with the first words of the pages' entries.
     contents: HashMap<PageIndex, (Word, Box<[u8; PAGE]>)>,
     neighbours: Neighbours,
 }
 
-/// Whether what lies around a page is of use.
+/// Statistics that tell whether neighbours of wanted pages are used.
 #[derive(Default)]
 struct Neighbours {
-    /// Faults that have brought some, or could have.
+    /// Number of faults that could prefetch neighbours.
     faults: u32,
-    /// Those that are to be kept beside, or are.
+    /// Pages that are samples, whether they are buffered already or not.
     samples: HashSet<PageIndex>,
-    /// How many of those were wanted, and how many were not.
+    /// Numbers of samples that were wanted, and that were not.
     used: u32,
     in_vain: u32,
 }
@@ -112,7 +111,7 @@ impl Neighbours {
         seen < SAMPLES_MIN || self.used * USED_SHARE > seen
     }
 
-    /// Whether one is to be kept beside this time.
+    /// Counts a fault, and returns true if one of its neighbours is to be a sample.
     fn are_to_be_sampled(&mut self) -> bool {
         self.faults = self.faults.wrapping_add(1);
         let every = match self.are_of_use() {
@@ -122,16 +121,16 @@ impl Neighbours {
         self.faults.is_multiple_of(every)
     }
 
-    /// Keeps `page` beside, when it comes.
+    /// Makes `page` a sample: it is buffered when it has been read.
     fn sample(&mut self, page: PageIndex) {
-        // Of some that never came nobody has told.
+        // Samples that never arrive are not reported here, so the set has a bound.
         if self.samples.len() == KEPT_MAX {
             self.samples.clear();
         }
         self.samples.insert(page);
     }
 
-    /// What was kept beside is not any more.
+    /// Counts a sample that is not buffered any more.
     fn learn(&mut self, page: PageIndex, is_used: bool) {
         if !self.samples.remove(&page) {
             return;
@@ -148,7 +147,7 @@ impl Neighbours {
 }
 
 impl Streams {
-    /// What to bring besides `page`, which is wanted.
+    /// Returns the pages to prefetch after a fault on `page`.
     fn of(&mut self, page: PageIndex) -> Option<PageRun> {
         let at = page.get();
         let found = self.all.iter().enumerate();
@@ -167,7 +166,7 @@ impl Streams {
         };
         let stream = self.all.remove(index)?;
         let count = (stream.count * 2).clamp(FIRST, MOST);
-        // At the middle of some the pages up to `next` are there, or on their way.
+        // At a marker, the pages up to `next` are in memory or being read.
         let is_middle = stream.middle == Some(at);
         let (run, next) = match way {
             Way::Up => {
@@ -192,12 +191,12 @@ impl Streams {
         (count > 0).then_some(PageRun { first, count })
     }
 
-    /// Whether it is to be told when `page` is wanted: to a stream, or because neighbours are.
+    /// Returns true if `page` must be buffered, as the marker of a stream or as a sample.
     pub(super) fn is_marker(&self, page: PageIndex) -> bool {
         self.all.iter().any(|stream| stream.middle == Some(page.get())) || self.neighbours.samples.contains(&page)
     }
 
-    /// Keeps a page until it is wanted.
+    /// Buffers a page until it is wanted. Drops the oldest one if there are too many.
     pub(super) fn keep(&mut self, page: PageIndex, word: Word, content: &[u8; PAGE]) {
         if self.contents.len() == KEPT_MAX
             && let Some(oldest) = self.kept.pop_front()
@@ -210,12 +209,12 @@ impl Streams {
         }
     }
 
-    /// Whether a page is kept whose entry says `word`.
+    /// Returns true if `page` is buffered and its entry has not changed.
     fn has(&self, page: PageIndex, word: Word) -> bool {
         self.contents.get(&page).is_some_and(|(of, _)| *of == word)
     }
 
-    /// What is kept of a page whose entry says `word`.
+    /// Takes the buffered content of `page`, if its entry has not changed.
     pub(super) fn take(&mut self, page: PageIndex, word: Word) -> Option<Box<[u8; PAGE]>> {
         let (of, content) = self.contents.remove(&page)?;
         if let Some(index) = self.kept.iter().position(|other| *other == page) {
@@ -225,14 +224,15 @@ impl Streams {
         (of == word).then_some(content)
     }
 
-    /// What is taken of memory, in bytes.
+    /// Returns the memory that buffered pages use, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.contents.len() as u64 * PAGE_BYTES
     }
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// `page` has been wanted, and was brought, or is being read: what is behind it is brought, too, if that is worth it.
+    /// Prefetches the pages after `page` in its stream, if it has one, or else its neighbours. `page` was wanted, and
+    /// was put in place or is being read.
     pub(super) fn follow(&mut self, page: PageIndex) {
         let Some(run) = self.streams.of(page) else {
             return self.bring_neighbours(page);
@@ -274,7 +274,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.read_ahead(on_disk);
     }
 
-    /// `page` has been wanted, of no stream: if it is being read, those around it are, too, that were evicted with it.
+    /// Reads the neighbours of `page` that were evicted with it. `page` was wanted, belongs to no stream, and is
+    /// being read.
     fn bring_neighbours(&mut self, page: PageIndex) {
         if self.phases.get(page) != Phase::Reading || !self.has_room_ahead() {
             return;
@@ -311,8 +312,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.read_ahead(pages);
     }
 
-    /// `page`, of zeros that nobody has written to, has been wanted, and was put in place: so are those behind it, if that
-    /// is worth it.
+    /// Puts zeros in place after `page` if it continues a stream. `page` was never written to, was wanted, and was
+    /// put in place.
     pub(super) fn follow_zero(&mut self, page: PageIndex) {
         let Some(run) = self.zero_streams.of(page) else {
             return;
@@ -334,20 +335,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whether compressed RAM may have copies of pages that are in memory, too: where it makes room by sending what is old
-    /// away, they are dropped.
+    /// Returns true if compressed RAM may keep copies of pages that are in memory too. This needs a working disk: the
+    /// copies are dropped when old segments are moved there.
     fn may_keep_copies(&self) -> bool {
         self.disks.all.first().is_some_and(|disk| !disk.has_failed())
     }
 
-    /// Whether there is room for pages that nobody wants yet.
+    /// Returns true if there is room for pages that no thread waits for.
     pub(super) fn has_room_ahead(&self) -> bool {
         self.no_memory_until.is_none() && self.used_bytes() < self.options.limit_bytes
     }
 }
 
-/// Where the copy is to which `other` leads, if it and that of `one` were made one soon after the other: they lie together
-/// on a disk.
+/// Returns the location of the copy that `other` points to, if it is near the copy of `one` on the same disk. Such
+/// pages were evicted one soon after the other.
 fn evicted_together(one: Word, other: Word) -> Option<(Tier, Stored)> {
     let Some(Location::In {
         tier: of, stored: near, ..
@@ -367,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_of_a_page_is_good_only_as_long_as_its_entry_says_the_same() {
+    fn buffered_page_expires_with_its_entry() {
         let (page, content) = (PageIndex::new(7), [3; PAGE]);
         let mut streams = Streams::default();
         streams.keep(page, Word(0x13), &content);
@@ -379,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_that_nobody_wants_stop_coming_and_are_tried_again() {
+    fn unused_neighbours_stop_and_are_resampled() {
         let mut neighbours = Neighbours::default();
         let mut see = |is_used: bool, times: u32| {
             for index in 0..times {

@@ -1,4 +1,4 @@
-//! Counts what is counted, again: for simulators and tests.
+//! Consistency check of the pager's counters, for simulators and tests.
 
 use super::{Pager, Phase, StoredPages};
 use crate::entry::{Location, Tier, Word};
@@ -8,10 +8,10 @@ use crate::units::PageIndex;
 use crate::worker::Worker;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Whether all that it keeps counts of is as the entries and the phases of pages say. Takes time for every page.
+    /// Checks that all counters agree with the entries and the phases of the pages. Visits every page.
     ///
     /// # Errors
-    /// What is not.
+    /// The first counter or entry that is inconsistent.
     pub fn check(&self) -> Result<(), String> {
         let mut stored = StoredPages::default();
         let mut logs: Vec<Vec<u64>> = vec![vec![0; self.ram.count() as usize]];

@@ -1,4 +1,4 @@
-//! Bringing everything back, so that the process can be left alone.
+//! Detaching: pages everything in, so that the process can run without a pager.
 
 use super::fault::Put;
 use super::{Pager, Phase};
@@ -7,34 +7,35 @@ use crate::guest::GuestMemory;
 use crate::units::PageIndex;
 use crate::worker::Worker;
 
-/// How many reads there are at a time.
+/// Maximum number of concurrent reads.
 const READS_MAX: usize = 8;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Nothing is evicted any more, and all that was is to come back ([`Self::bring_back`]).
+    /// Stops evicting, and starts to page everything in ([`Self::bring_back`]).
     pub fn begin_detach(&mut self) {
         self.is_leaving = true;
         self.brought_back = 0;
         self.stay_all();
     }
 
-    /// Keeps within the limit again: what has come back is evicted as any other page.
+    /// Enforces the limit again. Pages that have been paged in are evicted like any other.
     pub fn cancel_detach(&mut self) {
         self.is_leaving = false;
     }
 
-    /// Whether the kernel had no memory for the last page that was to come back.
+    /// Returns true if the kernel had no memory for the last page that was paged in.
     pub fn lacks_memory(&self) -> bool {
         self.no_memory_until.is_some()
     }
 
-    /// How many pages, in bytes, are to come back.
+    /// Returns the size of the pages that are not in memory and still have to be paged in, in bytes.
     pub fn stored_bytes(&self) -> u64 {
         let stored = self.stored;
         u64::from(stored.uniform + stored.ram + stored.ssd + stored.slow) * crate::units::PAGE_BYTES
     }
 
-    /// Brings back up to `count` pages; whether that was all there is. Faults are to be answered in between.
+    /// Pages in up to `count` pages, and returns true if none is left. The caller must handle faults between the
+    /// calls.
     pub fn bring_back(&mut self, count: u32) -> bool {
         if self.jobs > 0 {
             return false;
@@ -63,7 +64,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if self.disks.reads() > 0 {
             return false;
         }
-        // What was given up and stored again, or could not be put in place, comes in the next round.
+        // Pages that could not be put in place, or whose read failed, are found in the next pass.
         self.brought_back = 0;
         if std::mem::take(&mut self.is_unmarked) {
             return false;

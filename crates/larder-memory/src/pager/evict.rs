@@ -1,4 +1,4 @@
-//! Sending pages away.
+//! Eviction of pages.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -12,41 +12,42 @@ use crate::log::SegmentIndex;
 use crate::units::{PageIndex, PageRun, runs};
 use crate::worker::{BatchIndex, Copied, Done, Job, Lease, Outcome, Worker};
 
-/// How many pages are stored by one job: the worker is told so often.
+/// Maximum number of pages in one store job. The worker reports at least this often.
 const STORE_PAGES: usize = 64;
-/// After so long it is tried again to stop writes.
+/// Delay before write-protection that failed is retried.
 const NO_EVICTION_FOR: Duration = Duration::from_millis(10);
-/// A page of which the protection was lifted for somebody stays so long at least: longer than a thread takes to wake up.
+/// Minimum time that a page stays unprotected after a writer has faulted on it. Longer than a thread takes to wake
+/// up.
 const LET_WRITE_FOR: Duration = Duration::from_millis(1);
-/// After so many pages in a row that cannot be compressed no more are tried for a while.
+/// Number of consecutive incompressible pages after which eviction pauses.
 const KEPT_MAX: u32 = 4096;
-/// With a disk compressed RAM has at least so many segments.
+/// Minimum number of segments of compressed RAM if there is a disk.
 const SEGMENTS_MIN: u32 = 6;
-/// The same in bytes.
+/// Minimum size of compressed RAM if there is a disk, in bytes.
 pub const COMPRESSED_BYTES_MIN: u64 = SEGMENTS_MIN as u64 * crate::log::SEGMENT as u64;
-/// How many evictions there are at a time.
+/// Maximum number of concurrent batches.
 const BATCHES: usize = 64;
 
 /// Pages that were write-protected together.
 #[derive(Default)]
 struct Batch {
-    /// Those that were not given to the worker yet, in falling order.
+    /// Pages that the worker has not received yet, in falling order.
     pages: Vec<PageIndex>,
-    /// When writes to them were stopped.
+    /// Time at which the pages were write-protected.
     protected_at: Option<Instant>,
-    /// See [`GuestMemory::io_has_ended`].
+    /// Result of [`GuestMemory::io_mark`] at that time.
     io_mark: u64,
-    /// Pages of it that the worker stores.
+    /// The worker is storing pages of this batch.
     is_stored: bool,
 }
 
-/// The evictions under way.
+/// Batches whose eviction is in progress.
 pub(super) struct Batches {
     slots: Vec<Batch>,
-    /// Those in the order in which they are to be stored.
+    /// Batches in the order in which they are stored.
     order: std::collections::VecDeque<u8>,
     free: Vec<u8>,
-    /// Pages in all of them that have not been stored.
+    /// Number of pages in all batches that have not been stored.
     leaving: usize,
 }
 
@@ -62,7 +63,7 @@ impl Default for Batches {
 }
 
 impl Batches {
-    /// Pages on their way.
+    /// Returns the number of pages whose eviction is in progress.
     pub(super) fn leaving(&self) -> usize {
         self.leaving
     }
@@ -71,19 +72,19 @@ impl Batches {
         self.free.is_empty()
     }
 
-    /// The one that is to be stored next.
+    /// Returns the batch that is stored next.
     fn next(&self) -> Option<&Batch> {
         Some(&self.slots[usize::from(*self.order.front()?)])
     }
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Has up to `count` pages go; how many. Those of which a disk has a copy go at once, to the others writes are
-    /// stopped.
+    /// Starts to evict up to `count` pages, and returns how many. Pages with a valid copy are removed at once; the
+    /// others are write-protected.
     pub(super) fn begin_eviction(&mut self, count: usize, now: Instant) -> usize {
         let Some(slot) = self.batches.free.pop() else { return 0 };
         let mut pages: Vec<PageIndex> = std::iter::from_fn(|| self.lists.pop()).take(count).collect();
-        // Who was let write to a page gets to do so before it goes again.
+        // A thread whose page was unprotected gets the time to write before the page is evicted again.
         self.let_write
             .retain(|(_, since)| now.saturating_duration_since(*since) < LET_WRITE_FOR);
         let let_write: Vec<PageIndex> = pages.extract_if(.., |page| self.is_let_write(*page)).collect();
@@ -137,7 +138,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.let_write.iter().any(|(of, _)| *of == page)
     }
 
-    /// Pages that are write-protected and equal to their copies on a disk.
+    /// Evicts pages that are write-protected and equal to their copies in a tier.
     fn evict_clean(&mut self, slot: u8, pages: Vec<PageIndex>) {
         if pages.is_empty() {
             return;
@@ -167,13 +168,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         });
     }
 
-    /// When the next pages come out of their quarantine, unless the worker is at others.
+    /// Returns the time at which the quarantine of the next pages ends, or `None` while the worker has the lease.
     fn next_due(&self) -> Option<Instant> {
         let at = self.batches.next()?.protected_at?;
         (!self.lease_is_out).then(|| at + self.options.quarantine)
     }
 
-    /// Whether the next pages may be stored: nothing writes to them any more.
+    /// Returns true if the next pages can be stored, because no device writes to them any more.
     fn is_due(&self, now: Instant) -> bool {
         self.next_due().is_some_and(|due| due <= now)
             && self
@@ -182,20 +183,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 .is_some_and(|batch| self.guest.io_has_ended(batch.io_mark))
     }
 
-    /// Whether pages that are to go wait until writes have ended that nobody can stop, so that there is no telling when
-    /// there is room again.
+    /// Returns true if evicted pages wait for the end of device I/O, which the pager cannot stop. The time at which
+    /// memory becomes free is then unknown.
     pub(super) fn has_quarantine(&self) -> bool {
         !self.options.quarantine.is_zero() || self.guest.has_device_io()
     }
 
-    /// When there is something to do though nothing happens.
+    /// Returns the time of the next turn that is due without an event.
     pub fn next_turn(&self) -> Option<Instant> {
         self.next_due().into_iter().chain(self.next_read_again()).min()
     }
 
-    /// Has the worker store what has waited long enough; whether there was anything.
+    /// Passes pages whose quarantine has ended to the worker. Returns true if there were any.
     pub(super) fn go_on_storing(&mut self, now: Instant) -> bool {
-        // Asked of each: when nothing is left of one eviction, the next one may still be in its quarantine.
+        // Checked for each batch: after the last page of one, the next may still be in quarantine.
         while self.is_due(now)
             && let Some(slot) = self.batches.order.front().copied()
         {
@@ -205,7 +206,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             while pages.len() < STORE_PAGES
                 && let Some(page) = batch.pages.pop()
             {
-                // Those that were written to meanwhile, or given up, are not leaving any more.
+                // Pages that have been written to or given up are not being evicted any more.
                 match self.phases.get(page) {
                     Phase::Leaving(of) if of == slot => pages.push(page),
                     _ => gone += 1,
@@ -246,7 +247,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.batches.free.push(slot);
     }
 
-    /// The segment to fill, for the worker.
+    /// Takes the unfilled rest of a segment, for the worker.
     pub(super) fn take_lease(&mut self) -> Option<Lease> {
         if self.lease.is_none() && self.ram.used() < self.segments_max() {
             self.lease = self.new_segment();
@@ -256,13 +257,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         Some(lease)
     }
 
-    /// Whether [`Self::take_lease`] would have one.
+    /// Returns true if [`Self::take_lease`] would return a lease.
     pub(super) fn has_room_in_ram(&self) -> bool {
         self.lease.is_some() || self.ram.used() < self.segments_max()
     }
 
-    /// The same, to move what lives of another segment there. There may be one segment too many for that: the other one
-    /// is free in the end.
+    /// Takes a lease for moving the live objects of another segment. This may exceed the limit by one segment, since
+    /// the other segment becomes free.
     pub(super) fn take_lease_to_compact(&mut self) -> Option<Lease> {
         if self.lease.is_none() && self.ram.used() <= self.segments_max() {
             self.lease = self.new_segment();
@@ -279,7 +280,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         })
     }
 
-    /// How many segments compressed RAM may have. What goes to a disk passes through a few.
+    /// Returns the maximum number of segments of compressed RAM. With a disk there are always a few, since pages pass
+    /// through them.
     pub(super) fn segments_max(&self) -> u32 {
         let max = u32::try_from(self.options.compressed_bytes / crate::log::SEGMENT as u64).unwrap_or(u32::MAX);
         match self.disks.all.is_empty() {
@@ -288,7 +290,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// The lease is back. It is of no use any more if `is_full`.
+    /// Takes the lease back from the worker. With `is_full` the segment is sealed.
     fn return_lease(&mut self, lease: Lease, is_full: bool) {
         self.lease_is_out = false;
         if is_full {
@@ -298,7 +300,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Pages stay after all.
+    /// Cancels the eviction of pages of a batch.
     fn stay(&mut self, slot: u8, pages: impl Iterator<Item = PageIndex>) {
         let mut staying: Vec<PageIndex> = Vec::new();
         for page in pages {
@@ -313,7 +315,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// All that leaves stays, but for what the worker has.
+    /// Cancels all evictions, except those of pages that the worker has.
     pub(super) fn stay_all(&mut self) {
         for slot in self.batches.order.clone() {
             let mut pages = std::mem::take(&mut self.batches.slots[usize::from(slot)].pages);
@@ -322,14 +324,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Writes are free again. Where that cannot be said now, the first write asks for it.
+    /// Removes the write-protection of `run`. If that is not possible now, the first write faults and retries it.
     fn unprotect(&self, run: PageRun) {
         if self.guest.unprotect(run).is_err() {
             self.guest.wake(run);
         }
     }
 
-    /// What the worker has done.
+    /// Handles a job that the worker has done.
     pub(super) fn done(&mut self, done: Done) {
         self.jobs -= 1;
         match done {
@@ -418,7 +420,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             true => self.kept_in_row + kept.len() as u32,
             false => 0,
         };
-        // Not before what was put there counts: a full segment in which nothing lives is free.
+        // The segment is sealed after its new objects are counted: a sealed segment without live objects is free.
         self.return_lease(lease, !rest.is_empty() && failed.is_none());
         for run in runs(kept) {
             self.unprotect(run);
@@ -438,7 +440,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.is_stuck(Stuck::Memory);
             }
             None if self.is_leaving => self.stay(slot, rest.into_iter()),
-            // There was no room for them. They come first in the next segment.
+            // The segment had no room for these pages. They come first in the next segment.
             None => self.batches.slots[usize::from(slot)]
                 .pages
                 .extend(rest.into_iter().rev()),
@@ -450,7 +452,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn punched(&mut self, pages: Vec<PageIndex>, failed: Option<io::Error>) {
         if let Some(error) = failed {
-            // Those that are still there are found when they are touched.
+            // A later fault finds the pages that are still in memory.
             tracing::error!("pages cannot be taken out of memory: {error}");
             self.is_stuck(Stuck::Memory);
         }
@@ -465,7 +467,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Copies of pages that are in memory too are not moved: the pages come down again when they go.
+    /// Drops copies of pages that are in memory too, instead of moving them. The pages are stored again when they are
+    /// evicted.
     fn drop_clean(&mut self, left_out: Vec<(PageIndex, Word)>) {
         for (page, word) in left_out {
             if self.state.word(page) == word {

@@ -1,4 +1,4 @@
-//! Answering.
+//! Fault handling: resolves missing, write-protected and minor faults.
 
 use std::time::{Duration, Instant};
 
@@ -11,29 +11,29 @@ use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Cause, Filled, Range};
 use crate::worker::Worker;
 
-/// What became of a page that was to be put in place.
+/// Result of putting a page in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Put {
-    /// It is there, from there, and in this queue.
+    /// The page was put in place from this source, and is in this queue.
     There(Source, Queue),
-    /// It was there.
+    /// The page was in memory already.
     Found,
-    /// It cannot be read back.
+    /// The page cannot be read back.
     Lost,
-    /// See [`Filled`].
+    /// The mappings are changing; see [`Filled::Changing`].
     Changing,
-    /// See [`Filled`].
+    /// There is no memory; see [`Filled::NoMemory`].
     NoMemory,
-    /// See [`Filled`].
+    /// The memory is not mapped; see [`Filled::Gone`].
     Gone,
-    /// It is being read.
+    /// The page is being read from a disk.
     Reading,
 }
 
-/// After so long it is tried again to get memory for a page.
+/// Delay before an allocation that failed is retried.
 const NO_MEMORY_FOR: Duration = Duration::from_millis(1);
 
-/// The log has it again after so long.
+/// Minimum time between two log messages about missing memory.
 const LOG_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
@@ -41,7 +41,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let now = Instant::now();
         match self.page_at(address) {
             Some(page) => self.fault(page, cause, write, now),
-            // Of memory that was unmapped since: nobody waits there any more.
+            // The memory was unmapped after the fault, so no thread waits there.
             None => tracing::debug!("a fault at {address:#x}, where no memory is"),
         }
     }
@@ -65,7 +65,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// `page` is to be written to, and is protected.
+    /// Handles a write to the protected `page`.
     fn written(&mut self, page: PageIndex, since: Instant) {
         self.drop_copy(page);
         if matches!(self.phases.get(page), Phase::Leaving(_)) {
@@ -74,14 +74,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.let_write.push((page, self.now));
         }
         if self.guest.unprotect(PageRun::one(page)).is_err() {
-            // Mappings are changing. It is asked again.
+            // The mappings are changing. The thread faults again.
             self.guest.wake(PageRun::one(page));
         }
         self.figures.writes.add(since.elapsed());
     }
 
-    /// `page` should be there, and was not: it was taken out of memory by somebody else, and reads as zeros. Or it has been
-    /// brought since that was told.
+    /// Handles a missing fault on a page that should be in memory. Either another process has removed the page from
+    /// the file, so that it reads as zeros, or the page was put in place after the fault.
     fn taken_out(&mut self, page: PageIndex, since: Instant, write: bool) {
         let mut is_there = false;
         let looked = self.guest.present(PageRun::one(page), &mut |_| is_there = true);
@@ -94,34 +94,34 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.bring(page, since, write);
     }
 
-    /// Puts an absent page in place, for somebody who has waited for it since then.
+    /// Pages in an absent page for a thread that has waited since `since`.
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
         let put = self.put_in_place(page, write);
         self.answer(page, put, since, write);
         match put {
             _ if !self.options.prefetch => {}
             Put::There(Source::Disk, _) | Put::Reading => self.follow(page),
-            // Whoever goes through memory to write would wait at each page for that to be allowed.
+            // A stream of writes would wait at each page for its write-protection to be lifted.
             Put::There(Source::Ram, _) if !write => self.follow(page),
             Put::There(Source::Zero, _) => self.follow_zero(page),
             _ => {}
         }
     }
 
-    /// What became of a page that somebody has waited for since then.
+    /// Finishes a fault that has waited since `since`, according to what was done with its page.
     pub(super) fn answer(&mut self, page: PageIndex, put: Put, since: Instant, write: bool) {
         match put {
             Put::There(source, queue) => {
                 if queue == Queue::Working {
                     self.figures.refaults += 1;
                 }
-                // Of a page of one word it is not kept when it went.
+                // Uniform pages have no eviction timestamp.
                 if matches!(source, Source::Ram | Source::Disk) {
                     self.figures.returned_after(self.evicted_since(page));
                 }
                 self.figures.brought(source, since.elapsed());
             }
-            // It comes again when what the process says of its mappings has been read.
+            // The thread faults again after the messages about mappings have been read.
             Put::Changing => self.guest.wake(PageRun::one(page)),
             Put::NoMemory => self.stalled.push_back((page, Waiting { since, write })),
             Put::Reading => {
@@ -131,12 +131,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Puts an absent page in place, for somebody who wants to write to it or not.
+    /// Puts an absent page in place. `write`: the waiting thread wants to write.
     pub(super) fn put_in_place(&mut self, page: PageIndex, write: bool) -> Put {
         let word = self.state.word(page);
         let (source, queue, filled) = match word.decode() {
             Some(Location::Nowhere) => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
-            // It was given up since it was lost.
+            // The page was given up after it was lost.
             Some(Location::Lost) if word.is_clean() => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
             Some(Location::Uniform { .. }) => {
                 self.load_uniform(page);
@@ -175,13 +175,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.was_filled(page, filled, queue, source)
     }
 
-    /// Puts a page in place whose copy is on a disk, and was read to `content`. Unless it is to be written to it is write-protected, and its copy
-    /// stays good for the next time.
+    /// Puts a page in place that was read from a disk to `content`. Unless `write` is set, the page is
+    /// write-protected, and its copy stays valid for the next eviction.
     pub(super) fn fill_from_disk(&mut self, page: PageIndex, word: Word, write: bool) -> Put {
         let queue = self.queue_of_returned(page);
         let write = write || self.are_evictions_paused;
         if !write {
-            // Before it is there: so a page of which this is not said is never a protected one that was given up.
+            // The entry is marked before the page is put in place. So a page in memory without the mark is never one
+            // that was put in place write-protected and then given up.
             self.set_word(page, word.with_clean(true));
         }
         let filled = self.guest.fill(page, &*self.content, !write).1;
@@ -193,7 +194,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.was_filled(page, filled, queue, Source::Disk)
     }
 
-    /// What was filled, after it was tried.
+    /// Updates the state of a page after an attempt to put it in place.
     fn was_filled(&mut self, page: PageIndex, filled: Filled, queue: Queue, source: Source) -> Put {
         match filled {
             Filled::Done => {
@@ -211,9 +212,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Handles an evicted page that is in memory already. Only the pager fills pages, so another process has touched the
-    /// memory's file. A read there allocates a page of zeros, which is not the guest's: the stored copy replaces it. A kill
-    /// before that is done leaves the page missing, with a valid copy.
+    /// Handles an evicted page that is in memory already. Only the pager fills pages, so another process has touched
+    /// the memory's file. A read there allocates a page of zeros, which is not the guest's content: the stored copy
+    /// replaces it. A kill before that is done leaves the page missing, with a valid copy.
     pub(super) fn found_in_memory(&mut self, page: PageIndex, copy: &[u8; PAGE], queue: Queue, source: Source) -> Put {
         let word = self.state.word(page).with_clean(false);
         self.set_word(page, word);
@@ -237,14 +238,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.settle(page, queue);
                 Put::There(source, queue)
             }
-            // It was touched again.
+            // The other process has touched the page again.
             Filled::Present | Filled::Changing => Put::Changing,
             Filled::NoMemory => self.is_without_memory(),
             Filled::Gone => Put::Gone,
         }
     }
 
-    /// Logs and counts such pages: the first one, the second, the fourth and so on.
+    /// Counts such pages, and logs the first one, the second, the fourth and so on.
     fn report_found(&mut self, page: PageIndex, what: &str) {
         self.figures.touched_by_others += 1;
         let count = self.figures.touched_by_others;
@@ -258,21 +259,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// `page`, which was to be put in place, is in memory already: whoever has put it there came later.
+    /// Handles `page`, which was to be put in place, and is in memory already. The content in memory is newer than
+    /// the copy.
     pub(super) fn was_there(&mut self, page: PageIndex, queue: Queue) -> Put {
         self.figures.found += 1;
         self.drop_copy(page);
         self.settle(page, queue);
-        // It may be protected still, and who waits does not know that it is there.
+        // The page may still be protected, and the waiting thread has not been woken.
         if self.guest.unprotect(PageRun::one(page)).is_err() {
             tracing::debug!(?page, "cannot be unprotected now");
         }
-        // It may not be mapped.
+        // The page may not be mapped.
         self.guest.map(page);
         Put::Found
     }
 
-    /// There is no memory for a page.
+    /// Handles a failed allocation of a page.
     pub(super) fn is_without_memory(&mut self) -> Put {
         let was_logged = |at: Instant| self.now - at < LOG_AGAIN_AFTER;
         if !self.no_memory_logged.is_some_and(was_logged) {
@@ -287,25 +289,26 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         Put::NoMemory
     }
 
-    /// Makes the content that of `page`, which is one word all over.
+    /// Fills `content` with the repeated word of the uniform `page`.
     pub(super) fn load_uniform(&mut self, page: PageIndex) {
         let bytes = self.state.second_word(page).to_le_bytes();
         self.content.as_chunks_mut::<8>().0.fill(bytes);
     }
 
-    /// Reads a page from compressed RAM; whether it is the one that was evicted.
+    /// Reads a page from compressed RAM to `content`, and returns true if its checksum is right.
     pub(super) fn load_from_ram(&mut self, page: PageIndex, stored: Stored) -> bool {
         let (at, len) = (data_at(stored.place), usize::from(stored.len));
         if at + len as u64 > self.compressed.len() as u64 {
             return false;
         }
         let at = self.compressed.at(at as usize, len);
-        // SAFETY: in the mapping, and a living object, to which nobody writes.
+        // SAFETY: the range is in the mapping, and is a live object, which no thread writes to.
         let data = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
         self.decode(page, stored, data)
     }
 
-    /// Has `data`, which is stored so, become the content of `page`; whether it is what was evicted.
+    /// Decodes `data`, which is encoded as `stored` says, to `content`. Returns true if it has the checksum of
+    /// `page`.
     pub(super) fn decode(&mut self, page: PageIndex, stored: Stored, data: &[u8]) -> bool {
         let is_read = match stored.encoding {
             Encoding::Raw => match <&[u8; PAGE]>::try_from(data) {
@@ -320,9 +323,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         is_read && checksum(page, &self.content) == self.state.proof(page).checksum
     }
 
-    /// Whoever touches `page` gets a memory error: its copy is not what was evicted.
+    /// Marks `page` as lost, since its copy is unusable. A thread that touches the page gets a memory error.
     pub(super) fn lose(&mut self, page: PageIndex, word: Word, why: &str) {
-        // It could not be taken out, say: then nothing is lost.
+        // If the page is in memory after all (its removal may have failed), nothing is lost.
         let mut is_there = false;
         let looked = self.guest.present(PageRun::one(page), &mut |_| is_there = true);
         if looked.is_ok() && is_there {
@@ -342,7 +345,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         match self.guest.poison(page) {
             Filled::Done | Filled::Present => self.guest.wake(PageRun::one(page)),
-            // Who waits tries again, and so does who lets go of the process, if nobody waits.
+            // The waiting thread faults again. If none waits, a detach retries.
             Filled::Changing | Filled::NoMemory => {
                 self.is_unmarked = true;
                 self.guest.wake(PageRun::one(page));
@@ -359,7 +362,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         region.map_or(0, |region| region.address_of(page))
     }
 
-    /// A page that had left: whether it would be here still if there were as much memory again as it has now.
+    /// Returns the queue for a page that was evicted: `Working` if twice the resident memory would have kept it.
     pub(super) fn queue_of_returned(&self, page: PageIndex) -> Queue {
         match self.evicted_since(page) < self.present {
             true => Queue::Working,
@@ -367,13 +370,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// How many pages went since `page` did.
+    /// Returns the number of pages evicted since `page` was.
     fn evicted_since(&self, page: PageIndex) -> u32 {
         let evicted = self.state.evicted().load(std::sync::atomic::Ordering::Relaxed) as u32;
         evicted.wrapping_sub(self.state.proof(page).evicted_at)
     }
 
-    /// The copy of `page` counts no more.
+    /// Invalidates the copy of `page`.
     pub(super) fn drop_copy(&mut self, page: PageIndex) {
         let word = self.state.word(page);
         if word != Word::NOWHERE {
@@ -382,7 +385,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// The copy that `word` leads to is dead.
+    /// Marks the object that `word` points to as dead.
     pub(super) fn forget_copy(&mut self, word: Word) {
         let Some(Location::In { tier, stored, .. }) = word.decode() else {
             return;
@@ -394,7 +397,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// The process has given up a range of its memory, or has unmapped it.
+    /// Handles a range of memory that the process has given up or unmapped.
     pub(super) fn removed(&mut self, range: Range, unmapped: bool) {
         for index in 0..self.regions.len() {
             let region = self.regions[index];
@@ -416,8 +419,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whatever is in memory of these pages, or stored of them, counts no more. What is in memory was put there between
-    /// the hole and the word of it, by us for somebody else or ahead, or the hole is yet to come (`MADV_REMOVE`).
+    /// Drops these pages, in memory and in tiers. A page that is in memory was put there between the hole and its
+    /// message (by a fault of another thread, or by prefetching), or the hole is yet to be punched (`MADV_REMOVE`).
     fn given_up(&mut self, run: PageRun) {
         for page in run.pages() {
             let was_there = matches!(self.phases.get(page), Phase::Resident | Phase::Leaving(_));
@@ -425,13 +428,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.figures.removed += 1;
             }
             if self.state.word(page).decode() == Some(Location::Lost) {
-                // The mark that makes it unreadable does not go by itself. A successor goes on with it.
+                // The poison marker in the page table stays when a page is given up. A successor clears it.
                 self.set_word(page, Word::of(Location::Lost).with_clean(true));
                 self.to_clear.push(page);
                 continue;
             }
             self.drop_copy(page);
-            // What the worker takes out it says when it has.
+            // Pages that the worker is removing are handled when it reports them.
             if self.phases.get(page) != Phase::Punching {
                 self.vanish(page);
             }
@@ -444,7 +447,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Has pages that were lost, and given up since, be of zeros; whether there was one.
+    /// Puts zeros in place of pages that were lost and then given up. Returns true if there was one.
     pub(super) fn clear_lost(&mut self) -> bool {
         let mut worked = false;
         for page in std::mem::take(&mut self.to_clear) {
@@ -464,19 +467,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         worked
     }
 
-    /// A page stays of which the protection is lifted.
+    /// Cancels the eviction of a page whose write-protection was removed by the process.
     fn stays_unprotected(&mut self, page: PageIndex, phase: Phase) {
         self.drop_copy(page);
         if matches!(phase, Phase::Leaving(_)) {
             self.settle(page, Queue::Working);
-            // Who waits to write to it need not.
+            // A thread that waits to write to the page can continue.
             if self.guest.unprotect(PageRun::one(page)).is_err() {
                 self.guest.wake(PageRun::one(page));
             }
         }
     }
 
-    /// Nobody touches these any more. What is in memory of them is the file's, and who unmapped them answers for that.
+    /// Forgets pages that the process has unmapped. Their memory belongs to the file now, and the process that
+    /// unmapped them is responsible for it.
     fn unmapped(&mut self, run: PageRun) {
         for page in run.pages() {
             self.drop_copy(page);
@@ -494,14 +498,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whoever has waited for `page` to be out of memory gets it.
+    /// Serves the thread that has waited until `page` was removed from memory or read.
     pub(super) fn answer_waiting(&mut self, page: PageIndex) {
         let Some(Waiting { since, write }) = self.waiting.remove(&page) else {
             return;
         };
         match self.phases.get(page) {
             Phase::Absent => self.bring(page, since, write),
-            // It has been brought with another one since it went, or is on its way.
+            // The page was paged in by another fault since then, or is being read.
             _ => self.fault(page, Cause::Missing, write, since),
         }
     }

@@ -1,75 +1,77 @@
-//! What the pager has done, counted.
+//! Statistics of the pager.
 
 use std::time::Duration;
 
 use larder_block::histogram::Histogram;
 
-/// Where a page came from.
+/// Origin of a page that was paged in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Source {
-    /// It was never touched, or given up: zeros.
+    /// Zeros: the page was never touched, or was given up.
     Zero,
-    /// One word all over.
+    /// A repeated word.
     Uniform,
     /// Compressed RAM.
     Ram,
     /// A disk.
     Disk,
-    /// It could not be read back.
+    /// None: the page could not be read back.
     Lost,
 }
 
-/// The last one has all that are further.
+/// Number of buckets of refault distances. The last bucket includes all larger distances.
 const DISTANCES: usize = 32;
 
-/// Counts since the pager began.
+/// Statistics since the pager was made.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
-    /// Faults on missing pages, by where the page came from, with the time from when we were told until it was there.
+    /// Time from the fault message to the end of the fault, for pages of zeros that are stored nowhere.
     pub zero: Histogram,
-    /// As above.
+    /// Time to resolve faults on uniform pages.
     pub uniform: Histogram,
-    /// As above.
+    /// Time to resolve faults on pages in compressed RAM.
     pub ram: Histogram,
-    /// As above.
+    /// Time to resolve faults on pages on disks.
     pub disk: Histogram,
-    /// Pages that were brought because others were wanted.
+    /// Pages prefetched from a tier because others were wanted.
     pub ahead: u64,
-    /// Pages of zeros that were put in place because those before them were wanted.
+    /// Pages of zeros prefetched because the pages before them were wanted.
     pub ahead_zero: u64,
-    /// Faults that went on where pages had been brought.
+    /// Faults that continued a stream.
     pub streamed: u64,
     /// Pages that could not be read back.
     pub lost: u64,
-    /// Writes to protected pages.
+    /// Time to resolve writes to protected pages.
     pub writes: Histogram,
-    /// Pages that came back so soon that they would have stayed with a little more memory.
+    /// Pages that were wanted so soon after their eviction that a little more memory would have kept them.
     pub refaults: u64,
-    /// Pages that came back from compressed RAM and disks, by how many pages had gone since they had: fewer than 2 to the
-    /// power of the index, and not fewer than half as many. With memory for so many more they would have stayed.
+    /// Refault distances: pages that came back from compressed RAM and disks, by the number of pages evicted since
+    /// their own eviction. A bucket counts distances below 2 to the power of its index and not below half of that.
+    /// With memory for that many more pages, they would have stayed.
     pub distances: [u64; DISTANCES],
-    /// Pages evicted.
+    /// Evicted pages.
     pub evicted: u64,
-    /// Of them, those of which a disk had a copy still.
+    /// Evicted pages that still had a copy in a tier.
     pub evicted_clean: u64,
-    /// Of them, those of one word all over.
+    /// Evicted pages that were uniform (one repeated word).
     pub evicted_uniform: u64,
-    /// Bytes in which the others were stored.
+    /// Bytes in which the other evicted pages were stored.
     pub evicted_bytes: u64,
-    /// Pages that were to go and stayed, because they cannot be compressed and there is no tier for such.
+    /// Pages that were chosen for eviction and kept, because they cannot be compressed and no tier accepts
+    /// incompressible pages.
     pub kept: u64,
-    /// Pages that were written to while they were leaving, and stayed.
+    /// Pages that were written to during their eviction, which was cancelled.
     pub saved: u64,
     /// Pages that the process has given up.
     pub removed: u64,
-    /// Pages that were in memory though nothing was known of it.
+    /// Pages that were unexpectedly in memory.
     pub found: u64,
-    /// Evicted pages that another process has touched or written to in the memory's file.
+    /// Evicted pages that another process has read or written in the memory's file.
     pub touched_by_others: u64,
 }
 
 impl Figures {
-    /// A page came back before whose coming so many others had gone since it had.
+    /// Counts a page that came back after `evicted` other pages were evicted.
     pub(super) fn returned_after(&mut self, evicted: u32) {
         let bits = (u32::BITS - evicted.leading_zeros()) as usize;
         self.distances[bits.min(DISTANCES - 1)] += 1;
@@ -91,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn distances_are_counted_by_powers_of_two() {
+    fn refault_distances_use_log2_buckets() {
         let mut figures = Figures::default();
         for evicted in [0, 1, 2, 3, 4, 7, 8, u32::MAX] {
             figures.returned_after(evicted);
