@@ -1,69 +1,69 @@
-//! What is known of a page that is not in the process's memory, in 16 bytes that outlive the pager.
+//! Page table entry of the pager: 16 bytes for each page, which outlive the pager and locate an evicted page.
 //!
 //! ```text
-//! word 0   bits  0-3    where: 0 nowhere, 1 uniform, 2 compressed RAM, 3 swap cache, 4 slow store, 5 lost
+//! word 0   bits  0-3    location: 0 nowhere, 1 uniform, 2 compressed RAM, 3 swap cache, 4 slow store, 5 lost
 //!          bit   4      clean: the page is in the process's memory too, write-protected and equal to the copy;
-//!                       of a lost page: it was given up since, and is of zeros
+//!                       for a lost page: it was given up since, and reads as zeros
 //!          bits  8-11   codec
-//!          bits 12-23   length of the stored bytes, less one
-//!          bits 24-63   place, in units of 16 bytes
-//! word 1   uniform: the word of which the whole page is made
-//!          else, bits 0-31: CRC32C of the page's number (8 bytes) and its 4096 bytes; bits 32-63: when it was evicted
+//!          bits 12-23   length of the stored bytes, minus one
+//!          bits 24-63   offset in the tier's log, in units of 16 bytes
+//! word 1   uniform: the word that the whole page repeats
+//!          else, bits 0-31: CRC32C of the page's number (8 bytes) and its 4096 bytes; bits 32-63: time of its eviction
 //! ```
 //!
-//! A page that is *nowhere* here is in the process's memory, or has never been there and reads as zeros.
+//! A page whose location is *nowhere* is in the process's memory, or has never been there and reads as zeros.
 //!
-//! Word 1 is written before word 0, and only while word 0 says *nowhere*: so a pager that is killed in between leaves
-//! no entry with another's checksum. A copy that moves from tier to tier changes word 0 alone, by one store.
+//! Word 1 is written before word 0, and only while word 0 is *nowhere*. So a pager that is killed in between leaves
+//! no entry with a wrong checksum. Moving a copy from tier to tier changes word 0 alone, with one store.
 
 use larder_codec::Codec;
 
 use crate::units::{PAGE, PageIndex};
 
-/// A place in a tier's log, in units of [`Place::UNIT`] bytes; 40 bits.
+/// Offset in a tier's log, in units of [`Place::UNIT`] bytes; 40 bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Place(u64);
 
 impl Place {
-    /// What places are multiples of.
+    /// Alignment of objects in a log, in bytes.
     pub const UNIT: u64 = 16;
 
-    /// The place `bytes` bytes from the start of the log.
+    /// Makes the location `bytes` bytes from the start of the log.
     ///
     /// # Panics
-    /// Not a multiple of [`Self::UNIT`], or beyond 2^44.
+    /// If `bytes` is not a multiple of [`Self::UNIT`], or is 2^44 or more.
     pub fn of_bytes(bytes: u64) -> Self {
         assert!(bytes.is_multiple_of(Self::UNIT) && bytes < Self::UNIT << 40);
         Self(bytes / Self::UNIT)
     }
 
-    /// Bytes from the start of the log.
+    /// Returns the offset from the start of the log, in bytes.
     pub const fn bytes(self) -> u64 {
         self.0 * Self::UNIT
     }
 }
 
-/// The bytes in which a page is stored.
+/// Location and encoding of a stored page in a tier's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stored {
-    /// Where its object's data begins.
+    /// Offset of the object's header. The data follow it.
     pub place: Place,
-    /// How many bytes, from 1 to [`PAGE`].
+    /// Length of the data, from 1 to [`PAGE`] bytes.
     pub len: u16,
-    /// How they are encoded.
+    /// Encoding of the data.
     pub encoding: Encoding,
 }
 
-/// How a page's bytes are stored.
+/// Encoding of a stored page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Encoding {
-    /// As they are.
+    /// Uncompressed.
     Raw,
-    /// Compressed.
+    /// Compressed with this codec.
     Codec(Codec),
 }
 
-/// Which of the logs has a page.
+/// Tier that stores pages in a log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tier {
     /// Compressed RAM.
@@ -74,40 +74,40 @@ pub enum Tier {
     Slow,
 }
 
-/// Where a copy of a page is. What word 0 says.
+/// Location of the copy of a page, as decoded from word 0 of its entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Location {
-    /// There is none: the page is in the process's memory, or of zeros and never touched.
+    /// There is no copy: the page is in the process's memory, or is untouched and reads as zeros.
     Nowhere,
-    /// The page is one word all over, which word 1 has.
+    /// The page repeats the word in word 1.
     Uniform {
-        /// See the module's description.
+        /// The page is in the process's memory too, and equal.
         clean: bool,
     },
-    /// In a tier.
+    /// The copy is in a tier.
     In {
-        /// Which.
+        /// The tier.
         tier: Tier,
-        /// Where in it.
+        /// The location in the tier.
         stored: Stored,
-        /// See the module's description.
+        /// The page is in the process's memory too, write-protected and equal to the copy.
         clean: bool,
     },
-    /// It could not be read back: whoever touches it gets a memory error.
+    /// The page could not be read back. A thread that touches it gets a memory error.
     Lost,
 }
 
-/// Word 0 of an entry. Equal words are equal locations, so that a change can be seen by comparing them.
+/// Word 0 of an entry. Equal words mean equal locations, so comparing words detects a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Word(pub u64);
 
 const CLEAN: u64 = 1 << 4;
 
 impl Word {
-    /// The word that says nothing is stored.
+    /// The word of a page that has no copy.
     pub const NOWHERE: Self = Self(0);
 
-    /// The word for `location`.
+    /// Encodes `location`.
     pub fn of(location: Location) -> Self {
         let clean_bit = |clean: bool| if clean { CLEAN } else { 0 };
         Self(match location {
@@ -130,7 +130,7 @@ impl Word {
         })
     }
 
-    /// What it says, or `None` if it says nothing that is known.
+    /// Decodes the location, or returns `None` if the word is invalid.
     pub fn decode(self) -> Option<Location> {
         let clean = self.0 & CLEAN != 0;
         let tier = match self.0 & 0xf {
@@ -157,17 +157,17 @@ impl Word {
         })
     }
 
-    /// The same, clean or not.
+    /// Returns the word with its *clean* bit set or unset.
     pub fn with_clean(self, clean: bool) -> Self {
         Self(if clean { self.0 | CLEAN } else { self.0 & !CLEAN })
     }
 
-    /// Whether the page could not be read back.
+    /// Returns true if the page could not be read back.
     pub fn is_lost(self) -> bool {
         matches!(self.decode(), Some(Location::Lost))
     }
 
-    /// Whether the page is in the process's memory too.
+    /// Returns true if the *clean* bit is set: the page is in the process's memory too, or, if lost, was given up.
     pub fn is_clean(self) -> bool {
         self.0 & CLEAN != 0
     }
@@ -176,19 +176,19 @@ impl Word {
 /// Word 1 of a page that is stored in a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Proof {
-    /// See [`checksum`].
+    /// Checksum of the page; see [`checksum`].
     pub checksum: u32,
-    /// The pager's count of evicted pages, its lower 32 bits, when this one was evicted.
+    /// Lower 32 bits of the pager's count of evicted pages when this page was evicted.
     pub evicted_at: u32,
 }
 
 impl Proof {
-    /// As a word.
+    /// Encodes the proof as a word.
     pub fn word(self) -> u64 {
         u64::from(self.checksum) | u64::from(self.evicted_at) << 32
     }
 
-    /// Of a word.
+    /// Decodes a word.
     pub fn of_word(word: u64) -> Self {
         Self {
             checksum: word as u32,
@@ -197,8 +197,8 @@ impl Proof {
     }
 }
 
-/// What proves that `content` is what was evicted from `page`: a copy of another page, or of another time, does not
-/// have it.
+/// Returns the CRC32C of the page's number and its content. A copy of another page or of another time has a different
+/// checksum.
 pub fn checksum(page: PageIndex, content: &[u8; PAGE]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(&u64::from(page.get()).to_le_bytes()), content)
 }
@@ -210,7 +210,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_word_says_what_it_was_made_of(units in 0u64..1 << 40, len in 1u16..=4096, tier in 0u8..3, codec in 0u8..3, clean: bool) {
+        fn entry_word_round_trips(units in 0u64..1 << 40, len in 1u16..=4096, tier in 0u8..3, codec in 0u8..3, clean: bool) {
             let location = Location::In {
                 tier: [Tier::Ram, Tier::Ssd, Tier::Slow][usize::from(tier)],
                 stored: Stored {
@@ -227,16 +227,16 @@ mod tests {
         }
 
         #[test]
-        fn any_word_is_understood_or_refused(word: u64) {
+        fn arbitrary_word_decodes_or_is_rejected(word: u64) {
             if let Some(location) = Word(word).decode() {
-                // What is understood can be said again, but for bits without a meaning.
+                // A decoded location can be encoded again, except for bits without a meaning.
                 prop_assert_eq!(Word::of(location).decode(), Some(location));
             }
         }
     }
 
     #[test]
-    fn a_page_of_another_number_has_another_checksum() {
+    fn checksum_depends_on_page_number() {
         let content = [7; PAGE];
         assert_ne!(
             checksum(PageIndex::new(1), &content),

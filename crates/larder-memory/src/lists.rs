@@ -1,18 +1,18 @@
-//! The order in which pages are to go: two queues through all resident pages.
+//! Order of eviction: two queues with all resident pages.
 //!
-//! Of a page that is in memory the kernel tells only that it was written to while it was protected; that it is read
-//! cannot be seen. So a page's age is the time since it came, and what is known of its use is how soon it was wanted
-//! back when it had gone: then it stays longer the next time (as with the kernel's refault distance, and 2Q's second
-//! queue). A scan passes through the first queue and leaves the second alone.
+//! For a resident page the kernel reports only writes while the page is protected; reads are invisible. So the age of
+//! a page is the time since it was paged in, and its use is known only from how soon it was wanted after an eviction.
+//! A page that was wanted soon stays longer the next time (like the kernel's refault distance, and the second queue
+//! of 2Q). A scan passes through the first queue and does not touch the second.
 
 use crate::units::PageIndex;
 
-/// One of the two queues.
+/// Queue of resident pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Queue {
-    /// Of pages that have come for the first time, or were long away.
+    /// Pages that were paged in for the first time, or long after their eviction.
     Probation,
-    /// Of pages that were wanted back soon.
+    /// Pages that were wanted soon after their eviction.
     Working,
 }
 
@@ -31,16 +31,16 @@ struct Ends {
     len: u32,
 }
 
-/// Both queues. Each page is in one of them or in none.
+/// Both queues. Each page is in at most one of them.
 pub struct Lists {
     links: Vec<Links>,
-    /// 0: in none, else the queue's number and 1.
+    /// 0 if the page is in no queue, else one more than the number of the queue.
     queue_of: Vec<u8>,
     ends: [Ends; 2],
 }
 
 impl Lists {
-    /// Empty ones, for `pages` pages.
+    /// Makes empty queues for `pages` pages.
     pub fn new(pages: u32) -> Self {
         Self {
             links: vec![
@@ -59,7 +59,7 @@ impl Lists {
         }
     }
 
-    /// Makes room for more pages, which are in none.
+    /// Grows the tables to `pages` pages. The new pages are in no queue.
     pub fn grow(&mut self, pages: u32) {
         self.links.resize(
             pages as usize,
@@ -71,15 +71,15 @@ impl Lists {
         self.queue_of.resize(pages as usize, 0);
     }
 
-    /// How many pages a queue has.
+    /// Returns the number of pages in a queue.
     pub fn len(&self, queue: Queue) -> u32 {
         self.ends[queue as usize].len
     }
 
-    /// Puts `page` at the young end of `queue`.
+    /// Appends `page` to `queue` as its newest page.
     ///
     /// # Panics
-    /// It is in one already.
+    /// If the page is in a queue already.
     pub fn push(&mut self, queue: Queue, page: PageIndex) {
         let index = page.get();
         assert_eq!(self.queue_of[page.as_usize()], 0, "{page:?} is in a queue");
@@ -97,7 +97,7 @@ impl Lists {
         self.queue_of[page.as_usize()] = queue as u8 + 1;
     }
 
-    /// Takes `page` out, if it is in one.
+    /// Removes `page` from its queue, if it is in one.
     pub fn remove(&mut self, page: PageIndex) {
         let queue = match self.queue_of[page.as_usize()].checked_sub(1) {
             None => return,
@@ -122,11 +122,11 @@ impl Lists {
         (oldest != NONE).then(|| PageIndex::new(oldest))
     }
 
-    /// The page to go next; it is in no queue then. While probation has less than a fourth of all pages, the oldest of
-    /// the working ones go on probation first: so each of them has a time there in which a write can save it.
+    /// Removes and returns the page to evict next. While probation has less than a fourth of all pages, the oldest
+    /// working pages move to probation first, so a write can still save each of them there.
     pub fn pop(&mut self) -> Option<PageIndex> {
         let all = self.len(Queue::Probation) + self.len(Queue::Working);
-        // Two for one: probation grows to its share in a few steps, whatever was asked before.
+        // Two moves for one eviction: probation grows to its share in a few steps, whatever the order was before.
         for _ in 0..2 {
             if self.len(Queue::Probation) >= all / 4 {
                 break;
@@ -147,7 +147,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn pages_leave_in_the_order_in_which_they_came() {
+    fn oldest_page_is_evicted_first() {
         let mut lists = Lists::new(10);
         for index in [3, 1, 7] {
             lists.push(Queue::Probation, PageIndex::new(index));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_leaves_the_working_pages_alone() {
+    fn scan_does_not_evict_working_pages() {
         let mut lists = Lists::new(1000);
         for index in 0..100 {
             lists.push(Queue::Working, PageIndex::new(index));
@@ -175,8 +175,9 @@ mod tests {
     }
 
     proptest! {
+        /// No sequence of operations loses or duplicates a page.
         #[test]
-        fn no_page_is_lost_or_doubled(steps in proptest::collection::vec((0u8..4, 0u32..50), 0..400)) {
+        fn queues_match_reference_set(steps in proptest::collection::vec((0u8..4, 0u32..50), 0..400)) {
             let mut lists = Lists::new(50);
             let mut inside = std::collections::BTreeSet::new();
             for (what, index) in steps {

@@ -1,83 +1,82 @@
-//! The form in which a tier holds pages: a log of segments, into which evicted pages are appended as objects, in the
-//! order of their eviction. What was evicted together lies together, so that it can be read back together.
+//! Format in which a tier stores pages: a log of segments, to which evicted pages are appended as objects in the
+//! order of their eviction. Pages that were evicted together are adjacent, and can be read together.
 //!
 //! ```text
 //! segment, 1 MiB    0  "LARDSEG\0"      8  number of the segment's filling      16  objects ...     0
 //! object            0  page, 4 bytes    4  length, 2   6  encoding, 1   7  0xa7      8  data ...  padded to 16
 //! ```
 //!
-//! Whether an object is alive only the page's entry says: it is if the entry leads to it. So nothing is written when a
-//! page is wanted back; its object becomes dead space. A segment without a living object is free. A tier makes room by
-//! moving the living ones of some segments to the end of the log, or down to the next tier.
+//! An object is live if the entry of its page points to it. So paging in writes nothing to the log: the object
+//! becomes dead space. A segment without live objects is free. A tier frees space by moving the live objects of some
+//! segments to the end of the log, or down to the next tier.
 
 use crate::entry::{Encoding, Place, Stored};
 use crate::units::{PAGE, PageIndex};
 use larder_codec::Codec;
 
-/// Bytes of a segment: long enough that a disk is written at its full rate.
+/// Size of a segment, in bytes: large enough to write to a disk at its full speed.
 pub const SEGMENT: usize = 1 << 20;
 
-/// How many segments a log may have: places are of 44 bits.
+/// Maximum number of segments of a log: byte offsets have 44 bits.
 pub const SEGMENTS_MAX: u32 = 1 << 24;
 
-/// Bytes before the first object of a segment.
+/// Offset of the first object in a segment, in bytes.
 pub const SEGMENT_HEADER: usize = 16;
 const OBJECT_HEADER: usize = 8;
 const MAGIC: [u8; 8] = *b"LARDSEG\0";
 const OBJECT_MAGIC: u8 = 0xa7;
 
-/// Number of a segment in its log.
+/// Index of a segment in its log.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct SegmentIndex(u32);
 
 impl SegmentIndex {
-    /// Segment number `index`.
+    /// Makes the segment index `index`.
     pub const fn new(index: u32) -> Self {
         Self(index)
     }
 
-    /// That in which `place` is.
+    /// Returns the segment that contains `place`.
     pub const fn of(place: Place) -> Self {
         Self((place.bytes() / SEGMENT as u64) as u32)
     }
 
-    /// Its number.
+    /// Returns the index as a number.
     pub const fn get(self) -> u32 {
         self.0
     }
 
-    /// Where it begins in the log.
+    /// Returns the offset of the segment in the log, in bytes.
     pub const fn start(self) -> u64 {
         self.0 as u64 * SEGMENT as u64
     }
 }
 
-/// Bytes that an object with `len` bytes of data takes in a segment.
+/// Returns the bytes that an object with `len` bytes of data uses in a segment.
 pub const fn object_bytes(len: u16) -> usize {
     (OBJECT_HEADER + len as usize).next_multiple_of(Place::UNIT as usize)
 }
 
-/// Where the data of the object at `place` begins.
+/// Returns the offset in the log of the data of the object at `place`, in bytes.
 pub const fn data_at(place: Place) -> u64 {
     place.bytes() + OBJECT_HEADER as u64
 }
 
-/// Appends objects to a segment. It has only the part of it that is not filled: what was appended earlier may be read
-/// meanwhile.
+/// Appends objects to a segment. It borrows only the unfilled part, so that earlier objects can be read concurrently.
 pub struct Appender<'a> {
     segment: SegmentIndex,
-    /// From `from` to the segment's end.
+    /// The bytes from `from` to the end of the segment.
     bytes: &'a mut [u8],
     from: usize,
     at: usize,
 }
 
 impl<'a> Appender<'a> {
-    /// Goes on at byte `from` of `segment` with `bytes`, which are the rest of it; from 0 on it begins afresh, with
-    /// `filling` to tell its fillings apart.
+    /// Continues at byte `from` of `segment`, of which `bytes` are the rest. At 0 it writes a new segment header with
+    /// `filling`, which distinguishes successive uses of the segment.
     ///
     /// # Panics
-    /// `bytes` do not reach to the segment's end.
+    /// If `bytes` do not end at the end of the segment.
     pub fn new(segment: SegmentIndex, from: usize, bytes: &'a mut [u8], filling: u64) -> Self {
         assert_eq!(from + bytes.len(), SEGMENT);
         let mut at = from;
@@ -94,18 +93,18 @@ impl<'a> Appender<'a> {
         }
     }
 
-    /// Where the next object comes, in bytes from the segment's start.
+    /// Returns the offset of the next object in the segment, in bytes.
     pub fn at(&self) -> usize {
         self.at
     }
 
-    /// Room for the data of another object.
+    /// Returns the maximum length of the data of the next object.
     pub fn room(&self) -> usize {
         (SEGMENT - self.at).saturating_sub(OBJECT_HEADER).min(PAGE)
     }
 
-    /// Where the data of the next object goes; as long as [`Self::room`]. What is written there counts with
-    /// [`Self::append`].
+    /// Returns the buffer for the data of the next object, of length [`Self::room`]. [`Self::append`] makes an object
+    /// of it.
     pub fn next_data(&mut self) -> &mut [u8] {
         let room = self.room();
         let start = (self.at + OBJECT_HEADER).min(SEGMENT) - self.from;
@@ -115,7 +114,7 @@ impl<'a> Appender<'a> {
     /// Appends an object whose data are the first `len` bytes of [`Self::next_data`].
     ///
     /// # Panics
-    /// `len` is 0 or more than [`Self::room`].
+    /// If `len` is 0 or more than [`Self::room`].
     pub fn append(&mut self, page: PageIndex, len: usize, encoding: Encoding) -> Stored {
         assert!(len > 0 && len <= self.room());
         let place = Place::of_bytes(self.segment.start() + self.at as u64);
@@ -125,7 +124,7 @@ impl<'a> Appender<'a> {
         object[4..6].copy_from_slice(&len.to_le_bytes());
         object[6] = encoding_number(encoding);
         object[7] = OBJECT_MAGIC;
-        // The padding, and no header after it: what was there before must not be taken for an object.
+        // Clears the padding, and the next header: stale bytes there must not be taken for an object.
         let end = object_bytes(len).min(object.len());
         let terminator = (end + OBJECT_HEADER).min(object.len());
         object[OBJECT_HEADER + usize::from(len)..terminator].fill(0);
@@ -141,17 +140,17 @@ fn encoding_number(encoding: Encoding) -> u8 {
     }
 }
 
-/// An object as it is found in a segment.
+/// An object that was found in a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Object {
-    /// Of which page.
+    /// The page of the object.
     pub page: PageIndex,
-    /// Where, and how.
+    /// The location and the encoding.
     pub stored: Stored,
 }
 
-/// The object whose header is at byte `at` of `bytes`, which begin at byte `start` of the log. `None` where there is
-/// none, or not all of its header.
+/// Parses the object whose header is at byte `at` of `bytes`, which begin at byte `start` of the log. Returns `None`
+/// if there is no valid and complete header.
 pub fn object_at(bytes: &[u8], start: u64, at: usize) -> Option<Object> {
     let header = bytes.get(at..at.checked_add(OBJECT_HEADER)?)?;
     let (page, rest) = header.split_first_chunk()?;
@@ -175,19 +174,19 @@ pub fn object_at(bytes: &[u8], start: u64, at: usize) -> Option<Object> {
     })
 }
 
-/// All objects of a segment, alive or not, in order, until what follows is none.
+/// Returns all objects of a segment in order, live and dead, up to the first invalid header.
 pub fn objects(segment: SegmentIndex, bytes: &[u8]) -> impl Iterator<Item = Object> {
     objects_from(bytes, segment.start(), SEGMENT_HEADER)
 }
 
-/// The objects from the one at byte `at` of `bytes` on, which begin at byte `start` of the log. They
-/// end where `bytes` do not have all of one.
+/// Returns the objects from byte `at` of `bytes` on, up to the first one that is invalid or incomplete. `bytes` begin
+/// at byte `start` of the log.
 pub fn objects_from(bytes: &[u8], start: u64, at: usize) -> impl Iterator<Item = Object> {
     let mut at = at;
     std::iter::from_fn(move || {
         let object = object_at(bytes, start, at)?;
         let end = at + object_bytes(object.stored.len);
-        // The padding of the last one may be cut off.
+        // The padding of the last object may be cut off.
         let has_all = at + OBJECT_HEADER + usize::from(object.stored.len) <= bytes.len();
         at = end;
         has_all.then_some(object)
@@ -197,38 +196,38 @@ pub fn objects_from(bytes: &[u8], start: u64, at: usize) -> impl Iterator<Item =
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Use {
     Free,
-    /// Free, with what it takes still allocated: used again first.
+    /// Free, with its memory still allocated. Such segments are used first.
     Warm,
-    /// Free, and what it takes is being given back.
+    /// Free; its memory is being released.
     Cooling,
     /// Being filled.
     Open,
-    /// Full, and in the log.
+    /// Full and in the log.
     Sealed,
-    /// What lives in it is being moved.
+    /// Its live objects are being moved.
     Leaving,
-    /// It could not be written to: not used again.
+    /// A write has failed; not used again.
     Bad,
 }
 
-/// Which segments of a log are used, and how much of each is alive.
+/// Table of the segments of a log, with their uses and their live bytes.
 pub struct Segments {
     uses: Vec<Use>,
-    /// Bytes of living objects.
+    /// Bytes of live objects in each segment.
     live: Vec<u32>,
-    /// When each was taken, as a count.
+    /// Sequence number of the last take of each segment.
     taken: Vec<u64>,
     taken_last: u64,
-    /// Free ones; the lowest is taken next.
+    /// Free segments; the lowest is taken next.
     free: std::collections::BTreeSet<SegmentIndex>,
     warm: Vec<SegmentIndex>,
     cooling: u32,
-    /// Bytes of living objects in all segments.
+    /// Bytes of live objects in all segments.
     live_total: u64,
 }
 
 impl Segments {
-    /// A log of `count` segments, all free.
+    /// Makes a log of `count` segments, all free.
     pub fn new(count: u32) -> Self {
         Self {
             uses: vec![Use::Free; count as usize],
@@ -242,20 +241,20 @@ impl Segments {
         }
     }
 
-    /// In which segment an object is.
+    /// Returns the index of the segment that contains an object.
     pub(crate) fn index_of(stored: Stored) -> usize {
         SegmentIndex::of(stored.place).0 as usize
     }
 
-    /// How many bytes of it the object takes.
+    /// Returns the bytes of the segment that an object uses.
     pub(crate) fn bytes_of(stored: Stored) -> u64 {
         object_bytes(stored.len) as u64
     }
 
-    /// Whether so many bytes of each segment live as is counted, and no segment is free of which something does.
+    /// Checks that `live` equals the counted live bytes of each segment, and that no free segment has any.
     ///
     /// # Errors
-    /// What is not so.
+    /// The first difference.
     pub(crate) fn check(&self, live: &[u64]) -> Result<(), String> {
         for (index, live) in live.iter().enumerate() {
             let (counted, is_used_as) = (self.live[index], self.uses[index]);
@@ -276,18 +275,19 @@ impl Segments {
         }
     }
 
-    /// How many have something in them.
+    /// Returns the number of segments that have contents.
     pub fn used(&self) -> u32 {
         self.allocated() - self.warm.len() as u32 - self.cooling
     }
 
-    /// How many take space: used ones, and free ones whose space was not given back yet.
+    /// Returns the number of segments that use memory: those with contents, and free ones whose memory is not
+    /// released yet.
     pub fn allocated(&self) -> u32 {
         (self.uses.len() - self.free.len()) as u32
     }
 
-    /// A free segment that takes space, if there are more than `keep` of them, for that to be given back, until
-    /// [`Self::cooled`].
+    /// Returns a free segment whose memory is to be released, if more than `keep` free segments use memory. The
+    /// caller reports the end of it with [`Self::cooled`].
     pub fn cool(&mut self, keep: usize) -> Option<SegmentIndex> {
         if self.warm.len() <= keep {
             return None;
@@ -298,7 +298,7 @@ impl Segments {
         Some(segment)
     }
 
-    /// What `segment` took has been given back.
+    /// Records that the memory of `segment` has been released.
     pub fn cooled(&mut self, segment: SegmentIndex) {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Cooling);
         self.uses[segment.0 as usize] = Use::Free;
@@ -306,27 +306,27 @@ impl Segments {
         self.free.insert(segment);
     }
 
-    /// How many can be taken.
+    /// Returns the number of segments that can be taken.
     pub fn available(&self) -> u32 {
         (self.free.len() + self.warm.len()) as u32
     }
 
-    /// How many there are.
+    /// Returns the number of all segments.
     pub fn count(&self) -> u32 {
         self.uses.len() as u32
     }
 
-    /// Bytes of living objects, with what each of them takes.
+    /// Returns the bytes that live objects use, headers and padding included.
     pub fn live_bytes(&self) -> u64 {
         self.live_total
     }
 
-    /// A free segment, to be filled, and the number of its filling.
+    /// Takes a free segment to fill. Returns it and the sequence number of its filling.
     pub fn take(&mut self) -> Option<(SegmentIndex, u64)> {
         self.take_but(|_| false)
     }
 
-    /// The same, but none of which `is_used` says so.
+    /// Takes a free segment to fill, like [`Self::take`], but none for which `is_used` returns true.
     pub fn take_but(&mut self, is_used: impl Fn(SegmentIndex) -> bool) -> Option<(SegmentIndex, u64)> {
         let segment = match self.warm.iter().rposition(|segment| !is_used(*segment)) {
             Some(index) => self.warm.remove(index),
@@ -342,27 +342,27 @@ impl Segments {
         Some((segment, self.taken_last))
     }
 
-    /// It is full.
+    /// Records that `segment` is full.
     pub fn seal(&mut self, segment: SegmentIndex) {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
         self.uses[segment.0 as usize] = Use::Sealed;
         self.free_if_dead(segment);
     }
 
-    /// It could not be written to. It is not taken again.
+    /// Records that `segment` could not be written to. It is not taken again.
     pub fn spoil(&mut self, segment: SegmentIndex) {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
         self.uses[segment.0 as usize] = Use::Bad;
     }
 
-    /// It was taken, and nothing was put there.
+    /// Gives back a segment that was taken and has no contents.
     pub fn untake(&mut self, segment: SegmentIndex) {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
         self.uses[segment.0 as usize] = Use::Free;
         self.free.insert(segment);
     }
 
-    /// The object at `stored` lives.
+    /// Records that the object at `stored` is live.
     pub fn add(&mut self, stored: Stored) {
         let index = SegmentIndex::of(stored.place).0 as usize;
         let bytes = object_bytes(stored.len) as u32;
@@ -371,8 +371,8 @@ impl Segments {
         self.live_total += u64::from(bytes);
     }
 
-    /// A successor has found an object that lives; whether it can be: it is in the log, and its segment not more than
-    /// full.
+    /// Adopts a live object that an earlier pager has stored. Returns false if it cannot exist: it is outside the
+    /// log, or its segment would be more than full.
     pub fn found(&mut self, stored: Stored) -> bool {
         let segment = SegmentIndex::of(stored.place);
         let index = segment.0 as usize;
@@ -390,7 +390,8 @@ impl Segments {
         true
     }
 
-    /// A successor has found that these take space; those in which nothing lives are free.
+    /// Records for all segments without live objects whether they use memory. Called once after all live objects are
+    /// adopted.
     pub fn found_allocated(&mut self, takes_space: impl Fn(SegmentIndex) -> bool) {
         let found: Vec<SegmentIndex> = self.free.iter().copied().filter(|free| takes_space(*free)).collect();
         for segment in found {
@@ -400,7 +401,7 @@ impl Segments {
         }
     }
 
-    /// The object at `stored` lives no more.
+    /// Records that the object at `stored` is dead.
     pub fn remove(&mut self, stored: Stored) {
         let segment = SegmentIndex::of(stored.place);
         let bytes = object_bytes(stored.len) as u32;
@@ -417,14 +418,16 @@ impl Segments {
         }
     }
 
-    /// The full segment that was taken first, whose objects are to be moved; it stays until [`Self::left`].
+    /// Returns the full segment that was taken first, to move its live objects. The segment is reserved until
+    /// [`Self::left`].
     pub fn oldest(&mut self) -> Option<SegmentIndex> {
         let segment = self.sealed().min_by_key(|segment| self.taken[segment.0 as usize])?;
         self.uses[segment.0 as usize] = Use::Leaving;
         Some(segment)
     }
 
-    /// The full segment of which the least lives, if that is less than `limit` bytes, to be moved likewise.
+    /// Returns the full segment with the fewest live bytes, if they are fewer than `limit`, to move its live objects.
+    /// The segment is reserved until [`Self::left`].
     pub fn emptiest(&mut self, limit: u32) -> Option<SegmentIndex> {
         let segment = self.sealed().min_by_key(|segment| self.live[segment.0 as usize])?;
         if self.live[segment.0 as usize] >= limit {
@@ -440,7 +443,7 @@ impl Segments {
             .filter(|segment| self.uses[segment.0 as usize] == Use::Sealed)
     }
 
-    /// All objects of `segment` that lived were moved or have died, or moving them has failed.
+    /// Ends the reservation of `segment`: all its live objects were moved or have died, or moving them has failed.
     pub fn left(&mut self, segment: SegmentIndex) {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Leaving);
         self.uses[segment.0 as usize] = Use::Sealed;
@@ -453,7 +456,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn objects_are_found_as_they_were_appended() {
+    fn parsed_objects_equal_appended_objects() {
         let mut bytes = vec![0xff; SEGMENT];
         let segment = SegmentIndex::new(3);
         let mut appender = Appender::new(segment, 0, &mut bytes, 1);
@@ -486,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_is_free_when_nothing_in_it_lives() {
+    fn segment_without_live_objects_is_free() {
         let mut segments = Segments::new(2);
         let mut bytes = vec![0; SEGMENT];
         let (first, _) = segments.take().unwrap();
@@ -507,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_whose_moving_failed_is_the_oldest_again() {
+    fn failed_move_leaves_segment_the_oldest() {
         let mut segments = Segments::new(4);
         let mut bytes = vec![0; SEGMENT];
         let taken: Vec<_> = (0..3)
@@ -528,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_an_object_is_none() {
+    fn invalid_object_header_is_rejected() {
         let mut bytes = vec![0; 64];
         assert_eq!(object_at(&bytes, 0, 0), None);
         bytes[7] = OBJECT_MAGIC;
@@ -544,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_is_in_use_is_not_taken_though_it_is_free() {
+    fn take_skips_free_segment_in_use() {
         let mut log = Segments::new(3);
         let first = log.take().unwrap().0;
         log.seal(first);

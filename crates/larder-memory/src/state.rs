@@ -1,20 +1,22 @@
-//! What must outlive the pager: which memory it manages, where each page is, and what the kernel has said last.
+//! State that must outlive the pager: the managed regions, the location of each page, and the last messages of the
+//! kernel.
 //!
-//! It is in memory that the managed process holds descriptors of, so it lives exactly as long as the memory that it is
-//! about: a successor finds it there, and when the process ends all of it is gone. The process cannot write to it (the
-//! descriptors are read-only, and of files that only the pager's user can open), unless it is of the same user.
+//! The state is in memory of which the managed process holds descriptors, so it lives exactly as long as the memory
+//! that it describes. A successor finds it there, and it is freed when the process ends. The process cannot write to
+//! it unless it runs as the pager's user: its descriptors are read-only, and only the pager's user can open the files
+//! for writing.
 //!
 //! ```text
 //! "larder-pages"
-//!      0  header        magic "LARDMEM\0", version, features, CRC32C, how many regions, numbers of descriptors
-//!    128  key           64 bytes, if what goes to disks is enciphered: the only place where it is
-//!    512  swap cache    what it is: 768 bytes, see below; 2048  slow store likewise
-//!   4 KiB messages      64 of the kernel's messages of 32 bytes, as they were read; zeros where none is
+//!      0  header        magic "LARDMEM\0", version, features, CRC32C, number of regions, descriptor numbers
+//!    128  key           64 bytes, if the disks are encrypted: the key is nowhere else
+//!    512  swap cache    its identity: 768 bytes, see below; 2048  slow store, in the same form
+//!   4 KiB messages      64 messages of the kernel, 32 bytes each, as they were read; unused ones are zeros
 //!   8 KiB regions       960 of 64 bytes
 //!  72 KiB entries       16 bytes for each page of all regions (see [`crate::entry`])
 //!
 //! swap cache, slow store
-//!      0  1 once the rest is there      4  segments       8  identity, 16 bytes
+//!      0  1 once the rest is valid      4  segments       8  identity, 16 bytes
 //!     24  length of its name           32  name
 //! "larder-compressed"   the log of compressed RAM (see [`crate::log`])
 //! ```
@@ -31,17 +33,17 @@ use crate::shared::SharedMemory;
 use crate::units::{PAGE_BYTES, PageIndex};
 use crate::userfaultfd::RawMessage;
 
-/// The memfd of header and entries, as /proc shows it.
+/// Name of the memfd with header and entries, as /proc shows it.
 pub const PAGES_NAME: &str = "larder-pages";
-/// The memfd of compressed pages, as /proc shows it.
+/// Name of the memfd with compressed pages, as /proc shows it.
 pub const COMPRESSED_NAME: &str = "larder-compressed";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"LARDMEM\0");
 const VERSION: u32 = 1;
 
-/// How many messages are read at a time. More threads than this do not wait at a time as a rule.
+/// Maximum number of messages read at a time. More threads than this rarely wait at the same time.
 pub const MESSAGES: usize = 64;
-/// How many regions there can be. QEMU has at most 509 memory slots.
+/// Maximum number of regions. QEMU has at most 509 memory slots.
 pub const REGIONS_MAX: usize = 960;
 
 const HEADER_FEATURES: usize = 24;
@@ -55,7 +57,7 @@ const HEADER_RING_MEMORY: usize = 100;
 const KEY_AT: usize = 128;
 const SWAPS_AT: [usize; 2] = [512, 2048];
 const SWAP_NAME_AT: usize = 32;
-/// Bytes that the name of a swap cache can have.
+/// Maximum length of the name of a swap cache, in bytes.
 const SWAP_NAME_MAX: usize = 1024;
 const MESSAGES_AT: usize = 4 << 10;
 const REGIONS_AT: usize = 8 << 10;
@@ -63,82 +65,82 @@ const REGION_BYTES: usize = 64;
 const ENTRIES_AT: usize = 72 << 10;
 const ENTRY_BYTES: usize = 16;
 
-/// What is on disks is enciphered.
+/// Feature bit: the disks are encrypted.
 const ENCRYPTED: u64 = 1;
 
-/// The userfaultfd may be in a ring ([`crate::locked_ring`]).
+/// Feature bit: the userfaultfd may be in a ring ([`crate::locked_ring`]).
 const LOCKED_RING: u64 = 2;
 
 /// Memory of the managed process that is one mapping of one file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Region {
-    /// Its first page in the numbering of all.
+    /// Number of its first page.
     pub first: PageIndex,
-    /// How many pages.
+    /// Number of pages.
     pub pages: u32,
-    /// Where the process has it; 0: not any more.
+    /// Address in the process, or 0 once the process has unmapped the region.
     pub address: u64,
-    /// Where it begins in its file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The device of the file's file system.
+    /// Device number of the file's file system.
     pub device: u64,
-    /// The file's number there.
+    /// Inode number of the file.
     pub inode: u64,
 }
 
 impl Region {
-    /// Its length.
+    /// Returns the length of the region, in bytes.
     pub const fn bytes(&self) -> u64 {
         self.pages as u64 * PAGE_BYTES
     }
 
-    /// The process has it no more. Its numbers are not given to others.
+    /// Returns true if the process has unmapped the region. Its page numbers are not used again.
     pub const fn is_gone(&self) -> bool {
         self.address == 0
     }
 
-    /// Whether `page` is of it.
+    /// Returns true if `page` belongs to the region.
     pub fn contains(&self, page: PageIndex) -> bool {
         page >= self.first && page.get() - self.first.get() < self.pages
     }
 }
 
-/// A disk that has pages of the process.
+/// Identity of a disk that stores pages of the process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SwapIdentity {
-    /// What no other has.
+    /// Unique identifier of the disk.
     pub uuid: [u8; 16],
-    /// How many segments it has.
+    /// Number of segments.
     pub segments: u32,
-    /// What it is called: a path, or an address.
+    /// Name of the disk: a path or an address.
     pub name: String,
 }
 
-/// Why what another pager has left cannot be used.
+/// Error of opening or changing a state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// Not a state, or damaged.
+    /// The memory is not a state, or is damaged.
     #[error("the state that an earlier pager has left is damaged: {0}")]
     Damaged(&'static str),
-    /// Of another version of Larder.
+    /// The state has another format version.
     #[error(
         "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: go on with the larder that attached"
     )]
     Version(u32),
-    /// With something that this version does not know.
+    /// The state has features that this version does not support.
     #[error(
         "the state that an earlier pager has left has features {0:#x} that this program does not know: go on with the larder that attached"
     )]
     Features(u64),
-    /// For its name there is no room.
+    /// The name of a disk is too long.
     #[error("the name of a swap cache can have {0} bytes")]
     SwapName(usize),
-    /// Not to be opened.
+    /// The memory cannot be opened.
     #[error("the state that an earlier pager has left cannot be opened: {0}")]
     Open(#[from] io::Error),
 }
 
-/// The state of one managed process.
+/// State of one managed process.
 pub struct State {
     memory: SharedMemory,
     capacity: u32,
@@ -146,11 +148,11 @@ pub struct State {
 }
 
 impl State {
-    /// For `capacity` pages, none of which is stored anywhere, of the process that started at `started` (field 22 of
-    /// /proc/PID/stat).
+    /// Makes a state for `capacity` pages, none of which is stored, of the process that started at `started` (field
+    /// 22 of /proc/PID/stat).
     ///
     /// # Errors
-    /// No memory.
+    /// If there is no memory.
     pub fn create(capacity: u32, started: u64) -> io::Result<Self> {
         let bytes = ENTRIES_AT + capacity as usize * ENTRY_BYTES;
         let memory = SharedMemory::create(c"larder-pages", bytes)?;
@@ -168,10 +170,10 @@ impl State {
         })
     }
 
-    /// That which another pager has left in `memory`, of the process that started at `started`.
+    /// Opens the state that another pager has left in `memory`, of the process that started at `started`.
     ///
     /// # Errors
-    /// It is none, or of another version, or damaged.
+    /// If the memory is not a state, has another version, or is damaged.
     pub fn open(memory: SharedMemory, started: u64) -> Result<Self, StateError> {
         if memory.len() < ENTRIES_AT || memory.word(0).load(Ordering::Relaxed) != MAGIC {
             return Err(StateError::Damaged("it does not begin as one"));
@@ -223,14 +225,14 @@ impl State {
         crc32c::crc32c(&bytes)
     }
 
-    /// From now on what goes to disks is enciphered, with a key that is made here and is nowhere else. Before anybody
-    /// else has the state.
+    /// Generates a random key and enables encryption of the disks. The key is stored only in this state. Called
+    /// before another process has the state.
     ///
     /// # Errors
-    /// The kernel has nothing random.
+    /// If the kernel has no random numbers.
     pub fn make_key(&self) -> io::Result<()> {
         let mut key = Zeroizing::new([0; KEY_BYTES]);
-        // SAFETY: the kernel writes as many bytes as it is told to, to memory of ours.
+        // SAFETY: the kernel writes the given number of bytes to a buffer of that size.
         let made = unsafe { libc::getrandom(key.as_mut_ptr().cast(), KEY_BYTES, 0) };
         if made != KEY_BYTES as isize {
             return Err(io::Error::last_os_error());
@@ -244,7 +246,7 @@ impl State {
         Ok(())
     }
 
-    /// A successor has to know of rings from now on. Before anybody else has the state.
+    /// Sets the feature bit that requires successors to support rings. Called before another process has the state.
     pub fn allow_ring(&self) {
         self.add_feature(LOCKED_RING);
     }
@@ -256,12 +258,13 @@ impl State {
             .store(Self::header_checksum(&self.memory), Ordering::Release);
     }
 
-    /// Whether what goes to disks is enciphered.
+    /// Returns true if the disks are encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & ENCRYPTED != 0
     }
 
-    /// What enciphers it. A key that is damaged is not noticed here, but by the checksum of every page.
+    /// Returns the cipher of the disks, if they are encrypted. A damaged key is not detected here, but by the
+    /// checksum of every page.
     pub fn cipher(&self) -> Option<Cipher> {
         let mut key = Zeroizing::new([0; KEY_BYTES]);
         let (words, _) = key.as_chunks_mut::<8>();
@@ -275,12 +278,12 @@ impl State {
         self.is_encrypted().then(|| Cipher::new(&key))
     }
 
-    /// Wipes the key: nothing is stored any more, and nobody takes over.
+    /// Wipes the key. Called when no page is stored any more, and no successor follows.
     pub fn wipe_key(&self) {
         (0..KEY_BYTES / 8).for_each(|index| self.memory.word(KEY_AT + index * 8).store(0, Ordering::Relaxed));
     }
 
-    /// Has `observer` called before each change of an entry or a region: a simulator stops the pager there.
+    /// Calls `observer` before each change of an entry or a region. A simulator stops the pager there.
     pub fn set_observer(&mut self, observer: fn()) {
         self.observer = Some(observer);
     }
@@ -291,18 +294,18 @@ impl State {
         }
     }
 
-    /// The memory itself, to be handed to the process and to be locked.
+    /// Returns the memory of the state, to be locked and passed to the process.
     pub fn memory(&self) -> &SharedMemory {
         &self.memory
     }
 
-    /// How many pages it has entries for.
+    /// Returns the number of pages that have entries.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// The number in the managed process of the userfaultfd, or of the ring that holds the userfaultfd, once memory may be
-    /// registered.
+    /// Returns the descriptor number, in the managed process, of the userfaultfd or of the ring that holds it. Set
+    /// before memory is registered.
     pub fn userfaultfd_number(&self) -> Option<u32> {
         self.number(HEADER_USERFAULTFD)
     }
@@ -312,7 +315,7 @@ impl State {
         self.set_number(HEADER_USERFAULTFD, Some(number));
     }
 
-    /// The number in the managed process of a ring of a pager's.
+    /// Returns the descriptor number, in the managed process, of a pager's ring.
     pub fn ring_number(&self) -> Option<u32> {
         self.number(HEADER_RING)
     }
@@ -322,7 +325,8 @@ impl State {
         self.set_number(HEADER_RING, number);
     }
 
-    /// The number there of the memory of the ring, if [`Self::userfaultfd_number`] is that of a ring.
+    /// Returns the descriptor number, in the managed process, of the ring's memory, if [`Self::userfaultfd_number`]
+    /// is that of a ring.
     pub fn ring_memory_number(&self) -> Option<u32> {
         self.number(HEADER_RING_MEMORY)
     }
@@ -333,7 +337,7 @@ impl State {
     }
 
     fn number(&self, at: usize) -> Option<u32> {
-        // One more than the number, so that zero is none.
+        // Stored as the number plus one; zero means none.
         self.memory.half_word(at).load(Ordering::Acquire).checked_sub(1)
     }
 
@@ -350,7 +354,7 @@ impl State {
         }
     }
 
-    /// The disk of a tier, if it has one.
+    /// Returns the disk of a tier, if it has one.
     pub fn swap(&self, tier: Tier) -> Option<SwapIdentity> {
         let at = Self::swap_at(tier)?;
         if self.memory.half_word(at).load(Ordering::Acquire) != 1 {
@@ -370,10 +374,10 @@ impl State {
         })
     }
 
-    /// Notes the disk of a tier, before anything is stored there.
+    /// Records the disk of a tier, before anything is stored there.
     ///
     /// # Errors
-    /// Its name is too long.
+    /// If the name is too long, or the tier has no disk.
     pub fn set_swap(&self, tier: Tier, swap: &SwapIdentity) -> Result<(), StateError> {
         let name = swap.name.as_bytes();
         let (Some(at), true) = (Self::swap_at(tier), name.len() <= SWAP_NAME_MAX) else {
@@ -396,12 +400,12 @@ impl State {
         Ok(())
     }
 
-    /// The count of pages that were ever evicted: the clock by which it is told how soon a page was wanted again.
+    /// Returns the count of all evictions so far. It is the clock that measures refault distances.
     pub fn evicted(&self) -> &AtomicU64 {
         self.memory.word(HEADER_EVICTED)
     }
 
-    /// The regions, in the order of their pages.
+    /// Returns the regions, in the order of their pages.
     pub fn regions(&self) -> Vec<Region> {
         let count = self.memory.half_word(HEADER_REGIONS).load(Ordering::Acquire) as usize;
         (0..count.min(REGIONS_MAX))
@@ -420,10 +424,11 @@ impl State {
             .collect()
     }
 
-    /// One region more. It is there as a whole or not at all, wherever this process is killed.
+    /// Adds a region. A kill at any point leaves all of it or nothing.
     ///
     /// # Errors
-    /// There are [`REGIONS_MAX`], or its pages do not follow the last one's, or there are no entries for them.
+    /// If there are [`REGIONS_MAX`] already, if its pages do not follow those of the last region, or if there are no
+    /// entries for them.
     pub fn add_region(&self, region: &Region) -> Result<(), StateError> {
         let regions = self.regions();
         let next = regions.last().map_or(0, |last| last.first.get() + last.pages);
@@ -449,7 +454,7 @@ impl State {
         Ok(())
     }
 
-    /// The process has unmapped the region whose first page is `first`.
+    /// Records that the process has unmapped the region whose first page is `first`.
     pub fn forget_region(&self, first: PageIndex) {
         if let Some(index) = self.regions().iter().position(|region| region.first == first) {
             self.before_change();
@@ -464,22 +469,22 @@ impl State {
         ENTRIES_AT + page.as_usize() * ENTRY_BYTES
     }
 
-    /// Where `page` is.
+    /// Returns word 0 of the entry of `page`, its location.
     pub fn word(&self, page: PageIndex) -> Word {
         Word(self.memory.word(self.entry_at(page)).load(Ordering::Acquire))
     }
 
-    /// What proves `page`'s copy, or the word that it is made of.
+    /// Returns word 1 of the entry of `page`: its proof, or its repeated word.
     pub fn second_word(&self, page: PageIndex) -> u64 {
         self.memory.word(self.entry_at(page) + 8).load(Ordering::Relaxed)
     }
 
-    /// What proves `page`'s copy.
+    /// Returns the checksum and the eviction time of the copy of `page`.
     pub fn proof(&self, page: PageIndex) -> Proof {
         Proof::of_word(self.second_word(page))
     }
 
-    /// Says where `page` is, of which nothing was stored. From the last store on the copy counts.
+    /// Sets the entry of `page`, which had no copy. The copy is valid from the last store on.
     pub fn store(&self, page: PageIndex, word: Word, second: u64) {
         let at = self.entry_at(page);
         debug_assert_eq!(self.word(page), Word::NOWHERE);
@@ -489,7 +494,7 @@ impl State {
         self.memory.word(at).store(word.0, Ordering::Release);
     }
 
-    /// Says when `page`, of whose copy the checksum is the same as before, was evicted again.
+    /// Records that `page` was evicted again, with an unchanged copy and checksum.
     pub fn set_evicted_at(&self, page: PageIndex, proof: Proof) {
         self.before_change();
         self.memory
@@ -497,13 +502,13 @@ impl State {
             .store(proof.word(), Ordering::Relaxed);
     }
 
-    /// Says where `page` is now, the content being the same; or that it is nowhere.
+    /// Changes the location of `page`, whose content is unchanged, or sets it to nowhere.
     pub fn replace(&self, page: PageIndex, word: Word) {
         self.before_change();
         self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
     }
 
-    /// How many pages of regions that are there cannot be read any more.
+    /// Returns the number of lost pages, in all regions that are mapped.
     pub fn lost_pages(&self) -> u32 {
         let regions = self.regions();
         let regions = regions.iter().filter(|region| !region.is_gone());
@@ -511,7 +516,7 @@ impl State {
         pages.filter(|page| self.word(*page).is_lost()).count() as u32
     }
 
-    /// Where the kernel's messages are read into.
+    /// Returns the buffer for the kernel's messages.
     pub fn messages(&self) -> NonNull<[RawMessage]> {
         let base = self.memory.at(MESSAGES_AT, MESSAGES * size_of::<RawMessage>());
         NonNull::slice_from_raw_parts(base.cast(), MESSAGES)
@@ -525,7 +530,7 @@ mod tests {
     use std::os::fd::AsFd as _;
 
     #[test]
-    fn what_a_pager_noted_its_successor_finds() {
+    fn reopened_state_is_unchanged() {
         let state = State::create(1000, 77).unwrap();
         let region = Region {
             first: PageIndex::new(0),
@@ -572,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_deciphers_with_the_key_of_the_first_one_and_every_state_has_its_own() {
+    fn state_key_is_unique_and_survives_reopening() {
         let block = |state: &State| {
             let mut block = [0; crate::crypt::BLOCK];
             state.cipher().unwrap().encrypt(Tier::Ssd, 0, &mut block);
@@ -594,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_with_unknown_features_is_refused() {
+    fn unknown_features_are_rejected() {
         let state = State::create(10, 77).unwrap();
         state.memory().word(HEADER_FEATURES).store(4, Ordering::Relaxed);
         let checksum = State::header_checksum(state.memory());
@@ -607,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_of_another_process_or_a_damaged_one_is_refused() {
+    fn foreign_or_damaged_state_is_rejected() {
         let state = State::create(10, 77).unwrap();
         let open = |started| State::open(SharedMemory::open(state.memory().as_fd()).unwrap(), started);
         assert!(matches!(open(78), Err(StateError::Damaged(_))));

@@ -1,5 +1,5 @@
-//! What takes time and needs no decision: reading and compressing pages that are to go, and taking them out of memory.
-//! Done on a thread beside the owner's, which faults do not wait for.
+//! Slow work that needs no decision: reading and compressing evicted pages, and removing them from memory. It runs on
+//! a thread of its own, which faults do not wait for.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,176 +19,176 @@ use crate::shared::SharedMemory;
 use crate::state::State;
 use crate::units::{PAGE, PageIndex, PageRun, runs};
 
-/// The unfilled rest of a segment, which the worker may fill.
+/// Unfilled rest of a segment, which the worker may fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Lease {
-    /// Which.
+    /// The segment.
     pub segment: SegmentIndex,
-    /// From which byte on.
+    /// Offset of the unfilled rest, in bytes.
     pub from: usize,
-    /// Number of the segment's filling.
+    /// Sequence number of the segment's filling.
     pub filling: u64,
 }
 
-/// Which eviction a job is of.
+/// Index of the batch that a job belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchIndex(pub u8);
 
-/// Something to do. Pages are in rising order.
+/// A job for the worker. Pages are in rising order.
 pub enum Job {
-    /// Append a copy of each page to a log in memory, as far as there is room.
+    /// Appends a copy of each page to a log in memory, as far as there is room.
     Store {
-        /// Whose.
+        /// The batch of the pages.
         batch: BatchIndex,
-        /// Which pages.
+        /// The pages, in rising order.
         pages: Vec<PageIndex>,
-        /// Where to.
+        /// The space to append to.
         lease: Lease,
-        /// Pages that cannot be compressed, too.
+        /// Stores incompressible pages too.
         raw: bool,
     },
-    /// Take the pages out of memory.
+    /// Removes the pages from memory.
     Punch {
-        /// Whose.
+        /// The batch of the pages.
         batch: BatchIndex,
-        /// Which pages.
+        /// The pages, in rising order.
         pages: Vec<PageIndex>,
     },
-    /// Append what lives of a segment in memory to another.
+    /// Appends the live objects of a segment of compressed RAM to another one.
     Move {
-        /// Which.
+        /// The segment to move from.
         segment: SegmentIndex,
-        /// Where to.
+        /// The space to append to.
         lease: Lease,
     },
-    /// Append what lives of a segment to another, in memory, that is to go to a disk.
+    /// Appends the live objects of a segment to a buffer that becomes a segment of a disk.
     Demote {
-        /// Which.
+        /// The segment to move from.
         origin: Origin,
-        /// From which byte of it on.
+        /// Offset of the first object to move, in bytes.
         at: usize,
-        /// Where to.
+        /// The buffer to append to.
         into: DiskLease,
     },
-    /// Give back the memory of a free segment.
+    /// Frees the memory of an empty segment.
     Release(SegmentIndex),
 }
 
-/// A segment of which what lives is to go to a disk.
+/// A segment whose live objects are moved to a disk.
 pub enum Origin {
-    /// Of compressed RAM.
+    /// A segment of compressed RAM.
     Ram(SegmentIndex),
-    /// Of a disk.
+    /// A segment of a disk.
     Disk {
-        /// Which.
+        /// The tier of the disk.
         tier: Tier,
-        /// Which of it.
+        /// The segment's index on the disk.
         segment: SegmentIndex,
-        /// What was read there.
+        /// The segment as it was read.
         bytes: AlignedBuf,
-        /// It is enciphered still.
+        /// The bytes are not decrypted yet.
         is_encrypted: bool,
     },
 }
 
-/// Memory that is to be written to a disk as a segment, and its unfilled rest, which the worker may fill.
+/// Buffer that becomes a segment of a disk, and its unfilled rest, which the worker may fill.
 pub struct DiskLease {
-    /// Whose.
+    /// The tier of the disk.
     pub tier: Tier,
-    /// Where and how far.
+    /// The segment, and the offset of its unfilled rest.
     pub lease: Lease,
-    /// All of it.
+    /// The whole buffer.
     pub bytes: AlignedBuf,
 }
 
-/// How a page was stored.
+/// Result of storing a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// It is one word all over; nothing was appended.
+    /// The page consists of this repeated word; nothing was appended.
     Uniform(u64),
-    /// Appended, with its checksum.
+    /// The page was appended, and has this checksum.
     Stored(Stored, u32),
-    /// Not: it cannot be compressed, and would take as much memory as it does.
+    /// The page was not stored, because it cannot be compressed and would use as much memory as before.
     Kept,
 }
 
-/// What has been done.
+/// Result of a job.
 pub enum Done {
-    /// See [`Job::Store`].
+    /// Result of [`Job::Store`].
     Stored {
-        /// Whose.
+        /// The batch of the pages.
         batch: BatchIndex,
         /// The pages of the job.
         pages: Vec<PageIndex>,
-        /// What became of the first of them; of the rest nothing, for want of room, or of a failure.
+        /// Results for the first pages. The others were not stored, for want of room or after an error.
         outcomes: Vec<Outcome>,
-        /// The lease, with what is still unfilled.
+        /// The lease, with the space that is still unfilled.
         lease: Lease,
-        /// Why no more could be read.
+        /// Error that stopped the job.
         failed: Option<io::Error>,
     },
-    /// See [`Job::Punch`].
+    /// Result of [`Job::Punch`].
     Punched {
-        /// Whose.
+        /// The batch of the pages.
         batch: BatchIndex,
         /// The pages of the job.
         pages: Vec<PageIndex>,
-        /// Some of them may be there still.
+        /// Error that stopped the job; some of the pages may still be in memory.
         failed: Option<io::Error>,
     },
-    /// See [`Job::Move`].
+    /// Result of [`Job::Move`].
     Moved {
-        /// Which.
+        /// The segment that was moved from.
         segment: SegmentIndex,
-        /// What was alive when it was looked at.
+        /// Objects that were live and have been copied.
         copied: Vec<Copied>,
-        /// Likewise; it was not copied, as the pages are in memory too. With what their entries said.
+        /// Live objects that were not copied, because their pages are in memory too, with the words of their entries.
         left_out: Vec<(PageIndex, Word)>,
-        /// The lease, with what is still unfilled.
+        /// The lease, with the space that is still unfilled.
         lease: Lease,
-        /// There was room for all.
+        /// There was room for all objects.
         complete: bool,
     },
-    /// See [`Job::Demote`].
+    /// Result of [`Job::Demote`].
     Demoted {
-        /// Which.
+        /// The segment that was moved from.
         origin: Origin,
-        /// From where on it is to be gone on with; nothing if that was all.
+        /// Offset of the next object to move, or `None` if all were moved.
         next_at: Option<usize>,
-        /// What was alive when it was looked at.
+        /// Objects that were live and have been copied.
         copied: Vec<Copied>,
-        /// Likewise; it was not copied, as the pages are in memory too. With what their entries said.
+        /// Live objects that were not copied, because their pages are in memory too, with the words of their entries.
         left_out: Vec<(PageIndex, Word)>,
-        /// With what is still unfilled.
+        /// The buffer, with the space that is still unfilled.
         into: DiskLease,
-        /// There is no room for more: it is as it is to be on the disk.
+        /// The buffer is full, and in the form in which it is written to the disk.
         is_full: bool,
     },
-    /// See [`Job::Release`].
+    /// Result of [`Job::Release`].
     Released(SegmentIndex),
 }
 
 /// An object that was copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Copied {
-    /// Whose copy it is.
+    /// The page of the object.
     pub page: PageIndex,
-    /// What its entry said.
+    /// The first word of the page's entry at that time.
     pub from: Word,
-    /// Where the copy is.
+    /// The location of the copy.
     pub to: Stored,
 }
 
-/// Who does jobs, in the order in which they are given.
+/// Executor of jobs, in the order in which they are given.
 pub trait Worker {
-    /// To be done.
+    /// Queues a job.
     fn give(&self, job: Job);
 
-    /// What has been done, in order. `waker` is woken when there is more.
+    /// Returns the next result, in order. If there is none, `waker` is woken when there is one.
     fn take(&self, waker: Option<&Waker>) -> Option<Done>;
 }
 
-/// How a job is done, wherever that is.
+/// Implementation of the jobs, independent of the thread that runs them.
 pub struct Hands {
     backing: Arc<dyn Backing>,
     state: Arc<State>,
@@ -196,16 +196,16 @@ pub struct Hands {
     cipher: Option<Cipher>,
     encoder: Encoder,
     choice: Choice,
-    /// By which it is told which codec is how fast.
+    /// Clock that measures the speed of the codecs.
     clock: fn() -> Instant,
     read: Box<[u8]>,
 }
 
-/// How many pages are read in one call at most.
+/// Maximum number of pages read with one call.
 const READ_PAGES: usize = 64;
 
 impl Hands {
-    /// For pages of `backing`, to be stored in `compressed`.
+    /// Makes a worker that reads pages of `backing` and stores them in `compressed`.
     pub fn new(backing: Arc<dyn Backing>, state: Arc<State>, compressed: Arc<SharedMemory>) -> Self {
         Self {
             backing,
@@ -219,13 +219,13 @@ impl Hands {
         }
     }
 
-    /// Has the time told by `clock`: where that is simulated, so are the codecs that are chosen.
+    /// Replaces the clock. With a simulated clock the choice of codecs is reproducible.
     #[must_use]
     pub fn with_clock(self, clock: fn() -> Instant) -> Self {
         Self { clock, ..self }
     }
 
-    /// Does `job`.
+    /// Runs `job`, and returns its result.
     pub fn work(&mut self, job: Job) -> Done {
         match job {
             Job::Store {
@@ -251,21 +251,21 @@ impl Hands {
         }
     }
 
-    /// The bytes of a lease.
+    /// Returns the bytes of a lease.
     ///
     /// # Safety
-    /// The lease is the only one, and nobody reads what is in it.
+    /// The lease must be the only one, and no thread may read its bytes.
     #[allow(clippy::mut_from_ref)]
     unsafe fn leased(compressed: &SharedMemory, lease: Lease) -> &mut [u8] {
         let len = SEGMENT - lease.from;
         let at = compressed.at(lease.segment.start() as usize + lease.from, len);
-        // SAFETY: in the mapping; not shared, by this function's contract.
+        // SAFETY: the range is in the mapping, and is not shared, by this function's contract.
         unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
     }
 
     fn move_out(&mut self, segment: SegmentIndex, mut lease: Lease) -> Done {
         let from = self.sealed(segment);
-        // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
+        // SAFETY: the pager gives one lease at a time, and reads only objects that were appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
         let living = append_living(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER, &mut appender);
@@ -279,10 +279,10 @@ impl Hands {
         }
     }
 
-    /// A full segment of compressed RAM.
+    /// Returns the bytes of a full segment of compressed RAM.
     fn sealed(&self, segment: SegmentIndex) -> &[u8] {
         let from = self.compressed.at(segment.start() as usize, SEGMENT);
-        // SAFETY: in the mapping; nobody writes to a segment as long as it is full and something of it is moved.
+        // SAFETY: the range is in the mapping; no thread writes to a segment while it is full and being moved.
         unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) }
     }
 
@@ -316,7 +316,7 @@ impl Hands {
         lease.from = appender.at();
         let is_full = living.next_at.is_some() || lease.from + 2 * PAGE >= SEGMENT;
         if is_full && let Some(cipher) = &self.cipher {
-            // All of it, with what is left of others behind what was filled.
+            // The whole buffer is encrypted, stale bytes of earlier use after the objects included.
             cipher.encrypt(*to, lease.segment.start(), bytes);
         }
         Done::Demoted {
@@ -330,7 +330,7 @@ impl Hands {
     }
 
     fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: Lease, raw: bool) -> Done {
-        // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
+        // SAFETY: the pager gives one lease at a time, and reads only objects that were appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
         let mut outcomes = Vec::with_capacity(pages.len());
@@ -372,16 +372,16 @@ impl Hands {
     }
 }
 
-/// What became of the objects of a segment that live.
+/// Live objects of a segment, and what was done with them.
 #[derive(Default)]
 struct Living {
     copied: Vec<Copied>,
     left_out: Vec<(PageIndex, Word)>,
-    /// Where to go on, if there was no room for all.
+    /// Offset of the next object, if there was no room for all.
     next_at: Option<usize>,
 }
 
-/// Appends those objects of a segment that live, from byte `at` on, but for those of pages that are in memory too.
+/// Appends the live objects of a segment, from byte `at` on, except those of pages that are in memory too.
 fn append_living(
     state: &State,
     tier: Tier,
@@ -421,10 +421,10 @@ fn append_living(
     living
 }
 
-/// Above this length a page is kept as it is: what compression would save is not worth the decoding.
+/// Maximum size of a compressed page. Above it, decoding costs more than the space that compression saves.
 const WORTH_BYTES: usize = PAGE * 7 / 8;
 
-/// Appends a page; `None` if there is no room for it.
+/// Appends a page, or returns `None` if there is no room for it.
 fn store_page(
     encoder: &mut Encoder,
     choice: &mut Choice,
@@ -443,7 +443,7 @@ fn store_page(
         let out = appender.next_data();
         let limit = out.len().min(WORTH_BYTES);
         let len = encoder.encode(codec, content, &mut out[..limit]);
-        // Where the room was less than what is worth it, that it did not fit says nothing of the codec.
+        // If the room was smaller than the maximum size, a page that did not fit says nothing about the codec.
         if len.is_some() || room >= WORTH_BYTES {
             choice.record(codec, len, (clock() - started).as_nanos() as u64);
         }
@@ -463,7 +463,7 @@ fn store_page(
     Some(Outcome::Stored(stored, checksum(page, content)))
 }
 
-/// A thread that does jobs.
+/// Thread that runs jobs.
 pub struct Thread {
     shared: Arc<Shared>,
     handle: Option<std::thread::JoinHandle<()>>,
@@ -472,7 +472,7 @@ pub struct Thread {
 struct Shared {
     queues: Mutex<Queues>,
     given: Condvar,
-    /// There is something in `done`: looked at without the lock.
+    /// `done` is not empty. Read without the lock.
     any_done: AtomicBool,
 }
 
@@ -485,10 +485,10 @@ struct Queues {
 }
 
 impl Thread {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// If the thread cannot be started.
     pub fn start(mut hands: Hands) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             queues: Mutex::default(),
@@ -568,7 +568,7 @@ impl Drop for Thread {
         self.shared.lock().ended = true;
         self.shared.given.notify_one();
         if let Some(handle) = self.handle.take() {
-            // A panic there has ended the process already.
+            // A panic in the thread has aborted the process already.
             let _ = handle.join();
         }
     }

@@ -1,4 +1,4 @@
-//! Keeping within the limit.
+//! Keeps the memory within its limit.
 
 use std::time::{Duration, Instant};
 
@@ -9,45 +9,48 @@ use crate::units::PAGE_BYTES;
 use crate::userfaultfd::Cause;
 use crate::worker::{Job, Worker};
 
-/// Below the limit so much is kept free for pages that come: this part of it, within bounds. More of it is memory that is not
-/// used; with less whoever takes much memory at once waits for pages to go.
+/// Memory that is kept free below the limit for pages that are paged in: this share of the limit, within bounds. A
+/// larger reserve leaves memory unused; with a smaller one, a thread that takes much memory at once waits for
+/// evictions.
 const RESERVE_SHARE: u64 = 128;
 const RESERVE_BYTES_MIN: u64 = SEGMENT as u64;
 const RESERVE_BYTES_MAX: u64 = 32 << 20;
 
-/// How many pages leave at a time without a quarantine: enough that the worker always has some to do.
+/// Maximum number of pages being evicted at a time without a quarantine: enough to keep the worker busy.
 const LEAVING_MAX: usize = 1024;
-/// How many pages an eviction has at most, and what share of the reserve it has at least: pages that lie together go together
-/// then, which is most of what it costs.
+/// Maximum number of pages of a batch, and its minimum as a share of the reserve. Adjacent pages are then evicted
+/// together, which saves most of the cost of an eviction.
 const BATCH_PAGES: usize = 512;
 const BATCH_SHARE: u64 = 4;
-/// With a quarantine there are few evictions for long, so each is as large as need be.
+/// Maximum number of pages of a batch with a quarantine. Batches are then few and last long, so each is as large as
+/// needed.
 const BATCH_PAGES_QUARANTINED: usize = 8192;
 
-/// The least number of pages that make room for others when there is no memory.
+/// Minimum number of pages to evict when an allocation has failed.
 const MAKE_ROOM_PAGES_MIN: usize = 64;
-/// They leave only while more than this part of the limit is used: a guest with less does not get on either.
+/// Pages are evicted after a failed allocation only while more than this share of the limit is used: a guest with
+/// less memory makes no progress anyway.
 const MAKE_ROOM_SHARE_MIN: u64 = 4;
 
-/// After so long it is tried again to evict pages, when that has failed.
+/// Delay before an eviction that failed is retried.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// The same when there was no room for them.
+/// Delay before eviction is retried when all tiers were full.
 const TRY_FULL_AFTER: Duration = Duration::from_millis(100);
-/// The same when none could be compressed.
+/// Delay before eviction is retried when no page could be compressed.
 const TRY_INCOMPRESSIBLE_AFTER: Duration = Duration::from_secs(10);
 
-/// After each try that brought nothing twice as long, up to this.
+/// Maximum delay. The delay doubles after each unsuccessful attempt.
 const TRY_AGAIN_MAX: Duration = Duration::from_secs(10);
 const STUCK_TRIES_MAX: u32 = 10;
 
-/// Memory is said to stay over its limit if it is so much over it, and after so long again.
+/// Excess over the limit, in bytes, from which it is logged, and the minimum time between two log messages about it.
 const TOLD_OVER: u64 = 1 << 20;
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
-/// Free segments that are kept for the next pages.
+/// Number of free segments that stay allocated for the next pages.
 const SEGMENTS_KEPT: usize = 2;
 
-/// Compressed RAM is compacted when it takes a fourth more than what lives in it.
+/// Compressed RAM is compacted when it uses a fourth more than its live objects need.
 const SLACK_SHARE: u64 = 4;
 const SLACK_BYTES: u64 = 4 * SEGMENT as u64;
 
@@ -57,7 +60,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         (limit / RESERVE_SHARE).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX)
     }
 
-    /// How many pages should leave besides those that do.
+    /// Returns the number of pages to evict, in addition to those whose eviction is in progress.
     fn excess_pages(&self) -> usize {
         let target = self.options.limit_bytes.saturating_sub(self.reserve_bytes());
         let excess = self.used_bytes().saturating_sub(target).div_ceil(PAGE_BYTES);
@@ -66,8 +69,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             .saturating_sub(self.batches.leaving() + self.punching)
     }
 
-    /// How many pages should leave because there is no memory for those that are wanted, although the limit allows them. A
-    /// full tmpfs has room again for as many; where memory is short, some is free.
+    /// Returns the number of pages to evict because an allocation has failed although the limit allows it. In a full
+    /// tmpfs they free the same number of pages; where the host or a control group is short of memory, they free
+    /// some.
     fn pages_to_make_room(&self) -> usize {
         let is_far_below = self.used_bytes() <= self.options.limit_bytes / MAKE_ROOM_SHARE_MIN;
         match self.no_memory_until.is_some() && !is_far_below {
@@ -76,7 +80,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whether whoever wants a page now must wait until others have gone.
+    /// Returns true if a thread that wants a page must wait until others are evicted.
     pub(super) fn must_stall(&self) -> bool {
         if self.no_memory_until.is_some() {
             return true;
@@ -88,7 +92,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             && self.batches.leaving() + self.punching > 0
     }
 
-    /// Sends away what is too much, and tidies up; whether there was anything to do.
+    /// Evicts pages over the limit, demotes and compacts. Returns true if there was anything to do.
     pub(super) fn balance(&mut self, now: Instant) -> bool {
         let mut worked = false;
         if self.no_memory_until.is_some_and(|until| until <= now) {
@@ -117,7 +121,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn evict(&mut self, now: Instant) -> bool {
         let excess = self.excess_pages();
         if excess == 0 {
-            // Those on their way may have to stay yet.
+            // Pages in progress may still be kept.
             if self.batches.leaving() + self.punching == 0 {
                 self.is_stuck_no_more();
             }
@@ -145,19 +149,19 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.begin_eviction(excess.min(batch), now) > 0
     }
 
-    /// Moves what lives in the emptiest segment together with what comes, so that it is free.
+    /// Frees the emptiest segment, by moving its live objects to the one that is being filled.
     fn compact(&mut self) -> bool {
         if self.lease_is_out {
             return false;
         }
         let live = self.ram.live_bytes();
         let used = u64::from(self.ram.used()) * SEGMENT as u64;
-        // What has died in full segments is room for what should go.
+        // Dead objects in full segments use space that evicted pages need.
         let is_short = !self.has_room_in_ram() && self.excess_pages() > 0;
         if !is_short && used <= live + live / SLACK_SHARE + SLACK_BYTES {
             return false;
         }
-        // From a segment that is nearly full there is little to gain.
+        // A segment that is nearly full frees little.
         let Some(segment) = self.ram.emptiest((SEGMENT - SEGMENT / 8) as u32) else {
             return false;
         };
@@ -169,7 +173,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         true
     }
 
-    /// Nothing can be evicted. It is told if that means anything, and not again soon for the same reason.
+    /// Records that nothing can be evicted for the reason `why`. Logs a warning if the limit is exceeded by much, and
+    /// at most once in ten minutes for the same reason.
     pub(super) fn is_stuck(&mut self, why: Stuck) {
         let is_new = self.stuck.is_none_or(|(before, _)| before != why);
         self.stuck = Some((why, self.now));
@@ -194,14 +199,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whether to try again. It counts as stuck until a page has gone, and a try that brings nothing makes the next one
-    /// later: each stops the process' writes to many pages for nothing.
+    /// Returns true if eviction may be retried. The pager counts as stuck until a page has been evicted, and each
+    /// unsuccessful attempt doubles the delay: every attempt stops writes to many pages in vain.
     fn may_try_again(&mut self) -> bool {
         let Some((why, since)) = self.stuck else { return true };
         let later = |after: Duration| (after * (1 << self.stuck_tries)).min(TRY_AGAIN_MAX);
         let may = match why {
             Stuck::TiersFull | Stuck::DiskFailed => {
-                // What can be moved together is, but not from segments that are nearly full: then there is none to be had.
+                // Compaction frees space, but not from segments that are nearly full, so the live objects must leave
+                // two segments free.
                 let may_have = self.disks_have_room()
                     || self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes;
                 self.has_room_in_ram() || may_have && self.now - since > later(TRY_FULL_AFTER)
@@ -216,7 +222,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         may
     }
 
-    /// Pages have gone.
+    /// Records that pages have been evicted.
     pub(super) fn is_stuck_no_more(&mut self) {
         self.stuck = None;
         self.stuck_tries = 0;

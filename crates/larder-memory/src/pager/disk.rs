@@ -1,20 +1,20 @@
-//! Tiers on disks: what compressed RAM has no room for is written there, and read when it is wanted.
+//! Tiers on disks: they store the pages that do not fit in compressed RAM.
 //!
-//! # The way of a copy
-//! What lives of the oldest segment is copied, as it is stored, to memory that is to become a segment of the disk. That
-//! is written as a whole. Only then do the entries lead there, and only if the page has not been wanted back meanwhile;
-//! until then the copy above counts. So nothing of what is being written is missed when this process is killed.
+//! # Demotion
+//! The live objects of the oldest segment are copied, as they are stored, to a buffer that becomes a segment of the
+//! disk and is written as a whole. Only then do the entries point there, and only for pages that have not been wanted
+//! meanwhile. Until then the copy in the tier above is valid, so a kill during the write loses nothing.
 //!
-//! # A disk that fails
-//! Writes that fail lose nothing, as the copy above counts; after a few the disk is not written to any more. A page that
-//! cannot be read, after a few tries, is lost. A disk that cannot be reached (an NBD server that is away) is another thing:
-//! it may come back, and has what it had. So its pages are waited for as long as that takes, which is told.
+//! # Failing disks
+//! A failed write loses nothing, because the copy in the tier above stays valid. After a few failures the disk is not
+//! written to any more. A page that cannot be read after a few attempts is lost. A disk that is unreachable (a
+//! disconnected NBD server) is different: it still has its data and may return. The pager logs this and waits for its
+//! pages without a time limit.
 //!
-//! # Room
-//! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
-//! holds of pages that are in memory too is dropped then. A segment of which something is still being read is not written
-//! to, though nothing lives there any more: a page that is stored there afterwards may have to be read, too, and one read
-//! is made for all who want what it brings.
+//! # Space
+//! A full disk frees space by moving the live objects of its emptiest segment, or by moving its oldest segment to the
+//! next disk. Copies of pages that are in memory too are dropped then. A dead segment that is still being read is not
+//! written to: a new page stored there could join the old read, since one read serves all pages in its range.
 
 mod read;
 
@@ -31,38 +31,38 @@ use crate::store::{Finished, Store, Ticket};
 use crate::units::PageIndex;
 use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
 
-/// How many segments are written at a time.
+/// Maximum number of segments being written at a time.
 const WRITES_MAX: usize = 2;
-/// So many free segments are kept for those that make room.
+/// Number of free segments reserved for cleaning.
 const KEPT_FOR_CLEANING: u32 = 2;
-/// A disk makes room when less than this share of it is free.
+/// A disk is cleaned when less than this share of it is free.
 const FREE_SHARE: u32 = 32;
-/// From a segment in which more than this lives there is little to gain.
+/// A segment with more live bytes than this frees too little to be cleaned.
 const WORTH_CLEANING: u32 = (SEGMENT - SEGMENT / 8) as u32;
-/// After a write that fails nothing is written for so long.
+/// Time without writes after a write has failed.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// After so many of them the disk is not written to any more.
+/// Number of consecutive failed writes after which the disk is not written to any more.
 const WRITE_FAILURES_MAX: u32 = 8;
 
-/// How many pages are put in place in one call, of those that nobody wants yet.
+/// Maximum number of prefetched pages that are put in place with one call.
 pub(super) const AHEAD_PAGES: usize = 32;
 
-/// What becomes a segment of a disk.
+/// Contents of a buffer that becomes a segment of a disk.
 #[derive(Default)]
 struct Filling {
     copied: Vec<Copied>,
-    /// Segments of which nothing else is left to be moved.
+    /// Segments that have no other objects left to be moved.
     origins: Vec<Moved>,
 }
 
-/// A segment that is left when its copies count.
+/// A segment that is released once the new copies of its objects are valid.
 #[derive(Clone, Copy)]
 enum Moved {
     Ram(SegmentIndex),
     Disk(Tier, SegmentIndex),
 }
 
-/// A read that is under way, or is to be made again.
+/// A read in progress, or waiting to be retried.
 struct Reading {
     disk: usize,
     start: u64,
@@ -72,9 +72,9 @@ struct Reading {
 }
 
 enum Wanted {
-    /// These pages, whose entries said this.
+    /// These pages, with the first words of their entries.
     Pages(Vec<(PageIndex, Word)>),
-    /// A whole segment, to be moved to this disk.
+    /// A whole segment, whose live objects are moved to the disk with this index.
     Segment(SegmentIndex, usize),
 }
 
@@ -84,18 +84,18 @@ pub(super) struct Disk {
     store: Box<dyn Store>,
     pub(super) log: Segments,
     filling: Option<(DiskLease, Filling)>,
-    /// What belongs to the memory that the worker fills.
+    /// Contents of the buffer that the worker fills.
     with_worker: Option<Filling>,
-    /// What is to be moved here, from which byte on.
+    /// Segments to be moved to this disk, each with the offset of its next object in bytes.
     queue: VecDeque<(Origin, usize)>,
     writes: HashMap<SegmentIndex, Filling>,
-    /// A segment of it is being read, or copied, to make room.
+    /// A segment of this disk is being read or copied, to free space.
     is_cleaning: bool,
     failures: u32,
-    /// What was tried last could not reach it.
+    /// The last request could not reach the disk.
     is_unreachable: bool,
     failed_until: Option<Instant>,
-    /// Bytes written and read since the beginning.
+    /// Bytes written and read since the pager was made.
     pub(super) written_bytes: u64,
     pub(super) read_bytes: u64,
 }
@@ -119,22 +119,22 @@ impl Disk {
         }
     }
 
-    /// It is short of free segments.
+    /// Returns true if few segments are free.
     fn is_short(&self) -> bool {
         self.log.available() <= (self.log.count() / FREE_SHARE).max(KEPT_FOR_CLEANING)
     }
 
-    /// It is not written to any more.
+    /// Returns true if the disk is not written to any more.
     pub(super) fn has_failed(&self) -> bool {
         self.failures >= WRITE_FAILURES_MAX
     }
 
-    /// It is not written to now.
+    /// Returns true if the disk is not written to now.
     fn rests(&self, now: Instant) -> bool {
         self.has_failed() || self.failed_until.is_some_and(|until| until > now)
     }
 
-    /// Whether a request failed because the disk cannot be reached. What changes is told.
+    /// Returns true if a request failed because the disk is unreachable. Logs each change.
     fn is_out_of_reach(&mut self, failed: Option<&IoError>) -> bool {
         let is_unreachable = failed.is_some_and(|error| error.failure() == Failure::Unreachable);
         if is_unreachable != self.is_unreachable {
@@ -151,28 +151,28 @@ impl Disk {
     }
 }
 
-/// How a tier on a disk is.
+/// Status of a tier on a disk.
 #[derive(Clone, Debug)]
 pub struct DiskStatus {
-    /// Which.
+    /// The tier.
     pub tier: Tier,
-    /// What the disk is called.
+    /// Name of the disk.
     pub name: String,
-    /// What it may hold, in bytes.
+    /// Capacity of the tier on the disk, in bytes.
     pub limit_bytes: u64,
-    /// What it holds, with what is not needed any more, in bytes.
+    /// Space used, dead objects included, in bytes.
     pub used_bytes: u64,
-    /// What of that is needed, in bytes.
+    /// Space used by live objects, in bytes.
     pub live_bytes: u64,
-    /// What was written since the pager began, in bytes.
+    /// Bytes written since the pager was made.
     pub written_bytes: u64,
-    /// What was read, in bytes.
+    /// Bytes read since the pager was made.
     pub read_bytes: u64,
-    /// It cannot be written to, and is not any more.
+    /// The disk has failed too many writes and is not written to any more.
     pub failed: bool,
-    /// It cannot be reached now: whoever wants a page that is there waits.
+    /// The disk is unreachable now. Threads that want a page from it wait.
     pub unreachable: bool,
-    /// What is there is enciphered.
+    /// The contents are encrypted.
     pub encrypted: bool,
 }
 
@@ -186,7 +186,7 @@ pub(super) struct Disks {
     spare: Vec<AlignedBuf>,
 }
 
-/// How many buffers are kept.
+/// Maximum number of spare buffers.
 const SPARE_MAX: usize = 8;
 
 impl Disks {
@@ -201,12 +201,12 @@ impl Disks {
         self.all.iter().position(|disk| disk.tier == tier)
     }
 
-    /// Reads under way, or to be made again.
+    /// Returns the number of reads in progress or waiting to be retried.
     pub(super) fn reads(&self) -> usize {
         self.reads.len() + self.again.len()
     }
 
-    /// What is taken of memory besides, in bytes.
+    /// Returns the memory that buffers use, in bytes.
     pub(super) fn buffer_bytes(&self) -> u64 {
         let segments: usize = self
             .all
@@ -245,7 +245,7 @@ impl Disks {
         self.reads.insert(ticket, reading);
     }
 
-    /// The read under way that will bring what is stored there.
+    /// Returns the pages of a read in progress that covers the object `stored`.
     fn reading_of(&mut self, disk: usize, stored: Stored) -> Option<&mut Vec<(PageIndex, Word)>> {
         let from = stored.place.bytes();
         let to = data_at(stored.place) + u64::from(stored.len);
@@ -261,7 +261,7 @@ impl Disks {
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// What disks have done; whether there was something.
+    /// Handles all finished requests of the disks, and retries reads that are due. Returns true if there was any.
     pub(super) fn take_from_disks(&mut self) -> bool {
         let mut worked = false;
         for index in 0..self.disks.all.len() {
@@ -298,12 +298,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         worked
     }
 
-    /// When a read that has failed is made again.
+    /// Returns the time at which the next failed read is retried.
     pub(super) fn next_read_again(&self) -> Option<Instant> {
         self.disks.again.iter().map(|(at, _)| *at).min()
     }
 
-    /// Whether something is on its way that makes room in compressed RAM, or for what is there.
+    /// Returns true if a demotion or a cleaning in progress will free space.
     pub(super) fn is_demoting(&self) -> bool {
         let reads = self.disks.reads.values();
         self.disks
@@ -315,7 +315,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 .any(|reading| matches!(reading.what, Wanted::Segment(..)))
     }
 
-    /// Moves what is too much from tier to tier; whether there was anything to do.
+    /// Demotes pages to the disks, and cleans the disks. Returns true if there was anything to do.
     pub(super) fn demote(&mut self, now: Instant) -> bool {
         let mut worked = false;
         for index in 0..self.disks.all.len() {
@@ -325,7 +325,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         worked
     }
 
-    /// Segments that compressed RAM may have before what is oldest goes to a disk.
+    /// Returns the number of segments of compressed RAM above which the oldest is demoted.
     fn ram_target(&self) -> u32 {
         let max = self.segments_max();
         max - (max / 8).clamp(2, 16).min(max)
@@ -347,7 +347,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             let oldest = self.ram.oldest();
             disk.queue.extend(oldest.map(|segment| (Origin::Ram(segment), from)));
         }
-        // What makes room here has the last free segments for itself.
+        // The reserved free segments are only for moving objects within this disk.
         let may = |origin: &Origin| has_room || matches!(origin, Origin::Disk { tier, .. } if *tier == disk.tier);
         let Some(next) = disk.queue.iter().position(|(origin, _)| may(origin)) else {
             return false;
@@ -358,7 +358,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 if disk.writes.len() >= WRITES_MAX {
                     return false;
                 }
-                // What is read of a segment from before it was free must not be taken for what is there then.
+                // A read that began before the segment was free must not be taken for its new contents.
                 let reads = self.disks.reads.values();
                 let reads = reads.chain(self.disks.again.iter().map(|(_, reading)| reading));
                 let is_read = |segment: SegmentIndex| {
@@ -409,7 +409,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 } => {
                     filling.origins.push(Moved::Disk(tier, segment));
                     self.disks.give_back(bytes);
-                    // The next one may fill up what is not full.
+                    // The next segment may use the rest of a buffer that is not full.
                     if let Some(of) = self.disks.index_of(tier) {
                         self.disks.all[of].is_cleaning = false;
                     }
@@ -434,7 +434,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         };
         let tier = disk.tier;
         if disk.is_out_of_reach(failed.as_ref()) {
-            // Nothing is wrong with it: the same is tried again.
+            // The disk has no fault: the same segment is retried later.
             disk.log.untake(segment);
             disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
         } else if let Some(error) = failed {
@@ -456,7 +456,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 let there = Location::In {
                     tier,
                     stored: to,
-                    // It may have come back meanwhile.
+                    // The page may have been paged in meanwhile.
                     clean: word.is_clean(),
                 };
                 self.set_word(page, Word::of(there));
@@ -481,7 +481,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Nothing goes to a disk that has failed: what was to go there stays where it is.
+    /// Stops demotion to a failed disk. Objects that were waiting to be moved there stay where they are.
     fn leave_failed(&mut self, index: usize) {
         let disk = &mut self.disks.all[index];
         if disk.with_worker.is_some() {
@@ -510,14 +510,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.moved_out(origins);
     }
 
-    /// Has a segment read of which what lives is to go elsewhere.
+    /// Starts to read a segment whose live objects are to be moved, if the disk is short of space.
     fn clean_disk(&mut self, index: usize, now: Instant) -> bool {
         let has_next = self.disks.all.get(index + 1).is_some_and(|next| !next.has_failed());
         let disk = &mut self.disks.all[index];
         if disk.is_cleaning || disk.rests(now) || !disk.is_short() {
             return false;
         }
-        // Half a segment of dead space is worth more than another place.
+        // With a next disk, only a segment that is at least half dead is moved within this disk.
         let limit = if has_next { SEGMENT as u32 / 2 } else { WORTH_CLEANING };
         let is_stuck = disk.log.available() == 0 && disk.filling.is_none();
         let emptiest = if is_stuck { None } else { disk.log.emptiest(limit) };
@@ -540,7 +540,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         true
     }
 
-    /// Whether the disks have room again.
+    /// Returns true if the first disk can be written to and has free segments.
     pub(super) fn disks_have_room(&self) -> bool {
         self.disks
             .all
@@ -548,7 +548,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             .is_some_and(|disk| !disk.rests(self.now) && disk.log.available() > KEPT_FOR_CLEANING)
     }
 
-    /// What is at a disk that there is not, or not at it, is found when this process begins.
+    /// Adopts an object on a disk that an earlier pager has stored. Returns false if there is no such disk, or the
+    /// object cannot be on it.
     pub(super) fn found_on_disk(&mut self, tier: Tier, stored: Stored) -> bool {
         match self.disks.index_of(tier) {
             Some(index) => self.disks.all[index].log.found(stored),
@@ -556,7 +557,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// How the tiers on disks are.
+    /// Returns the status of each tier on a disk.
     pub fn disk_status(&self) -> Vec<DiskStatus> {
         let of = |disk: &Disk| DiskStatus {
             tier: disk.tier,
@@ -573,7 +574,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks.all.iter().map(of).collect()
     }
 
-    /// Why nothing more goes down.
+    /// Returns the reason why nothing can be demoted.
     pub(super) fn why_full(&self) -> Stuck {
         match self.disks.all.first() {
             Some(disk) if disk.rests(self.now) || disk.is_unreachable => Stuck::DiskFailed,

@@ -1,4 +1,4 @@
-//! Reading what disks have: what somebody waits for, what is brought ahead, and what goes to another place of a disk.
+//! Reads from disks: for waiting threads, for prefetching, and for moving segments.
 
 use std::time::Duration;
 
@@ -14,18 +14,19 @@ use crate::units::{PAGE, PageIndex};
 use crate::userfaultfd::Filled;
 use crate::worker::{Origin, Worker};
 
-/// How often a read that fails is made, and how long after.
+/// Number of attempts to read, and the delay between two.
 const READS_MAX: u32 = 4;
 const READ_AGAIN_AFTER: Duration = Duration::from_millis(200);
-/// The same while the disk cannot be reached, without an end.
+/// Delay between attempts while the disk is unreachable. Their number is not limited.
 const REACH_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
-/// What is read in one go at most, in bytes, and what may lie between things that are wanted of it.
+/// Maximum length of one read, and maximum gap between two wanted objects in it, in bytes.
 const READ_MAX: u64 = 256 << 10;
 const GAP_MAX: u64 = 16 << 10;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Has an absent page read whose entry says `word`; who waits for it is answered then.
+    /// Starts to read an absent page whose entry has the first word `word`. Its waiters are served when the read
+    /// ends.
     pub(in crate::pager) fn begin_read(&mut self, page: PageIndex, word: Word, stored: Stored, disk: usize) {
         debug_assert_eq!(self.phases.get(page), Phase::Absent);
         self.phases.set(page, Phase::Reading);
@@ -39,7 +40,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.read_range(disk, from, end, vec![(page, word)]);
     }
 
-    /// Has absent pages read that nobody waits for.
+    /// Starts to read absent pages that no thread waits for.
     pub(in crate::pager) fn read_ahead(&mut self, mut pages: Vec<(PageIndex, Word, Tier, Stored)>) {
         pages.sort_unstable_by_key(|(_, _, tier, stored)| (*tier as u8, stored.place));
         let mut pages = pages.into_iter().peekable();
@@ -65,7 +66,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }) {
                 self.phases.set(page, Phase::Reading);
                 self.reading += 1;
-                // Entries that are damaged may lead to places that overlap.
+                // Damaged entries may point to overlapping ranges.
                 end = end.max(stored.place.bytes() + object_bytes(stored.len) as u64);
                 together.push((page, word));
             }
@@ -73,7 +74,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Reads a part of a segment.
+    /// Reads a part of a segment, extended to whole blocks of the disk.
     fn read_range(&mut self, disk: usize, from: u64, end: u64, pages: Vec<(PageIndex, Word)>) {
         let of = &mut self.disks.all[disk];
         let block = of.store.block_bytes() as u64;
@@ -118,7 +119,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                         continue;
                     }
                     self.is_read(page);
-                    // Otherwise nobody wants it now, and it may be there when somebody does.
+                    // A page that no thread waits for is not lost: the disk may be readable when it is wanted.
                     if self.waiting.remove(&page).is_some() || self.is_leaving {
                         self.lose(page, word, "it cannot be read from the disk");
                     }
@@ -127,8 +128,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whether a page that was read is not to be put in place: it was given up, or is elsewhere now. Who waits for it is
-    /// answered.
+    /// Returns true if a page that was read is not to be put in place, because it was given up or its entry has
+    /// changed. Serves its waiters then.
     fn is_read_no_more(&mut self, page: PageIndex, word: Word) -> bool {
         if self.phases.get(page) != Phase::Reading {
             return true;
@@ -171,8 +172,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks.give_back(bytes);
     }
 
-    /// Decodes a page of which `read`, from byte `start` of the disk on, has what `word` says; whether it is what was
-    /// evicted.
+    /// Decodes a page from `read`, which begins at byte `start` of the log, as its entry `word` says. Returns true if
+    /// the checksum is right.
     fn decode_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) -> bool {
         self.is_read(page);
         let Some(Location::In { tier, stored, .. }) = word.decode() else {
@@ -183,7 +184,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let Some(cipher) = &self.cipher else {
             return self.decode(page, stored, &read[data]);
         };
-        // Objects begin and end where blocks of the cipher do.
+        // Objects begin and end at block boundaries of the cipher.
         let object = (stored.place.bytes() - start) as usize;
         let enciphered = &read[object..object + object_bytes(stored.len)];
         let mut deciphered = std::mem::take(&mut self.deciphered);
@@ -195,7 +196,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         is_sound
     }
 
-    /// Puts a page in place that was read, and that somebody waits for.
+    /// Puts a page in place that was read and that a thread waits for.
     fn put_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) {
         let is_sound = self.decode_read(page, word, start, read);
         let Some(Waiting { since, write }) = self.waiting.remove(&page) else {
@@ -209,7 +210,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.answer(page, put, since, write);
     }
 
-    /// Puts pages in place that were read, in rising order, as far as there is room. What is not comes when it is wanted.
+    /// Puts prefetched pages in place, in rising order, as far as there is room. The others are read again when they
+    /// are wanted.
     fn put_ahead(&mut self, pages: Vec<(PageIndex, Word)>, start: u64, read: &[u8]) {
         let mut run: Vec<(PageIndex, Word)> = Vec::new();
         for (page, word) in pages {
@@ -232,8 +234,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.fill_ahead(&run);
     }
 
-    /// Adds a page, which was read to `content`, to those that are to be put in place together; puts them there first, if it
-    /// does not follow them.
+    /// Adds a page, which was read to `content`, to the pages that are put in place together. If it does not follow
+    /// them, puts those in place first.
     pub(in crate::pager) fn add_ahead(&mut self, run: &mut Vec<(PageIndex, Word)>, page: PageIndex, word: Word) {
         let goes_on = run.last().is_none_or(|(last, _)| last.plus(1) == page);
         if !goes_on || run.len() == AHEAD_PAGES {
@@ -245,7 +247,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         run.push((page, word));
     }
 
-    /// Puts pages that follow one another in place, whose contents are in `ahead`: as [`Self::fill_from_disk`] does one.
+    /// Puts consecutive pages in place from the buffer `ahead`, write-protected and clean. [`Self::fill_from_disk`]
+    /// does the same for one page.
     pub(in crate::pager) fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
         let protect = !self.are_evictions_paused;
         for (page, word) in run.iter().filter(|_| protect) {
@@ -280,7 +283,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// `page` is not being read any more.
+    /// Records that the read of `page` has ended.
     fn is_read(&mut self, page: PageIndex) {
         self.phases.set(page, Phase::Absent);
         self.reading -= 1;
