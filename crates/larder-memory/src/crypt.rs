@@ -1,12 +1,12 @@
-//! What goes to disks, made unreadable for whoever has the disk and not the state: AES-256-XTS (IEEE 1619) over sectors
-//! of 4 KiB, as dm-crypt does it.
+//! Encryption of disk tiers, which makes a disk unreadable without the state: AES-256-XTS (IEEE 1619) over sectors of
+//! 4 KiB, like dm-crypt.
 //!
-//! The tweak says where in which tier's log a sector is, so no number has to be kept, or counted on by a successor, and
-//! any 16 bytes are read without the others. What is written to a place twice is enciphered with the same tweak: who has
-//! seen both sees which 16 bytes are the same, and no more. (A cipher of a stream, as CTR or GCM, would give both away
-//! there.)
+//! The tweak consists of the tier and the sector's position in its log. So no counter has to be kept, or recovered by
+//! a successor, and any 16 bytes can be read without the others. Two writes to the same position use the same tweak:
+//! an observer of both learns which 16-byte blocks are equal, and no more. (A stream cipher such as CTR or GCM would
+//! reveal both contents there.)
 //!
-//! Whether it is what was written is not this module's: the checksum of each page, which never leaves memory, tells.
+//! This module does not authenticate. Each page's checksum, which never leaves memory, verifies the content.
 
 use aes::cipher::{BlockCipherDecrypt as _, BlockCipherEncrypt as _, KeyInit as _};
 use aes::{Aes256, Block};
@@ -14,38 +14,38 @@ use zeroize::Zeroizing;
 
 use crate::entry::Tier;
 
-/// Bytes of a key: half of them for what is enciphered, half for the tweaks.
+/// Length of a key in bytes: one half for the data, one half for the tweaks.
 pub const KEY_BYTES: usize = 64;
 
-/// Bytes that are enciphered together; what is read begins and ends at multiples of it.
+/// Length of a cipher block in bytes. Ranges begin and end at multiples of it.
 pub const BLOCK: usize = 16;
 
-/// Bytes with a tweak of their own.
+/// Length of a sector in bytes. Each sector has its own tweak.
 const SECTOR: usize = 4096;
 
-/// Blocks at a time: as many as the processor has on their way, and some.
+/// Number of blocks that are encrypted with one call: more than the processor's pipeline holds.
 const AT_A_TIME: usize = 32;
 
-/// Enciphers and deciphers with one key, which is wiped from memory with it.
+/// Cipher with one key, which is wiped from memory on drop.
 pub struct Cipher {
     data: Aes256,
     tweak: Aes256,
 }
 
 impl Cipher {
-    /// With this key.
+    /// Makes a cipher with this key.
     pub fn new(key: &Zeroizing<[u8; KEY_BYTES]>) -> Self {
         let (halves, _) = key.as_chunks::<{ KEY_BYTES / 2 }>();
         let [data, tweak] = [0, 1].map(|half| Aes256::new((&halves[half]).into()));
         Self { data, tweak }
     }
 
-    /// Enciphers what is to be at byte `at` of a tier's log. Both `at` and the length are multiples of [`BLOCK`].
+    /// Encrypts the bytes for offset `at` of a tier's log. Both `at` and the length must be multiples of [`BLOCK`].
     pub fn encrypt(&self, tier: Tier, at: u64, bytes: &mut [u8]) {
         self.each(tier, at, bytes, |blocks| self.data.encrypt_blocks(blocks));
     }
 
-    /// Deciphers what is at byte `at` of a tier's log, likewise.
+    /// Decrypts the bytes from offset `at` of a tier's log. Both `at` and the length must be multiples of [`BLOCK`].
     pub fn decrypt(&self, tier: Tier, at: u64, bytes: &mut [u8]) {
         self.each(tier, at, bytes, |blocks| self.data.decrypt_blocks(blocks));
     }
@@ -90,7 +90,7 @@ impl Cipher {
     }
 }
 
-/// Times x in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1.
+/// Multiplies by x in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1.
 fn next_tweak(tweak: u128) -> u128 {
     (tweak << 1) ^ ((tweak >> 127) * 0x87)
 }
@@ -115,8 +115,8 @@ mod tests {
         Zeroizing::new(bytes(hex).try_into().expect("64 bytes"))
     }
 
-    /// Vector 10 of IEEE 1619-2007, appendix B: the sector is 0xff, which has 512 bytes there; the tweak of a sector of
-    /// 4 KiB is the same in its first 512 bytes.
+    /// Vector 10 of IEEE 1619-2007, appendix B. Its sector is 0xff and has 512 bytes. The tweaks of a 4 KiB sector
+    /// are the same in the first 512 bytes.
     const KEY: &str = "
         2718281828459045235360287471352662497757247093699959574966967627
         3141592653589793238462643383279502884197169399375105820974944592";
@@ -139,11 +139,11 @@ mod tests {
         773dad38014bd2092fa755c824bb5e54c4f36ffda9fcea70b9c6e693e148c151";
 
     #[test]
-    fn it_is_xts_as_the_standard_has_it() {
+    fn ciphertext_matches_ieee_1619_vector() {
         let cipher = Cipher::new(&key(KEY));
         let plain: Vec<u8> = (0..512).map(|index| index as u8).collect();
         let mut data = plain.clone();
-        // Tier 0 is not on a disk, and has the standard's tweaks.
+        // Tier 0 is never on a disk, and has the tweaks of the standard.
         cipher.encrypt(Tier::Ram, 0xff * SECTOR as u64, &mut data);
         assert_eq!(data, bytes(CIPHERTEXT));
         cipher.decrypt(Tier::Ram, 0xff * SECTOR as u64, &mut data);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn any_part_is_read_without_the_rest() {
+    fn partial_range_is_decrypted_alone() {
         let cipher = Cipher::new(&key(KEY));
         let plain: Vec<u8> = (0..3 * SECTOR).map(|index| ((index * 7) >> 3) as u8).collect();
         let mut whole = plain.clone();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_another_elsewhere_and_with_another_key() {
+    fn ciphertext_depends_on_position_and_key() {
         let cipher = Cipher::new(&key(KEY));
         let enciphered = |cipher: &Cipher, tier, at| {
             let mut block = [0; BLOCK];

@@ -1,6 +1,6 @@
-//! The memory that is managed, as the pager sees it: what the kernel says of it, and what can be done to a page.
+//! Managed memory as the pager sees it: the messages of the kernel, and operations on pages.
 //!
-//! Two kinds: that of a process ([`Process`]), and a simulated one.
+//! There are two implementations: the memory of a process ([`Process`]), and a simulated one.
 
 use std::fs::File;
 use std::io;
@@ -15,96 +15,97 @@ use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Filled, Message, Range, RawMessage, Userfaultfd};
 use crate::views::Views;
 
-/// What the owner of the pages does with them.
+/// Operations of the pager on the managed memory.
 pub trait GuestMemory {
-    /// Reads what the kernel has to say into `buffer`, of zeros; how many messages.
+    /// Reads the kernel's messages into `buffer`, which must be zeros. Returns the number of messages.
     ///
     /// # Errors
-    /// The process has ended.
+    /// If the process has ended.
     fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize>;
 
-    /// Puts pages in place, from `first` on, until one cannot be; wakes who waits for them.
+    /// Puts pages in place, from `first` on, until one fails, and wakes the threads that wait for them. Returns the
+    /// number of pages, and the result of the last one. With `protect` the pages are write-protected.
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled);
 
     /// Puts a page of zeros in place.
     fn fill_zero(&self, page: PageIndex) -> Filled;
 
-    /// Makes a missing page one that cannot be read.
+    /// Makes a missing page unreadable: a thread that touches it gets a memory error.
     fn poison(&self, page: PageIndex) -> Filled;
 
-    /// Maps a page that is in memory, unprotected; who waits for it tries again.
+    /// Maps a page that is in memory, unprotected. Threads that wait for it retry.
     fn map(&self, page: PageIndex);
 
-    /// Writes to these pages are told and wait from now on.
+    /// Write-protects these pages: from now on writes to them fault and wait.
     ///
     /// # Errors
-    /// The process has ended, or is changing its mappings.
+    /// If the process has ended, or is changing its mappings.
     fn protect(&self, run: PageRun) -> io::Result<()>;
 
-    /// Writes are free again; wakes who waits for that.
+    /// Removes the write-protection of these pages, and wakes threads that wait to write.
     ///
     /// # Errors
-    /// The process has ended, or is changing its mappings.
+    /// If the process has ended, or is changing its mappings.
     fn unprotect(&self, run: PageRun) -> io::Result<()>;
 
-    /// Who waits for these pages tries again.
+    /// Wakes threads that wait for these pages. They retry.
     fn wake(&self, run: PageRun);
 
-    /// Which of these pages are in memory, in rising order.
+    /// Passes the runs of these pages that are in memory to `found`, in rising order.
     ///
     /// # Errors
-    /// Of the memory's file.
+    /// If the memory's file cannot be searched.
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
 
     /// Reads a page from the memory's file, mapped or not. A missing page reads as zeros, and is not allocated.
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// If the file cannot be read.
     fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()>;
 
-    /// Takes pages out of memory, at once. What takes time is for [`Backing::punch`].
+    /// Removes pages from memory, in the calling thread. [`Backing::punch`] is for larger runs.
     ///
     /// # Errors
-    /// Of the memory's file.
+    /// If the memory's file cannot be changed.
     fn take_out(&self, run: PageRun) -> io::Result<()>;
 
-    /// The process has unmapped this region: nothing can be done to its pages any more.
+    /// Forgets a region that the process has unmapped. Nothing can be done to its pages any more.
     fn forget(&self, region: &Region);
 
-    /// Whether others do device I/O into this memory, which writes to pages though writes were stopped.
+    /// Returns true if other processes do device I/O into this memory, which writes even to write-protected pages.
     fn has_device_io(&self) -> bool {
         false
     }
 
-    /// A mark of now, for [`Self::io_has_ended`].
+    /// Returns a mark of the current time, for [`Self::io_has_ended`].
     fn io_mark(&self) -> u64 {
         0
     }
 
-    /// Whether all device I/O of others has ended that had begun when `mark` was made.
+    /// Returns true if all device I/O of other processes has ended that began before `mark` was made.
     fn io_has_ended(&self, _mark: u64) -> bool {
         true
     }
 }
 
-/// What a thread beside the owner does with pages that the owner has given to it.
+/// Operations of the worker on pages that the pager has passed to it, from another thread.
 pub trait Backing: Send + Sync {
-    /// Reads pages; what is not there reads as zeros, and is not made.
+    /// Reads pages. A missing page reads as zeros, and is not allocated.
     ///
     /// # Errors
-    /// Of the memory's file.
+    /// If the memory's file cannot be read.
     fn read(&self, run: PageRun, into: &mut [u8]) -> io::Result<()>;
 
-    /// Takes pages out of memory.
+    /// Removes pages from memory.
     ///
     /// # Errors
-    /// Of the memory's file.
+    /// If the memory's file cannot be changed.
     fn punch(&self, run: PageRun) -> io::Result<()>;
 
-    /// Which of these pages are in memory, in rising order.
+    /// Passes the runs of these pages that are in memory to `found`, in rising order.
     ///
     /// # Errors
-    /// Of the memory's file.
+    /// If the memory's file cannot be searched.
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
 }
 
@@ -114,12 +115,12 @@ struct Mapped {
     file: File,
 }
 
-/// The files of a process's memory. More are added while it is used.
+/// Files of a process's memory. Regions can be added and removed at any time.
 #[derive(Default)]
 pub struct Files(RwLock<Vec<Arc<Mapped>>>);
 
 impl Files {
-    /// One region more, whose pages follow those of the others; or the file of one that is known already.
+    /// Adds a region whose pages follow those of the others, or replaces the file of a known region.
     pub fn add(&self, region: Region, file: File) {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
         all.retain(|mapped| mapped.region.first != region.first);
@@ -127,20 +128,20 @@ impl Files {
         all.sort_by_key(|mapped| mapped.region.first);
     }
 
-    /// A region is not there any more: its pages are of no region then.
+    /// Removes a region. Its pages belong to no region then.
     pub fn remove(&self, first: PageIndex) {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
         all.retain(|mapped| mapped.region.first != first);
     }
 
-    /// Paths by which this process can reach them.
+    /// Returns paths through which this process can open the files.
     pub fn paths(&self) -> Vec<String> {
         let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let path = |mapped: &Arc<Mapped>| format!("/proc/self/fd/{}", mapped.file.as_raw_fd());
         all.iter().map(path).collect()
     }
 
-    /// The files of memory, each once: the number of its device, a descriptor, and how many of its bytes are not there.
+    /// Returns each file once: its device number, a descriptor, and the number of its bytes that are not allocated.
     pub(crate) fn absent(&self) -> Vec<(u64, OwnedFd, u64)> {
         let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let mut seen = Vec::new();
@@ -167,7 +168,7 @@ impl Files {
         mapped.region.contains(page).then(|| Arc::clone(mapped))
     }
 
-    /// Does something with the part of `run` in each region. Pages of no region are left out.
+    /// Calls `what` with the part of `run` in each region. Skips pages of no region.
     fn each(&self, run: PageRun, mut what: impl FnMut(&Mapped, PageRun) -> io::Result<()>) -> io::Result<()> {
         let mut at = run.first;
         let end = run.first.get() + run.count;
@@ -189,7 +190,7 @@ impl Region {
         u64::from(page.get() - self.first.get()) * PAGE_BYTES
     }
 
-    /// Where the process has `page`, which is of this region.
+    /// Returns the address in the process of `page`, which belongs to this region.
     pub fn address_of(&self, page: PageIndex) -> u64 {
         self.address + self.pages_in(page)
     }
@@ -198,7 +199,7 @@ impl Region {
         self.offset + self.pages_in(page)
     }
 
-    /// The page that the process has at `address`.
+    /// Returns the page at `address` in the process.
     pub fn page_at(&self, address: u64) -> Option<PageIndex> {
         if self.is_gone() {
             return None;
@@ -230,7 +231,7 @@ impl Backing for Files {
             let end = region.offset_of(part.first) + part.bytes();
             let mut at = region.offset_of(part.first);
             while at < end {
-                // Pages that the kernel has in its own swap are data too.
+                // Pages in the kernel's swap are data too.
                 let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
                     Ok(start) if start < end => start,
                     Ok(_) | Err(rustix::io::Errno::NXIO) => break,
@@ -249,7 +250,7 @@ impl Backing for Files {
     }
 }
 
-/// The memory of a process that was attached to, which others may have mapped, too.
+/// Memory of an attached process, which other processes may have mapped too.
 pub struct Process {
     userfaultfd: Userfaultfd,
     files: Arc<Files>,
@@ -257,10 +258,10 @@ pub struct Process {
 }
 
 impl Process {
-    /// Memory in `files`, of which `userfaultfd` tells.
+    /// Makes the memory in `files`, whose faults `userfaultfd` reports.
     ///
     /// # Errors
-    /// No descriptor can be made.
+    /// If a descriptor cannot be made.
     pub fn new(userfaultfd: Userfaultfd, files: Arc<Files>) -> io::Result<Self> {
         let views = Views::new(&userfaultfd)?;
         Ok(Self {
@@ -270,12 +271,12 @@ impl Process {
         })
     }
 
-    /// Who has it mapped, too.
+    /// Returns the other processes that have the memory mapped.
     pub fn views(&self) -> &Views {
         &self.views
     }
 
-    /// What tells of it.
+    /// Returns the userfaultfd of the process.
     pub fn userfaultfd(&self) -> &Userfaultfd {
         &self.userfaultfd
     }
@@ -296,8 +297,8 @@ impl Process {
 
 impl GuestMemory for Process {
     fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
-        // First: so what is told here of a page was so before the process can have given it up, of which it tells below.
-        // That others wait need not outlive us: whoever comes next wakes them.
+        // Views come first: a fault that is received here happened before any removal that is received below. The
+        // state need not keep these faults across a kill, because the successor wakes their threads.
         let faults = match self.views.is_empty() {
             true => Vec::new(),
             false => self.views.receive(buffer.len() / 2),
@@ -313,7 +314,7 @@ impl GuestMemory for Process {
                 Some(place) => place,
                 None => &mut theirs[all - rest.len()],
             };
-            // Of a thread of another process.
+            // Zero, as the thread belongs to another process.
             let thread = 0;
             *place = RawMessage::from(Message::Fault {
                 address,
@@ -391,7 +392,7 @@ impl GuestMemory for Process {
     }
 
     fn wake(&self, run: PageRun) {
-        // It fails only for a process that has ended, where nobody waits.
+        // Waking fails only for a process that has ended, where no thread waits.
         let _ = self.each(run, |range| self.userfaultfd.wake(range));
         self.views.wake(run);
     }

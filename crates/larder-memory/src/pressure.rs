@@ -1,51 +1,52 @@
-//! How much of the time is lost by waiting for memory, as the kernel tells of its own (Documentation/accounting/psi.rst):
-//! *some* is the time in which somebody waits, *full* that in which all do who could work.
+//! Pressure of memory: the share of time lost by waiting for pages, as the kernel's PSI measures it for its own
+//! memory (Documentation/accounting/psi.rst). *some* is the time in which at least one thread waits, *full* the time
+//! in which all threads wait that could work.
 //!
-//! Who waits for the same page counts once. What the kernel itself takes for a fault is not seen.
+//! Threads that wait for the same page count once. Faults that the kernel resolves by itself are not counted.
 
 use std::time::{Duration, Instant};
 
-/// How far back averages reach.
+/// Time windows of the averages.
 const WINDOWS: [Duration; 3] = [
     Duration::from_secs(10),
     Duration::from_secs(60),
     Duration::from_secs(300),
 ];
 
-/// A share of the time that was lost.
+/// Lost time.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Lost {
-    /// Of the last 10, 60 and 300 seconds, what is longer ago counting less and less: 0 to 1.
+    /// Exponentially decaying averages over the last 10, 60 and 300 seconds, each a share from 0 to 1.
     pub averages: [f64; 3],
-    /// All of it.
+    /// Sum of all lost time.
     pub total: Duration,
 }
 
-/// What was lost so far.
+/// Time lost by waiting for memory.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Pressure {
-    /// See the module's description.
+    /// Time in which at least one thread waited.
     pub some: Lost,
-    /// See the module's description.
+    /// Time in which all threads waited.
     pub full: Lost,
 }
 
-/// Measures it.
+/// Meter of the pressure.
 #[derive(Debug)]
 pub(crate) struct Meter {
     pressure: Pressure,
-    /// How many could work.
+    /// Number of threads that could work.
     workers: usize,
-    /// How many wait, since when.
+    /// Number of waiting threads, and the time of its last change.
     waiting: usize,
     since: Instant,
-    /// When averages were formed last, of what had been lost then.
+    /// Time of the last update of the averages, and the totals at that time.
     averaged: Instant,
     before: [Duration; 2],
 }
 
 impl Meter {
-    /// Of so many who could work: if all of them wait nothing goes on.
+    /// Makes a meter for `workers` threads. If all of them wait, nothing progresses.
     pub(crate) fn new(workers: usize, now: Instant) -> Self {
         Self {
             pressure: Pressure::default(),
@@ -57,7 +58,7 @@ impl Meter {
         }
     }
 
-    /// So many wait from now on.
+    /// Sets the number of waiting threads.
     pub(crate) fn waits(&mut self, waiting: usize, now: Instant) {
         let passed = now.saturating_duration_since(self.since);
         if self.waiting > 0 {
@@ -70,7 +71,7 @@ impl Meter {
         self.since = now;
     }
 
-    /// What was lost until now. The averages are as of now, too; it is to be asked every few seconds at least.
+    /// Returns the time lost up to `now`, with averages as of `now`. Called every few seconds at least.
     pub(crate) fn look(&mut self, now: Instant) -> Pressure {
         self.waits(self.waiting, now);
         let passed = now.saturating_duration_since(self.averaged).as_secs_f64();
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_lost_is_the_time_in_which_somebody_or_everybody_waits() {
+    fn some_and_full_times_are_accumulated() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut meter = Meter::new(2, start);
@@ -110,14 +111,14 @@ mod tests {
         // 40 % of a second: 0.4 (1 - exp(-1/10)).
         assert!((some.averages[0] - 0.038_065).abs() < 1e-6, "{some:?}");
         assert!((full.averages[2] - 0.15 * (1.0 - (-1.0_f64 / 300.0).exp())).abs() < 1e-12);
-        // They wait on.
+        // The threads still wait.
         let later = meter.look(at(3000));
         assert_eq!(later.full.total, Duration::from_millis(2150));
         assert_eq!(meter.look(at(3000)), later);
     }
 
     #[test]
-    fn who_waits_all_the_time_loses_all_of_it() {
+    fn constant_waiting_is_full_pressure() {
         let start = Instant::now();
         let mut meter = Meter::new(1, start);
         meter.waits(1, start);

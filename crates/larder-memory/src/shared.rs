@@ -1,4 +1,4 @@
-//! Memory that outlives this process: a memfd, of which the managed process holds a descriptor too.
+//! Memory that outlives this process: a memfd of which the managed process holds a descriptor too.
 
 use std::ffi::CStr;
 use std::io;
@@ -10,41 +10,42 @@ use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SealF
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// A memfd, mapped. Pages that were never written take no memory.
+/// A mapped memfd. Pages that were never written use no memory.
 pub struct SharedMemory {
     descriptor: OwnedFd,
     base: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: what is shared between threads is reached by atomics and by the raw pointers of `at`, whose users answer for
-// it; the mapping itself is only changed by Drop.
+// SAFETY: threads share the memory only through atomics and through the raw pointers of `at`, whose users are
+// responsible for them; only Drop changes the mapping itself.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// New memory of `bytes` bytes, all zero. Nobody but this user can open it for writing by a descriptor that another
-    /// process has.
+    /// Makes new memory of `bytes` bytes, all zero. Another process that holds a descriptor can reopen it for writing
+    /// only as the same user.
     ///
     /// # Errors
-    /// Of memfd_create(2), ftruncate(2), mmap(2).
+    /// Errors of memfd_create(2), ftruncate(2) and mmap(2).
     pub fn create(name: &CStr, bytes: usize) -> io::Result<Self> {
         let descriptor = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::fchmod(&descriptor, Mode::RUSR | Mode::WUSR)?;
         rustix::fs::ftruncate(&descriptor, bytes as u64)?;
-        // Whoever gets a descriptor cannot make pages vanish under us.
+        // The seal keeps processes that have a descriptor from shrinking the file under the mapping.
         rustix::fs::fcntl_add_seals(&descriptor, SealFlags::SHRINK)?;
         Self::map(descriptor, bytes)
     }
 
-    /// That which another pager has left. `descriptor` may be one for reading only: it is opened again.
+    /// Maps the memory that another pager has left. `descriptor` may be read-only, since the memfd is opened again.
     ///
     /// # Errors
-    /// It is no memory that a pager has made, or belongs to another user; it cannot be mapped.
+    /// If the memory was not made by a pager, belongs to another user, or cannot be mapped.
     pub fn open(descriptor: BorrowedFd<'_>) -> io::Result<Self> {
         use std::os::fd::AsRawFd as _;
-        // Nothing but memory has seals, so no device is opened, which could do something, nor what only has our name.
+        // Only a memfd has seals. So this opens neither a device, where opening may have side effects, nor a file
+        // that only has the right name.
         let seals = rustix::fs::fcntl_get_seals(descriptor);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(io::Error::new(
@@ -74,8 +75,8 @@ impl SharedMemory {
                 0,
             )?
         };
-        // What of the guest is in it, and keys, belong in no core dump.
-        // SAFETY: the mapping just made; its content is not changed.
+        // Keys and the guest's data must not be in core dumps. SAFETY: the mapping was just made, and its content is
+        // not changed.
         let _ = unsafe { rustix::mm::madvise(base, bytes, rustix::mm::Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self {
@@ -85,30 +86,30 @@ impl SharedMemory {
         })
     }
 
-    /// A descriptor for another process to hold, by which it can read the memory and not change it.
+    /// Makes a descriptor for another process, which can read the memory with it but not change it.
     ///
     /// # Errors
-    /// Of open(2).
+    /// Errors of open(2).
     pub fn read_only(&self) -> io::Result<OwnedFd> {
         use std::os::fd::AsRawFd as _;
         let path = format!("/proc/self/fd/{}", self.descriptor.as_raw_fd());
         Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
     }
 
-    /// How many bytes it has.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether it has none, which is never so.
+    /// Returns true if the length is zero, which is never the case.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Bytes `offset..offset + len`, to be read and written by raw pointer.
+    /// Returns a pointer to bytes `offset..offset + len`, for raw access.
     ///
     /// # Panics
-    /// They are not all in it.
+    /// If the range is not in the memory.
     pub fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.bytes),
@@ -119,39 +120,40 @@ impl SharedMemory {
         unsafe { self.base.add(offset) }
     }
 
-    /// The word at `offset`.
+    /// Returns the 64-bit word at `offset`.
     ///
     /// # Panics
-    /// It is not in it, or not aligned.
+    /// If the word is not in the memory, or not aligned.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8));
-        // SAFETY: in the mapping, aligned, valid for any value, and only ever used as an atomic; it lives as long as self.
+        // SAFETY: in the mapping, aligned, valid for any value, and only ever used as an atomic; it lives as long as
+        // self.
         unsafe { AtomicU64::from_ptr(self.at(offset, 8).as_ptr().cast()) }
     }
 
-    /// The half word at `offset`.
+    /// Returns the 32-bit word at `offset`.
     ///
     /// # Panics
-    /// It is not in it, or not aligned.
+    /// If the word is not in the memory, or not aligned.
     pub fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4));
         // SAFETY: as of `word`.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).as_ptr().cast()) }
     }
 
-    /// Gives the memory of whole pages back; they read as zeros.
+    /// Frees the memory of a range of whole pages, which read as zeros then.
     ///
     /// # Errors
-    /// Of fallocate(2).
+    /// Errors of fallocate(2).
     pub fn release(&self, offset: usize, len: usize) -> io::Result<()> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.descriptor, how, offset as u64, len as u64)?)
     }
 
-    /// Whether something of these bytes takes memory.
+    /// Returns true if any page of the range is allocated.
     ///
     /// # Errors
-    /// Of lseek(2).
+    /// Errors of lseek(2).
     pub fn takes_memory(&self, offset: usize, len: usize) -> io::Result<bool> {
         match rustix::fs::seek(&self.descriptor, SeekFrom::Data(offset as u64)) {
             Ok(data) => Ok(data < (offset + len) as u64),
@@ -160,10 +162,10 @@ impl SharedMemory {
         }
     }
 
-    /// Takes it for this process alone, until that ends; whether nobody else had it.
+    /// Locks the memory for this process until it ends. Returns false if another process holds the lock.
     ///
     /// # Errors
-    /// Of flock(2).
+    /// Errors of flock(2).
     pub fn try_lock(&self) -> io::Result<bool> {
         match rustix::fs::flock(&self.descriptor, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
@@ -181,7 +183,7 @@ impl AsFd for SharedMemory {
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nothing that was lent of it outlives self.
+        // SAFETY: the mapping belongs to self, and no borrow of it outlives self.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -191,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_pager_has_made_is_opened() {
+    fn foreign_descriptors_are_rejected() {
         let ours = SharedMemory::create(c"larder-test", 4096).expect("memory");
         let descriptor = ours.read_only().expect("a descriptor");
         assert!(SharedMemory::open(descriptor.as_fd()).is_ok());

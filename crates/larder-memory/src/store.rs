@@ -1,4 +1,4 @@
-//! A disk under compressed RAM: segments of a log, written as a whole, and read in parts.
+//! Disk tier under compressed RAM: segments of a log, which are written as a whole and read in parts.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -12,61 +12,65 @@ use larder_block::{
 
 use crate::log::{SEGMENT, SegmentIndex};
 
-/// Which request an answer is to.
+/// Identifier of a read request.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Ticket(pub u64);
 
-/// What has been done. The memory is given back.
+/// Completed request. It returns the buffer.
 pub enum Finished {
-    /// See [`Store::write`].
+    /// Completion of [`Store::write`].
     Written {
-        /// Which.
+        /// The segment.
         segment: SegmentIndex,
-        /// What was written.
+        /// The buffer that was written.
         bytes: AlignedBuf,
-        /// Why not.
+        /// Error of the write.
         failed: Option<IoError>,
     },
-    /// See [`Store::read`].
+    /// Completion of [`Store::read`].
     Read {
-        /// Which request.
+        /// Identifier of the request.
         ticket: Ticket,
-        /// What was read, at its beginning.
+        /// The buffer, with the data at its beginning.
         bytes: AlignedBuf,
-        /// Why not.
+        /// Error of the read.
         failed: Option<IoError>,
     },
 }
 
-/// Where segments are kept. Requests are begun, and end in any order. What was written needs to be there only as long as
+/// Storage of segments. Requests are asynchronous, and complete in any order. Data need to survive only as long as
 /// the host runs.
 pub trait Store {
-    /// What it is called.
+    /// Returns the name of the storage.
     fn name(&self) -> &str;
 
-    /// How many segments there is room for.
+    /// Returns the capacity in segments.
     fn segments(&self) -> u32;
 
-    /// What reads must begin and end at multiples of, in bytes.
+    /// Returns the alignment of reads, in bytes.
     fn block_bytes(&self) -> usize;
 
-    /// Writes a whole segment. It is not read, or written again, before that has ended.
+    /// Starts to write a whole segment. The caller neither reads nor writes the segment again before this has
+    /// completed.
     fn write(&self, segment: SegmentIndex, bytes: AlignedBuf);
 
-    /// Reads the `len` bytes of the log from `start` on, into as many of `bytes`.
+    /// Starts to read `len` bytes from offset `start` of the log into the beginning of `bytes`.
     fn read(&self, start: u64, len: usize, bytes: AlignedBuf, ticket: Ticket);
 
-    /// What has been done.
+    /// Returns the next completed request.
     fn take(&self) -> Option<Finished>;
 }
 
-/// A step before each write to a disk.
+/// Step before each write to a disk.
 pub trait BeforeWrite {
-    /// Completes once `segment` may be written. An error fails the write.
+    /// Completes once `segment` may be written.
+    ///
+    /// # Errors
+    /// The write fails with this error.
     fn before_write(&self, segment: SegmentIndex) -> BoxFuture<'_, IoResult>;
 }
 
-/// On a block device: its first [`SEGMENT`] bytes are not of the log.
+/// Store on a block device. The first [`SEGMENT`] bytes of the device do not belong to the log.
 pub struct DeviceStore {
     on: Loop,
     segments: u32,
@@ -77,7 +81,7 @@ struct Inner {
     device: Rc<dyn BlockDevice>,
     before: Option<Rc<dyn BeforeWrite>>,
     finished: RefCell<VecDeque<Finished>>,
-    /// Writes under way, and the task that waits for the last of them to end.
+    /// Number of writes in progress, and the task that waits until there are none.
     writing: Cell<usize>,
     waiting: RefCell<Option<Waker>>,
 }
@@ -92,11 +96,11 @@ impl Inner {
     }
 }
 
-/// The writes of a [`DeviceStore`], which may outlive it.
+/// Writes of a [`DeviceStore`], which may outlive it.
 pub struct PendingWrites(Rc<Inner>);
 
 impl PendingWrites {
-    /// Waits until no write is under way. The store is gone, or begins none any more.
+    /// Waits until no write is in progress. The caller ensures that the store starts no more.
     pub async fn ended(&self) {
         poll_fn(|context| match self.0.writing.get() {
             0 => Poll::Ready(()),
@@ -110,7 +114,7 @@ impl PendingWrites {
 }
 
 impl DeviceStore {
-    /// As many segments of `device`, whose requests are made on this loop.
+    /// Makes a store of `segments` segments on `device`, whose requests run on the loop `on`.
     pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, segments: u32, before: Option<Rc<dyn BeforeWrite>>) -> Self {
         Self {
             on: on.clone(),
@@ -125,12 +129,12 @@ impl DeviceStore {
         }
     }
 
-    /// Its writes, to wait for their end.
+    /// Returns a handle that waits for the end of all writes.
     pub fn pending_writes(&self) -> PendingWrites {
         PendingWrites(Rc::clone(&self.inner))
     }
 
-    /// Where the log begins on the device.
+    /// Offset of the log on the device, in bytes.
     const LOG_AT: u64 = SEGMENT as u64;
 }
 

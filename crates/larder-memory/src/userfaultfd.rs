@@ -1,8 +1,8 @@
-//! The kernel's userfaultfd: what it says and what it is told (ioctl_userfaultfd(2), linux/userfaultfd.h).
+//! Binding of the kernel's userfaultfd (ioctl_userfaultfd(2), linux/userfaultfd.h).
 //!
-//! Bound here and not by a crate because none has write-protection of shared memory, thread IDs and poison together.
-//! All addresses are of the process whose memory it is, which is not ours: no call here can touch memory of this
-//! process but the buffers that are passed.
+//! No crate supports write-protection of shared memory, thread IDs and poisoning together. All addresses belong to
+//! the process whose memory is managed, so no call here can touch memory of this process except the buffers that are
+//! passed.
 
 use std::fs::File;
 use std::io;
@@ -13,17 +13,17 @@ use crate::units::{PAGE, PAGE_BYTES};
 
 /// Features, as `UFFD_FEATURE_*`.
 pub mod feature {
-    /// Write-protection faults say so.
+    /// Faults have a flag for write-protection.
     pub const PAGEFAULT_FLAG_WP: u64 = 1 << 0;
-    /// Removed ranges (`MADV_DONTNEED`, `MADV_REMOVE`) are told.
+    /// Removed ranges (`MADV_DONTNEED`, `MADV_REMOVE`) are reported.
     pub const EVENT_REMOVE: u64 = 1 << 3;
-    /// Missing pages of shared memory.
+    /// Faults on missing pages of shared memory.
     pub const MISSING_SHMEM: u64 = 1 << 5;
-    /// Unmapped ranges are told.
+    /// Unmapped ranges are reported.
     pub const EVENT_UNMAP: u64 = 1 << 6;
-    /// A fault says which thread it stopped.
+    /// Faults contain the thread ID.
     pub const THREAD_ID: u64 = 1 << 8;
-    /// Pages of shared memory that are in its file, and not mapped, Linux 5.14.
+    /// Faults on pages of shared memory that are in the file but not mapped, Linux 5.14.
     pub const MINOR_SHMEM: u64 = 1 << 10;
     /// Write-protection of shared memory, Linux 5.19.
     pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
@@ -31,7 +31,7 @@ pub mod feature {
     pub const POISON: u64 = 1 << 14;
 }
 
-/// Without these no memory can be managed; with the name of each, for messages.
+/// Features that managing memory requires, with the name of each for messages.
 pub const NEEDED: [(u64, &str); 7] = [
     (feature::PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP"),
     (feature::EVENT_REMOVE, "EVENT_REMOVE"),
@@ -42,7 +42,7 @@ pub const NEEDED: [(u64, &str); 7] = [
     (feature::WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM"),
 ];
 
-/// All of [`NEEDED`].
+/// All features of [`NEEDED`].
 pub const NEEDED_ALL: u64 = {
     let (mut all, mut index) = (0, 0);
     while index < NEEDED.len() {
@@ -52,8 +52,8 @@ pub const NEEDED_ALL: u64 = {
     all
 };
 
-/// Without these a process that has managed memory mapped, too, cannot be served. It is not told what it unmaps, which
-/// would have it wait.
+/// Features required for a process that has managed memory mapped externally. Unmap events are not among them,
+/// because the process would have to wait for the pager to read them.
 pub const NEEDED_BY_VIEWS: u64 = feature::PAGEFAULT_FLAG_WP | feature::MISSING_SHMEM | feature::WP_HUGETLBFS_SHMEM;
 
 const API: u64 = 0xaa;
@@ -75,28 +75,30 @@ const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<W
 const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 0x07, size_of::<RangeMode>());
 const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMode>());
 
-/// Makes a userfaultfd of the caller of that ioctl on /dev/userfaultfd (`USERFAULTFD_IOC_NEW`, Linux 6.1).
+/// Ioctl on /dev/userfaultfd that makes a userfaultfd of its caller (`USERFAULTFD_IOC_NEW`, Linux 6.1).
 const IOC_NEW: u64 = 0xaa00;
 
-/// What userfaultfds of other processes are made of, which takes rights that they need not have.
+/// Opens /dev/userfaultfd, with which other processes can make userfaultfds without the necessary rights of their
+/// own.
 ///
 /// # Errors
-/// Of open(2).
+/// Errors of open(2).
 pub fn device() -> io::Result<File> {
     File::options().read(true).write(true).open("/dev/userfaultfd")
 }
 
-/// Has a process make one of `device`, which it was given by that number; the number of what it has made.
+/// Makes a userfaultfd in another process from `device`, the process's descriptor of /dev/userfaultfd. Returns the
+/// new descriptor number there.
 ///
 /// # Errors
-/// It may not, or has ended.
+/// If the process is not permitted to, or has ended.
 pub fn make_in(thread: &mut StoppedThread, device: RawFd) -> Result<RawFd, InjectError> {
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
     let made = thread.system_call(libc::SYS_ioctl, [device as u64, IOC_NEW, flags, 0, 0, 0]);
     Ok(made? as RawFd)
 }
 
-/// What the link in /proc of a descriptor of any userfaultfd is.
+/// Target of the /proc link of a userfaultfd's descriptor.
 pub const LINK: &str = "anon_inode:[userfaultfd]";
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
@@ -112,13 +114,13 @@ struct Api {
     ioctls: u64,
 }
 
-/// Addresses in the process whose memory it is.
+/// Address range in the managed process.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Range {
-    /// First byte; page-aligned.
+    /// Address of the first byte, page-aligned.
     pub start: u64,
-    /// Bytes; whole pages.
+    /// Length in bytes, whole pages.
     pub len: u64,
 }
 
@@ -138,7 +140,7 @@ struct Copy {
     copied: i64,
 }
 
-/// `uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which are alike.
+/// `uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which have the same layout.
 #[repr(C)]
 struct RangeMode {
     range: Range,
@@ -161,37 +163,37 @@ pub struct RawMessage {
     arguments: [u64; 3],
 }
 
-/// Why a thread waits for a page.
+/// Reason why a thread waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cause {
-    /// It is not there.
+    /// The page is missing.
     Missing,
-    /// It is write-protected.
+    /// The page is write-protected.
     Protected,
-    /// It is in the file, and not mapped: what mapped it was taken away, or it was put there by another process.
+    /// The page is in the file but not mapped: its mapping was removed, or another process has put the page there.
     Minor,
 }
 
-/// What the kernel says of the memory.
+/// Message of the kernel about the memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Message {
     /// A thread has touched a page and waits.
     Fault {
-        /// Where, rounded down to a page.
+        /// The address, rounded down to a page.
         address: u64,
-        /// It wants to write.
+        /// The thread wants to write.
         write: bool,
-        /// Why it waits.
+        /// The reason for the wait.
         cause: Cause,
-        /// Its number in the PID namespace in which the userfaultfd was made.
+        /// The thread ID in the PID namespace in which the userfaultfd was made.
         thread: u32,
     },
-    /// The process has given up what was in these pages (`MADV_DONTNEED`, `MADV_REMOVE`), and has gone on now that this
-    /// has been read.
+    /// The process has given up the content of these pages (`MADV_DONTNEED`, `MADV_REMOVE`). It continues once this
+    /// message is read.
     Removed(Range),
-    /// The process has unmapped these.
+    /// The process has unmapped these pages.
     Unmapped(Range),
-    /// What was not asked for.
+    /// An event that was not requested.
     Other(u8),
 }
 
@@ -203,7 +205,7 @@ const FLAG_WP: u64 = 1 << 1;
 const FLAG_MINOR: u64 = 1 << 2;
 
 impl RawMessage {
-    /// Of the bytes of a `struct uffd_msg`.
+    /// Makes a message from the bytes of a `struct uffd_msg`.
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
         let [first, arguments @ ..] = [0, 1, 2, 3].map(|index| u64::from_le_bytes(words[index]));
@@ -215,7 +217,7 @@ impl RawMessage {
         }
     }
 
-    /// What it says, or `None` for a place in a buffer into which nothing was read.
+    /// Decodes the message. Returns `None` for an unused slot of a buffer.
     pub fn decode(&self) -> Option<Message> {
         let [first, second, third] = self.arguments;
         Some(match self.event {
@@ -238,7 +240,7 @@ impl RawMessage {
 }
 
 impl From<Message> for RawMessage {
-    /// As the kernel would say it.
+    /// Encodes a message in the kernel's format.
     fn from(message: Message) -> Self {
         let raw = |event, arguments| Self {
             event,
@@ -275,32 +277,32 @@ impl Range {
         }
     }
 
-    /// The first address after it.
+    /// Returns the first address after the range.
     pub const fn end(self) -> u64 {
         self.start + self.len
     }
 }
 
-/// How a page that was to be put in place ended.
+/// Result of putting a page in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Filled {
-    /// It is there, and who waited for it goes on.
+    /// The page is in place, and threads that waited for it continue.
     Done,
-    /// There was one already, which stays.
+    /// There was a page already, which stays.
     Present,
-    /// The process is changing its mappings, or gives pages up: what it says must be read first.
+    /// The process is changing its mappings, or giving pages up. Its messages must be read first.
     Changing,
-    /// The host, or the process's control group, has no page for it now.
+    /// The host, or the process's control group, has no free memory for the page.
     NoMemory,
-    /// The memory is not mapped there any more, or the process has ended.
+    /// The memory is not mapped any more, or the process has ended.
     Gone,
 }
 
-/// A userfaultfd in another process's memory.
+/// A userfaultfd for another process's memory.
 pub struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// From a descriptor of one.
+    /// Wraps a descriptor of a userfaultfd.
     pub fn new(descriptor: OwnedFd) -> Self {
         Self(descriptor)
     }
@@ -315,11 +317,11 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Agrees with the kernel on `features`; all of them are on afterwards. One that has been agreed on earlier (by the
-    /// pager before this one) stays as it is.
+    /// Enables `features`. A userfaultfd whose features were enabled earlier, by an earlier pager, stays as it is.
     ///
     /// # Errors
-    /// The kernel lacks one of them (`EINVAL` as it is for one that was agreed on, so this looks first: [`available`]).
+    /// If the ioctl fails, except with `EINVAL`. The kernel returns `EINVAL` both for a missing feature and for a
+    /// userfaultfd that is enabled already, so callers check [`available`] first.
     pub fn enable(&self, features: u64) -> io::Result<()> {
         let mut api = Api {
             api: API,
@@ -332,19 +334,20 @@ impl Userfaultfd {
         }
     }
 
-    /// Missing pages, those that are not mapped, and writes to protected pages of `range` are told from now on. May be said
-    /// again.
+    /// Registers `range`: missing pages, unmapped pages and writes to protected pages are reported from now on. May
+    /// be repeated.
     ///
     /// # Errors
-    /// `EBUSY`: another userfaultfd has it. `EINVAL`: memory of a kind that cannot be managed.
+    /// `EBUSY`: another userfaultfd has the range. `EINVAL`: the memory is of a kind that cannot be managed.
     pub fn register(&self, range: Range) -> io::Result<()> {
         self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR)
     }
 
-    /// The same, but for pages that are in the file and not mapped: they are found there as they are.
+    /// Registers `range` like [`Self::register`], except for unmapped pages that are in the file. The kernel maps
+    /// those by itself.
     ///
     /// # Errors
-    /// As of [`Self::register`].
+    /// The same as for [`Self::register`].
     pub fn register_missing(&self, range: Range) -> io::Result<()> {
         self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP)
     }
@@ -354,27 +357,27 @@ impl Userfaultfd {
         self.ioctl(UFFDIO_REGISTER, &mut register)
     }
 
-    /// `range` is the kernel's alone again; who waits goes on. Protection of its pages goes with it.
+    /// Unregisters `range` and wakes all threads that wait there. The write-protection of its pages is removed too.
     ///
     /// # Errors
-    /// The process has ended, or the range is not mapped.
+    /// If the process has ended, or the range is not mapped.
     pub fn unregister(&self, mut range: Range) -> io::Result<()> {
         self.ioctl(UFFDIO_UNREGISTER, &mut range)
     }
 
-    /// Lets threads that wait in `range` try again.
+    /// Wakes threads that wait in `range`. They retry.
     ///
     /// # Errors
-    /// None that matters to a process that lives.
+    /// None that matters to a live process.
     pub fn wake(&self, mut range: Range) -> io::Result<()> {
         self.ioctl(UFFDIO_WAKE, &mut range)
     }
 
-    /// Puts pages in place, from the first on, until one cannot be: how many were, and why not the next.
-    /// With `protect` a first write to them is told.
+    /// Puts pages in place, from the first on, until one fails. Returns the number of pages that were put in place,
+    /// and the result of the next one. With `protect` they are write-protected.
     ///
     /// # Panics
-    /// `content` is not whole pages.
+    /// If `content` is not whole pages.
     pub fn copy(&self, address: u64, content: &[u8], protect: bool) -> (usize, Filled) {
         assert!(content.len().is_multiple_of(PAGE) && !content.is_empty());
         let mut copy = Copy {
@@ -388,7 +391,7 @@ impl Userfaultfd {
             Ok(()) => (content.len() / PAGE, Filled::Done),
             Err(error) => {
                 let done = usize::try_from(copy.copied).map_or(0, |bytes| bytes / PAGE);
-                // A part of it was copied: the next one says why it went no further.
+                // After a partial copy, the next call reports why it went no further.
                 if done > 0 {
                     return (done, Filled::Done);
                 }
@@ -413,7 +416,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Maps a page that is in the file, unprotected, for who waits for it; who waits tries again in any case.
+    /// Maps a page that is in the file, unprotected. Threads that wait for it retry in any case.
     pub fn map(&self, address: u64) {
         let range = Range {
             start: address,
@@ -424,14 +427,15 @@ impl Userfaultfd {
             mode: 0,
             done: 0,
         };
-        // It is not in the file any more, mapped already, or cannot be now: that is told again.
+        // On an error the page is not in the file any more, is mapped already, or cannot be mapped now: the thread
+        // faults again.
         if self.ioctl(UFFDIO_CONTINUE, &mut map).is_err() {
             let _ = self.wake(range);
         }
     }
 
-    /// Whoever touches this missing page gets a memory error (SIGBUS; a guest, a machine check), as of RAM that failed.
-    /// Gone: the kernel cannot (before Linux 6.6).
+    /// Poisons a missing page: a thread that touches it gets a memory error (SIGBUS; in a guest a machine check),
+    /// like for failed RAM. Returns [`Filled::Gone`] if the kernel does not support it (before Linux 6.6).
     pub fn poison(&self, address: u64) -> Filled {
         let range = Range {
             start: address,
@@ -442,7 +446,7 @@ impl Userfaultfd {
             mode: 0,
             done: 0,
         };
-        // A mark that it was write-protected is in the way.
+        // A marker of write-protection would be in the way.
         let poisoned = self
             .unprotect(range)
             .and_then(|()| self.ioctl(UFFDIO_POISON, &mut poison));
@@ -459,7 +463,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Writes to `range` are told and wait from now on.
+    /// Write-protects `range`: from now on writes to it fault and wait.
     ///
     /// # Errors
     /// `ENOENT`: not registered; `EAGAIN`: mappings are changing; `ESRCH`: the process has ended.
@@ -473,21 +477,21 @@ impl Userfaultfd {
         )
     }
 
-    /// Writes to `range` are free again, and who waits for that goes on.
+    /// Removes the write-protection of `range`, and wakes threads that wait to write.
     ///
     /// # Errors
-    /// As of [`Self::protect`].
+    /// The same as for [`Self::protect`].
     pub fn unprotect(&self, range: Range) -> io::Result<()> {
         self.ioctl(UFFDIO_WRITEPROTECT, &mut WriteProtect { range, mode: 0 })
     }
 
-    /// Reads what the kernel has to say into `buffer`, whose places must be of zeros; how many messages. Faults come
-    /// before what is told of mappings. Does not wait.
+    /// Reads the kernel's messages into `buffer`, which must be zeros, without waiting. Returns the number of
+    /// messages. Faults come before events about mappings.
     ///
-    /// The buffer may be memory that outlives this process: a message is there as soon as the kernel has forgotten it.
+    /// The buffer may be memory that outlives this process: a message is there before the kernel forgets it.
     ///
     /// # Errors
-    /// The process has ended.
+    /// If the process has ended.
     pub fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
         // SAFETY: the buffer is valid for its length, and every value is one of RawMessage.
         let read = unsafe {
@@ -514,10 +518,10 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// What the kernel's userfaultfd can do, asked with one of this process's own.
+/// Returns the features of the kernel's userfaultfd, queried with a userfaultfd of this process.
 ///
 /// # Errors
-/// There is none, or this process may not have one.
+/// If the kernel has no userfaultfd, or this process is not permitted to use it.
 pub fn available() -> io::Result<u64> {
     let userfaultfd = for_user_mode()?;
     let mut api = Api {
@@ -529,10 +533,10 @@ pub fn available() -> io::Result<u64> {
     Ok(api.features)
 }
 
-/// Makes a userfaultfd of this process's own, for faults in user mode.
+/// Makes a userfaultfd of this process, for faults in user mode.
 ///
 /// # Errors
-/// There is none, or this process may not have one.
+/// If the kernel has no userfaultfd, or this process is not permitted to use it.
 pub fn for_user_mode() -> io::Result<Userfaultfd> {
     use std::os::fd::FromRawFd as _;
     // SAFETY: takes no pointers.
@@ -540,7 +544,7 @@ pub fn for_user_mode() -> io::Result<Userfaultfd> {
     if descriptor < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a new descriptor that nobody else has.
+    // SAFETY: a new descriptor that has no other owner.
     Ok(Userfaultfd(unsafe { OwnedFd::from_raw_fd(descriptor as i32) }))
 }
 
@@ -551,7 +555,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_says_what_it_was_made_of() {
+    fn kernel_message_round_trips() {
         let range = Range {
             start: 0x7000_0000_0000,
             len: 0x3000,

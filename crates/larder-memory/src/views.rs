@@ -1,16 +1,16 @@
-//! Managed memory that others have mapped, too: Larder's own servers of disks, whose requests read and write it.
+//! External mappings of managed memory: Larder's own disk servers map it, and their requests read and write it.
 //!
-//! Each such process has a userfaultfd of ours, as the managed process has. A page is taken out of the file that all of
-//! them map, so it is gone for all; and it is put in place once, for all. What is to be done in each of them: writes are
-//! stopped and freed, and who waits is woken. Rules:
+//! Each such process has a userfaultfd of the pager, like the managed process. All processes map the same file, so a
+//! page is evicted once for all of them, and put in place once for all of them. Write-protecting, unprotecting and
+//! waking must be done in each process. Invariants:
 //!
-//! - **A page that is leaving, or clean, is write-protected in every view.** A view that comes later is protected as a
-//!   whole before it is used. A protection that is left where it is not needed costs a fault, and nothing else.
-//! - What they say of themselves ([`larder_export::view`]) is believed no further than it can harm them: a wrong count of
-//!   requests keeps pages in memory.
-//! - One that has ended is left out: what it was doing its successor does again, before the guest is told.
-//! - When the managed process has ended, requests that are under way here still read its memory. The pages that they wait
-//!   for are put in place by way of the view ([`Views::fill_waiting`]) until it has unmapped them.
+//! - **A page that is clean, or being evicted, is write-protected in every view.** A new view is protected as a whole
+//!   before it is used. A needless protection costs a fault, and nothing else.
+//! - The data that a server publishes ([`larder_export::view`]) is trusted only as far as errors harm that server: a
+//!   wrong count of requests keeps pages in memory.
+//! - A server that has exited is skipped: its successor repeats its requests before the guest is notified.
+//! - When the managed process has ended, requests in flight still read its memory. The pages that they wait for are
+//!   put in place through the view ([`Views::fill_waiting`]) until the server has unmapped them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -29,10 +29,10 @@ use crate::target::{Viewer, mapped_by};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, Cause, Filled, Message, NEEDED_BY_VIEWS, Range, RawMessage, Userfaultfd, feature};
 
-/// How many faults of one view are taken at a time.
+/// Maximum number of faults read from one view at a time.
 const MESSAGES: usize = 16;
 
-/// Why a process that has managed memory mapped cannot be one of those that are known.
+/// Error of adding a process that has managed memory mapped.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ViewError {
@@ -46,7 +46,7 @@ pub enum ViewError {
     },
 }
 
-/// Pages that a view has at this address.
+/// Pages that a view has mapped at this address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Part {
     address: u64,
@@ -54,7 +54,7 @@ struct Part {
 }
 
 impl Part {
-    /// Those of `run` that it has.
+    /// Returns the address range of the pages of `run` that this part maps.
     fn of(&self, run: PageRun) -> Option<Range> {
         let first = run.first.max(self.run.first);
         let end = run.end().min(self.run.end());
@@ -85,31 +85,32 @@ pub struct View {
     userfaultfd: Userfaultfd,
     number: u32,
     parts: Vec<Part>,
-    /// Pages that somebody in it waits for.
+    /// Pages that threads of the process wait for.
     waiting: BTreeSet<PageIndex>,
-    /// The epoch whose requests are waited for.
+    /// The epoch whose requests the pager waits for.
     waits_for: Option<u32>,
     has_ended: AtomicBool,
 }
 
-/// A view that is to be looked at, which has asked for so much.
+/// A view to be inspected, with its request counter at the time of the call.
 #[derive(Clone, Copy, Debug)]
 pub struct ToLook {
     pid: Pid,
     wanted: u64,
 }
 
-/// What a view has mapped, at a moment after it had asked for so much: what waits was mapped before that was said.
+/// Mappings of a view that was inspected after it had counted its requests up to a number. Mappings made before that
+/// number was published are included.
 pub struct Looked {
     of: ToLook,
     parts: Vec<Part>,
 }
 
 impl View {
-    /// Has a userfaultfd made in that process, or takes that which an earlier pager has left.
+    /// Makes a userfaultfd in that process, or takes the one that an earlier pager has left there.
     ///
     /// # Errors
-    /// It has ended, or does not let us.
+    /// If the process has ended, or cannot be accessed.
     pub fn begin(viewer: Viewer) -> Result<Self, ViewError> {
         let Viewer { pid, descriptor } = viewer;
         let failed = |what| move |source: io::Error| ViewError::Failed { pid, what, source };
@@ -146,7 +147,7 @@ impl View {
         })
     }
 
-    /// Which process it is.
+    /// Returns the PID.
     pub fn pid(&self) -> Pid {
         self.pid
     }
@@ -155,15 +156,15 @@ impl View {
         self.has_ended.load(Ordering::Relaxed)
     }
 
-    /// What it has mapped of `regions`.
+    /// Finds the parts of `regions` that the process has mapped.
     ///
     /// # Errors
-    /// It has ended.
+    /// If the process has ended.
     pub fn look(&self, regions: &[Region]) -> io::Result<Looked> {
         Looked::now(self.to_look(), regions)
     }
 
-    /// To look at it from another thread.
+    /// Prepares an inspection by another thread.
     fn to_look(&self) -> ToLook {
         ToLook {
             pid: self.pid,
@@ -171,7 +172,8 @@ impl View {
         }
     }
 
-    /// Faults in what is new of that are told from now on. With `protect`, writes to it are told, too.
+    /// Registers new mappings, so that their faults are reported from now on. With `protect` they are write-protected
+    /// too.
     fn register(&mut self, looked: Looked, protect: bool) -> io::Result<()> {
         for part in &looked.parts {
             if self.parts.contains(part) {
@@ -181,7 +183,7 @@ impl View {
             if protect {
                 self.userfaultfd.protect(part.range())?;
             }
-            // Whoever waited for the pager before tries again.
+            // Threads that waited for an earlier pager retry.
             self.userfaultfd.wake(part.range())?;
         }
         self.parts = looked.parts;
@@ -189,7 +191,8 @@ impl View {
         Ok(())
     }
 
-    /// Does something with what it has of `run`. What it has unmapped since does not matter.
+    /// Calls `what` with the parts of `run` that the process has mapped. Ranges that it has unmapped since are
+    /// ignored.
     fn each(&self, run: PageRun, what: impl Fn(Range) -> io::Result<()>) -> io::Result<()> {
         for range in self.parts.iter().filter_map(|part| part.of(run)) {
             match what(range) {
@@ -203,7 +206,7 @@ impl View {
         Ok(())
     }
 
-    /// Takes those pages of `run` out of those that are waited for, and does something with each.
+    /// Removes the pages of `run` from the waiting set, and calls `what` for each.
     fn arrived(&mut self, run: PageRun, what: impl Fn(&Userfaultfd, Range) -> io::Result<()>) {
         if self.waiting.is_empty() {
             return;
@@ -213,7 +216,7 @@ impl View {
             self.waiting.remove(&page);
             let done = self.each(PageRun::one(page), |range| what(&self.userfaultfd, range));
             if done.is_err() {
-                // Whoever waits asks again.
+                // The thread faults again.
                 let _ = self.each(PageRun::one(page), |range| self.userfaultfd.wake(range));
             }
         }
@@ -236,7 +239,7 @@ impl View {
                 self.waiting.insert(page);
                 found.push((page, cause, write));
             } else {
-                // A newer mapping, perhaps another pager's: the thread asks again.
+                // A newer mapping, perhaps of another pager: the thread faults again.
                 let page = Range {
                     start: address & !(PAGE_BYTES - 1),
                     len: PAGE_BYTES,
@@ -246,24 +249,25 @@ impl View {
         }
     }
 
-    /// Leaves the process as it was.
+    /// Detaches from the process.
     pub(crate) fn let_go(self) {
         self.unregister();
         self.close();
     }
 
-    /// Leaves its memory to the kernel, and wakes threads that wait. The userfaultfd does nothing any more, and a later pager makes its own.
+    /// Unregisters its memory, and wakes threads that wait. The userfaultfd does nothing any more, and a later pager
+    /// makes its own.
     pub(crate) fn unregister(&self) {
         for part in &self.parts {
             let range = part.range();
-            // What was unmapped, or has ended, is let go of.
+            // Ranges that were unmapped, or whose process has ended, need no unregistering.
             let _ = self.userfaultfd.unprotect(range);
             let _ = self.userfaultfd.unregister(range);
         }
         self.memory.set_userfaultfd_number(None);
     }
 
-    /// Closes the userfaultfd in the process. Nothing is done to its memory: that may be another pager's by now.
+    /// Closes the userfaultfd in the process. Does nothing to its memory, which may belong to another pager by now.
     fn close(self) {
         let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| thread.close(self.number as i32));
         match closed {
@@ -274,15 +278,15 @@ impl View {
 }
 
 impl Looked {
-    /// Returns true if it has any of these regions mapped.
+    /// Returns true if any of the regions is mapped.
     pub fn has_mapped(&self) -> bool {
         !self.parts.is_empty()
     }
 
-    /// Looks at that process. It may take a while: not for the thread that answers faults.
+    /// Inspects the mappings of the process. May take a while, so the pager's thread does not call it.
     ///
     /// # Errors
-    /// It has ended.
+    /// If the process has ended.
     pub fn now(of: ToLook, regions: &[Region]) -> io::Result<Self> {
         let mut parts = Vec::new();
         for region in regions.iter().filter(|region| !region.is_gone()) {
@@ -321,14 +325,14 @@ fn make_userfaultfd(pid: Pid) -> Result<u32, ViewError> {
 /// All views of one managed process.
 pub struct Views {
     all: RefCell<Vec<View>>,
-    /// Readable when one of the userfaultfds is, the managed process's included.
+    /// Epoll descriptor: readable when one of the userfaultfds is, that of the managed process included.
     events: OwnedFd,
     grace: Cell<Grace>,
-    /// One has ended.
+    /// A view has ended.
     lost: Cell<bool>,
 }
 
-/// Waits for the requests of before, time after time.
+/// Grace periods, in which the pager waits for requests that began before.
 #[derive(Clone, Copy, Default)]
 struct Grace {
     begun: u64,
@@ -337,10 +341,10 @@ struct Grace {
 }
 
 impl Views {
-    /// None yet. `userfaultfd` is that of the managed process.
+    /// Makes an empty set. `userfaultfd` is that of the managed process.
     ///
     /// # Errors
-    /// No descriptor can be made.
+    /// If a descriptor cannot be made.
     pub fn new(userfaultfd: &Userfaultfd) -> io::Result<Self> {
         let events = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(
@@ -357,25 +361,25 @@ impl Views {
         })
     }
 
-    /// Readable when there is something to receive.
+    /// Returns a descriptor that is readable when a message is available.
     pub fn events(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
 
-    /// Whether there is none.
+    /// Returns true if there is no view.
     pub fn is_empty(&self) -> bool {
         self.all.borrow().is_empty()
     }
 
-    /// Which processes they are.
+    /// Returns the PIDs of all views.
     pub fn pids(&self) -> Vec<Pid> {
         self.all.borrow().iter().map(View::pid).collect()
     }
 
-    /// One more, with what it has mapped. With `protect` pages may be clean, or leaving, already.
+    /// Adds a view with its mappings. `protect` must be set if pages may be clean, or being evicted, already.
     ///
     /// # Errors
-    /// It cannot be registered: another userfaultfd tells of its memory, or it has ended.
+    /// If the mappings cannot be registered, because another userfaultfd has them or the process has ended.
     pub fn add(&self, mut view: View, looked: Looked, protect: bool) -> io::Result<()> {
         view.register(looked, protect)?;
         let data = epoll::EventData::new_u64(0);
@@ -388,7 +392,7 @@ impl Views {
         Ok(())
     }
 
-    /// Those that wait to be looked at, or all of them.
+    /// Returns the views that wait for an inspection, or all of them.
     pub fn to_look(&self, all: bool) -> Vec<ToLook> {
         let views = self.all.borrow();
         let waits = |view: &&View| {
@@ -398,14 +402,14 @@ impl Views {
         views.iter().filter(waits).map(View::to_look).collect()
     }
 
-    /// One was looked at.
+    /// Registers the result of an inspection.
     pub fn looked(&self, looked: Looked) {
         let mut all = self.all.borrow_mut();
         let Some(view) = all.iter_mut().find(|view| view.pid == looked.of.pid) else {
             return;
         };
         if let Err(error) = view.register(looked, true) {
-            // It asks on, and is looked at again.
+            // The server still waits, and is inspected again.
             tracing::warn!(
                 pid = view.pid.as_raw_pid(),
                 "what a server of the VM's disks has mapped cannot be registered: {error}"
@@ -413,7 +417,7 @@ impl Views {
         }
     }
 
-    /// Leaves out those that have ended; whether one has since this was asked last.
+    /// Removes the views whose processes have ended. Returns true if there was one since the last call.
     pub fn leave_out_ended(&self) -> bool {
         let mut lost = self.lost.take();
         self.all.borrow_mut().retain(|view| {
@@ -426,7 +430,7 @@ impl Views {
         lost
     }
 
-    /// Faults in them, at most so many: the page, why it is waited for, and whether to write to it.
+    /// Reads at most `most` faults of all views: the page, the cause, and whether the thread wants to write.
     pub fn receive(&self, most: usize) -> Vec<(PageIndex, Cause, bool)> {
         let mut found = Vec::new();
         for view in &mut *self.all.borrow_mut() {
@@ -437,20 +441,20 @@ impl Views {
         found
     }
 
-    /// Writes to these pages are told and wait from now on.
+    /// Write-protects these pages in all views: from now on writes to them fault and wait.
     ///
     /// # Errors
-    /// Mappings are changing, or there is no memory.
+    /// If mappings are changing, or there is no memory.
     pub fn protect(&self, run: PageRun) -> io::Result<()> {
         let all = self.all.borrow();
         all.iter()
             .try_for_each(|view| view.each(run, |range| view.userfaultfd.protect(range)))
     }
 
-    /// Writes are free again; wakes who waits for that.
+    /// Removes the write-protection of these pages in all views, and wakes threads that wait to write.
     ///
     /// # Errors
-    /// Mappings are changing.
+    /// If mappings are changing.
     pub fn unprotect(&self, run: PageRun) -> io::Result<()> {
         let mut all = self.all.borrow_mut();
         all.iter_mut().try_for_each(|view| {
@@ -460,7 +464,8 @@ impl Views {
         })
     }
 
-    /// These pages are there: who waits for one goes on, and may write to it if it is not protected.
+    /// Wakes threads of all views that wait for these pages, which are in place now. If the pages are not
+    /// `protected`, the threads may also write.
     pub fn arrived(&self, run: PageRun, protected: bool) {
         for view in &mut *self.all.borrow_mut() {
             view.arrived(run, |userfaultfd, range| match protected {
@@ -470,8 +475,8 @@ impl Views {
         }
     }
 
-    /// Puts a page in place by way of a view in which a thread waits for it, since the managed process has ended. `fill` takes
-    /// the view's userfaultfd and the page's address there.
+    /// Puts a page in place through a view in which a thread waits for it, because the managed process has ended.
+    /// `fill` takes the view's userfaultfd and the page's address there.
     pub fn fill_waiting(&self, page: PageIndex, fill: impl Fn(&Userfaultfd, u64) -> Filled) -> Filled {
         let mut filled = Filled::Gone;
         for view in self.all.borrow().iter().filter(|view| view.waiting.contains(&page)) {
@@ -496,14 +501,14 @@ impl Views {
         pages.into_iter().for_each(|page| self.poison(page));
     }
 
-    /// Who waits for these pages tries again.
+    /// Wakes threads of all views that wait for these pages. They retry.
     pub fn wake(&self, run: PageRun) {
         for view in &mut *self.all.borrow_mut() {
             view.arrived(run, Userfaultfd::wake);
         }
     }
 
-    /// Whoever touches this missing page gets a memory error.
+    /// Poisons a missing page in all views: a thread that touches it gets a memory error.
     pub fn poison(&self, page: PageIndex) {
         for view in &mut *self.all.borrow_mut() {
             let userfaultfd = &view.userfaultfd;
@@ -518,19 +523,19 @@ impl Views {
         }
     }
 
-    /// A mark of now: see [`Self::io_has_ended`].
+    /// Returns a mark of the current time, for [`Self::io_has_ended`].
     pub fn io_mark(&self) -> u64 {
         if self.is_empty() {
             return 0;
         }
         let mut grace = self.grace.get();
-        // One that is under way may have begun too early.
+        // The grace period in progress may have begun before some of the requests.
         grace.wanted = grace.begun + 1;
         self.grace.set(grace);
         grace.wanted
     }
 
-    /// Whether all requests are over that were under way when that mark was made.
+    /// Returns true if all requests have ended that were in flight when `mark` was made.
     pub fn io_has_ended(&self, mark: u64) -> bool {
         let mut grace = self.grace.get();
         while grace.ended < mark {
@@ -552,21 +557,21 @@ impl Views {
             }
         }
         self.grace.set(grace);
-        // Without views nothing was to be waited for.
+        // Without views there was nothing to wait for.
         grace.ended >= mark
     }
 
-    /// Does something with all of them.
+    /// Calls `what` with all views.
     pub(crate) fn with<T>(&self, what: impl FnOnce(&[View]) -> T) -> T {
         what(&self.all.borrow())
     }
 
-    /// Leaves all of them as they were.
+    /// Detaches from all views.
     pub(crate) fn let_go(&self) {
         self.all.take().into_iter().for_each(View::let_go);
     }
 
-    /// Closes what those have that were unregistered.
+    /// Closes the descriptors in all views, which were unregistered before.
     pub(crate) fn close(&self) {
         self.all.take().into_iter().for_each(View::close);
     }
