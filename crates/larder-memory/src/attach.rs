@@ -1,22 +1,29 @@
-//! Beginning to manage the memory of a process, taking over from a pager that went away, and letting go.
+//! Attaching to a process, taking over from an earlier pager, and detaching.
 //!
-//! # What is in the process then
-//! A few descriptors, which it never uses: a ring that holds the userfaultfd, so that it outlives the pager (when the last
-//! descriptor of it is closed, the kernel lets missing pages read as zeros), or the userfaultfd itself, where there can be no
-//! ring ([`crate::locked_ring`]); read-only ones of the state and of compressed RAM, so that those
-//! live as long as the memory that they are about; and for each file of its memory one that holds a lock on it, by which
-//! servers of its disks know that it is managed, also while there is no pager ([`larder_export::view`]).
+//! # Descriptors in the process
+//! The process holds a few descriptors, which it never uses:
 //!
-//! # Others that have the memory
-//! Larder's own servers of the VM's disks are served as the process itself is ([`crate::views`]). Memory is marked first,
-//! and then it is looked who has it: who maps it later sees the mark, and waits.
+//! - a ring that holds the userfaultfd, or the userfaultfd itself where no ring is possible ([`crate::locked_ring`]).
+//!   It outlives the pager: when the last descriptor of a userfaultfd is closed, the kernel lets missing pages read
+//!   as zeros;
+//! - read-only descriptors of the state and of compressed RAM, which so live as long as the memory that they
+//!   describe;
+//! - for each file of its memory, a descriptor that holds a lock on it. The lock marks the memory as managed for the
+//!   VM's disk servers, even while no pager runs ([`larder_export::view`]).
 //!
-//! # A pager that is killed, and its successor
-//! The order of steps is such that whatever was done is found: the state is handed over before the userfaultfd is made,
-//! its number is noted before memory is registered, and each region is noted before it is. A successor that finds a
-//! state without the number knows that nothing was registered, and begins afresh.
+//! # Other processes that map the memory
+//! Faults of Larder's own disk servers are resolved like those of the process itself ([`crate::views`]). The pager
+//! first marks the memory, and then searches for processes that map it. A process that maps it later sees the mark,
+//! and waits.
 //!
-//! A living pager holds a lock on its state (flock(2)), which ends with it: two of them never manage one process.
+//! # A killed pager and its successor
+//! The order of steps lets a successor find everything that was done: the state is handed over before the userfaultfd
+//! is made, its descriptor number is recorded before memory is registered, and each region is recorded before it is
+//! registered. A successor that finds a state without the number knows that nothing was registered, and attaches
+//! anew.
+//!
+//! A running pager holds a lock on its state (flock(2)), which ends with the pager. So two pagers never manage the
+//! same process.
 
 mod handed;
 mod left;
@@ -46,15 +53,15 @@ use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
 use crate::views::{Looked, View, ViewError};
 use crate::worker::{Hands, Thread};
 
-/// How long a thread of the process may take to stop, and a system call in it.
+/// Maximum time for stopping a thread of the process, and for a system call in it.
 pub(crate) const INJECT_LIMIT: Duration = Duration::from_secs(2);
-/// The same where it is tried again later, and no fault is answered meanwhile.
+/// Shorter maximum, for attempts that are retried later and during which no fault is resolved.
 pub(crate) const RETRY_LIMIT: Duration = Duration::from_millis(50);
 
-/// For memory that is plugged in later there are entries, which take no memory before: 64 GiB of it.
+/// Number of table entries reserved for hotplugged memory: 64 GiB of it. Unused entries use no memory.
 const PAGES_TO_COME: u32 = 16 << 20;
 
-/// Why a process's memory is not managed.
+/// Error of attaching to a process.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum AttachError {
@@ -110,15 +117,15 @@ pub enum AttachError {
     Busy { pid: Pid, address: u64 },
 }
 
-/// A process whose memory is managed. Faults must be answered from now on.
+/// An attached process. The caller must run the pager, so that faults are resolved, from now on.
 pub struct Attached {
-    /// It, to be looked at again.
+    /// The process, for later inspections.
     pub target: Option<Target>,
-    /// Who answers.
+    /// The pager of the process.
     pub pager: Pager<Process, Thread>,
-    /// For how long a thread of it stood still at most; nothing, where another pager was there before.
+    /// Maximum time that a thread of the process was stopped; `None` after a takeover from an earlier pager.
     pub stood_still: Option<Duration>,
-    /// The memory that is managed.
+    /// The files of the managed memory.
     pub files: Arc<Files>,
     pid: Pid,
     pidfd: OwnedFd,
@@ -126,24 +133,25 @@ pub struct Attached {
     state: Arc<State>,
 }
 
-/// A disk for pages.
+/// A disk that stores pages.
 pub struct Swap {
-    /// As which tier.
+    /// The tier of the disk.
     pub tier: Tier,
-    /// Which it is.
+    /// The identity of the disk.
     pub identity: SwapIdentity,
-    /// How it is used.
+    /// The store on the disk.
     pub store: Box<dyn Store>,
 }
 
-/// A process that was examined, and what a pager that went away has left in it. No other can begin now.
+/// A process that was inspected, and the data that an earlier pager has left in it. The lock on that data keeps other
+/// pagers out.
 pub struct Found {
     target: Target,
     left: Left,
 }
 
 impl Found {
-    /// Looks for what was left.
+    /// Finds and locks the data that an earlier pager has left.
     ///
     /// # Errors
     /// See [`AttachError`].
@@ -154,21 +162,21 @@ impl Found {
             Some(left) => open_left(&target, left)?,
         };
         let (obstacles, cautions) = match &left {
-            // A managed region that cannot be opened is not an unmapped one: its stored pages are needed.
+            // A managed region that cannot be opened still exists, and its stored pages are needed.
             Left::Managed { state, .. } => {
                 let places: Vec<Place> = state.regions().iter().filter_map(place_of).collect();
                 let is_needed = |obstacle: &Obstacle| matches!(obstacle, Obstacle::NotOpened { place, .. } if places.contains(place));
                 target.obstacles.into_iter().partition(is_needed)
             }
             Left::Nothing => (target.obstacles, Vec::new()),
-            // That was not asked for a process with a state.
+            // The inspection skips this check for a process that has a state.
             Left::Unused(..) => {
                 target.obstacles.extend(large_pages(&target.memories));
                 (target.obstacles, Vec::new())
             }
         };
         if !obstacles.is_empty() {
-            // Marks would have servers of the VM's disks wait for a pager that cannot begin.
+            // With the marks left in place, the VM's disk servers would wait for a pager that cannot attach.
             if let Left::Unused(numbers, _) = &left
                 && let Err(error) = close_unused(pid, numbers)
             {
@@ -184,7 +192,7 @@ impl Found {
         Ok(Self { target, left })
     }
 
-    /// What to know, one sentence each. Nothing of it is in the way.
+    /// Returns warnings, one sentence each. None of them prevents attaching.
     pub fn cautions(&self) -> Vec<String> {
         let of_first = |obstacle: &Obstacle| {
             format!("its memory is managed on, though it could not be attached to anew: {obstacle}")
@@ -193,7 +201,7 @@ impl Found {
         all.chain(self.target.obstacles.iter().map(of_first)).collect()
     }
 
-    /// The disk of this tier that has pages of the process, and is needed.
+    /// Returns the disk of this tier that stores pages of the process, and that the successor needs.
     pub fn swap(&self, tier: Tier) -> Option<SwapIdentity> {
         match &self.left {
             Left::Managed { state, .. } => state.swap(tier),
@@ -201,7 +209,7 @@ impl Found {
         }
     }
 
-    /// Whether the killed pager's pages on disks are enciphered; `None` if there was no such pager.
+    /// Returns true if the earlier pager has encrypted its disks, or `None` if there was no such pager.
     pub fn is_encrypted(&self) -> Option<bool> {
         match &self.left {
             Left::Managed { state, .. } => Some(state.is_encrypted()),
@@ -209,16 +217,16 @@ impl Found {
         }
     }
 
-    /// Whether another pager has managed it.
+    /// Returns true if an earlier pager has managed the process.
     pub fn was_managed(&self) -> bool {
         matches!(self.left, Left::Managed { .. })
     }
 
-    /// Attaches to the process. `swaps` are in the order of their tiers; all of [`Self::swap`] are among them. What goes
-    /// there is enciphered if `encrypt`, or, where another pager was there before, if it was so.
+    /// Attaches to the process. `swaps` are in the order of their tiers, and include all that [`Self::swap`] returns.
+    /// The disks are encrypted if `encrypt` is set, or, in a takeover, if they were encrypted before.
     ///
     /// # Errors
-    /// See [`AttachError`]. Nothing is managed then, or as much as before.
+    /// See [`AttachError`]. As much is managed then as before.
     pub fn attach(self, options: pager::Options, swaps: Vec<Swap>, encrypt: bool) -> Result<Attached, AttachError> {
         let target = self.target;
         match self.left {
@@ -238,15 +246,15 @@ impl Found {
     }
 }
 
-/// Closes the descriptors of a pager that managed nothing: these, and its marks.
+/// Closes the descriptors of a pager that managed nothing: those in `numbers`, and its marks.
 fn close_unused(pid: Pid, numbers: &[i32]) -> Result<(), InjectError> {
-    // The state is closed last: without it the rest would not be looked for.
+    // The state is closed last, because a successor finds the others only through it.
     let mut all = marks(pid).unwrap_or_default();
     all.extend(numbers);
     close(pid, &all).map(|_| ())
 }
 
-/// Notes which disks are used, before they are.
+/// Records which disks are used, before they are.
 fn note_swaps(pid: Pid, state: &State, swaps: Vec<Swap>) -> Result<Stores, AttachError> {
     let mut stores = Stores::new();
     for Swap { tier, identity, store } in swaps {
@@ -281,7 +289,7 @@ fn take_over(
                 files.add(region, memories.swap_remove(index).file);
                 new.push(region);
             }
-            // It was unmapped, and nobody was told.
+            // The region was unmapped while no pager was running.
             None => state.forget_region(region.first),
         }
     }
@@ -295,8 +303,8 @@ fn take_over(
     let obstacles = target.obstacles.iter().chain(&large);
     let refused: Vec<Place> = obstacles.filter_map(Obstacle::place).collect();
     let mut attached = assemble(target, options, stores, state, compressed, userfaultfd, files, given)?;
-    // The guest waits for what is managed already. All else takes ptrace, which another tracer or a freezer may keep us from:
-    // it is tried again by the service.
+    // Managed memory comes first, because the guest waits for it. The rest needs ptrace, which another tracer or a
+    // freezer may prevent: the service retries it.
     memories.retain(|memory| !refused.contains(&memory.place));
     memories.sort_by_key(|memory| memory.place.address);
     for memory in memories {
@@ -316,7 +324,8 @@ fn take_over(
             tracing::warn!("a server of the VM's disks is not served yet, and its requests wait: {error}");
         }
     }
-    // A server that the killed pager has served writes to pages that are in memory, unseen until it is served again.
+    // A server that the killed pager has served can write to pages in memory without a fault until it is served
+    // again.
     attached.pager.pause_evictions(!is_complete);
     Ok(attached)
 }
@@ -345,7 +354,7 @@ fn begin(
         state.make_key().map_err(failed("make a key"))?;
     }
     let stores = note_swaps(pid, &state, swaps)?;
-    // As much as all that could ever be evicted: memory that is not used costs nothing.
+    // Large enough for all pages that could ever be evicted. Unused memory costs nothing.
     let bytes = (u64::from(capacity) * PAGE_BYTES).next_multiple_of(SEGMENT as u64) + SEGMENT as u64;
     let compressed = usize::try_from(bytes)
         .map_err(|_| io::ErrorKind::OutOfMemory.into())
@@ -367,7 +376,7 @@ fn begin(
     if let Some(number) = given.ring_memory {
         state.set_ring_memory_number(number as u32);
     }
-    // The last of it: a successor that finds this takes over.
+    // Stored last: a successor that finds the number takes over.
     state.set_userfaultfd_number(given.userfaultfd as u32);
     let state = Arc::new(state);
     let files = Arc::new(Files::default());
@@ -401,7 +410,8 @@ fn begin(
     Ok(attached)
 }
 
-/// Memory for a ring that holds the userfaultfd in the process; nothing if there cannot be one, which the log has.
+/// Makes memory for a ring that holds the userfaultfd in the process. Returns `None`, and logs the reason, if no ring
+/// is possible.
 fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
     if has_several_filters(pid) {
         warn_unlocked(
@@ -423,7 +433,8 @@ fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
     }
 }
 
-/// Whether a service manager or a container runtime has added filters (seccomp) to that of QEMU's, which are not known.
+/// Returns true if there are several seccomp filters. A service manager or container runtime has then added unknown
+/// ones to that of QEMU.
 fn has_several_filters(pid: Pid) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_pid())).unwrap_or_default();
     let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
@@ -530,13 +541,13 @@ fn look(process: &Process, region: &Region, present: &mut Vec<PageRun>) -> io::R
 }
 
 impl Attached {
-    /// Manages memory that the process has had plugged in. `limit` is for stopping a thread of it.
+    /// Manages memory that was hotplugged in the process. `limit` is the maximum time for stopping a thread.
     ///
     /// # Errors
-    /// It cannot be registered, or there are too many regions.
+    /// If the memory cannot be registered, or there are too many regions.
     pub fn add(&mut self, memory: Memory, limit: Duration) -> Result<(), AttachError> {
         let pid = self.pid;
-        // A pager that was killed may have marked it, and not noted it.
+        // A killed pager may have marked the file without recording the region.
         let marked: Vec<(u64, u64)> = marked_files(pid).into_iter().map(|(_, file)| file).collect();
         let files = to_mark(std::slice::from_ref(&memory), &marked);
         if !files.is_empty() {
@@ -562,7 +573,7 @@ impl Attached {
             .add_region(&region)
             .map_err(|source| AttachError::State { pid, source })?;
         self.files.add(region, memory.file);
-        // Those who have mapped it already are served before anything of it can be evicted.
+        // Servers that have mapped the memory already are registered before any of it can be evicted.
         let views = self.pager.guest().views();
         for of in views.to_look(true) {
             match Looked::now(of, &self.state.regions()) {
@@ -589,30 +600,30 @@ impl Attached {
         registered
     }
 
-    /// Whether what goes to disks is enciphered.
+    /// Returns true if the disks are encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.state.is_encrypted()
     }
 
-    /// A descriptor of the process.
+    /// Returns a pidfd of the process.
     ///
     /// # Errors
-    /// There are too many descriptors.
+    /// If there are too many descriptors.
     pub fn pidfd(&self) -> io::Result<OwnedFd> {
         self.pidfd.try_clone()
     }
 
-    /// Readable when there are faults, in the process or a view.
+    /// Returns a descriptor that is readable when a fault is pending, in the process or in a view.
     pub fn events(&self) -> BorrowedFd<'_> {
         self.pager.guest().views().events()
     }
 
-    /// Which process it is.
+    /// Returns the PID of the process.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Serves those of Larder's processes that have the memory mapped.
+    /// Registers Larder's own processes that have the memory mapped.
     fn add_views(&mut self) -> Result<(), AttachError> {
         let pid = self.pid;
         let Others { viewers, obstacles, .. } = others_of(pid, self.pager.regions());
@@ -639,7 +650,8 @@ impl Attached {
         self.pager.guest().views().add(view, looked, true).map_err(failed)
     }
 
-    /// Closes in the process the marks of memory that it has unmapped: as long as they are there the host keeps it.
+    /// Closes the marks of memory that the process has unmapped. While they are open, the host cannot free that
+    /// memory.
     pub fn close_marks_of_gone(&self) {
         let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
         let files: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();

@@ -1,38 +1,39 @@
-//! Control groups of a process (cgroups(7)): the folders of its group and of those above, of version 1 and 2.
+//! Control groups of a process (cgroups(7)): the directories of its group and of the groups above it, versions 1 and
+//! 2.
 //!
-//! What lies outside of Larder's own view (a container's mount, a cgroup namespace) is left out: the limits that a
-//! container's host sets above its group are not seen.
+//! Groups outside Larder's own view (a container's mount, a cgroup namespace) are left out: limits that a container's
+//! host sets above the container's group are invisible.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use rustix::process::Pid;
 
-/// The folder of one control group.
+/// Directory of one control group.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Group {
     pub(crate) folder: PathBuf,
-    /// Of the unified hierarchy; otherwise of the controller that was asked for.
+    /// Belongs to the unified hierarchy; otherwise to that of the requested controller.
     pub(crate) is_unified: bool,
 }
 
 impl Group {
-    /// The number in one of its files; `None` where there is no such file, or no limit in it (`max`).
+    /// Reads the number in one of its files. Returns `None` if there is no such file, or no limit in it (`max`).
     pub(crate) fn number(&self, file: &str) -> Option<u64> {
         fs::read_to_string(self.folder.join(file)).ok()?.trim().parse().ok()
     }
 
-    /// The values of one of its files that has a key and a number in each line.
+    /// Reads one of its files that has a key and a number on each line.
     pub(crate) fn table(&self, file: &str) -> Table {
         Table(fs::read_to_string(self.folder.join(file)).unwrap_or_default())
     }
 }
 
-/// A file of keys and numbers.
+/// Content of a file of keys and numbers.
 pub(crate) struct Table(String);
 
 impl Table {
-    /// The number of this key, or 0.
+    /// Returns the number of this key, or 0.
     pub(crate) fn get(&self, key: &str) -> u64 {
         let found = self.0.lines().filter_map(|line| line.split_once(' '));
         let mut found = found.filter(|(name, _)| *name == key);
@@ -43,7 +44,8 @@ impl Table {
     }
 }
 
-/// The groups that `pid` is in: of version 2, and of this controller of version 1. The innermost of each comes first.
+/// Returns the groups of `pid`: that of version 2, and that of this controller of version 1, each followed by those
+/// above it.
 pub(crate) fn of(pid: Pid, controller: &str) -> Vec<Group> {
     let read = |path: String| fs::read_to_string(path).unwrap_or_default();
     groups(
@@ -53,9 +55,9 @@ pub(crate) fn of(pid: Pid, controller: &str) -> Vec<Group> {
     )
 }
 
-/// The group by which `pid` is frozen, if it is.
+/// Returns the group that freezes `pid`, if it is frozen.
 pub(crate) fn frozen(pid: Pid) -> Option<PathBuf> {
-    // Each tells of those above it as well.
+    // Each group also reports whether one above it is frozen.
     let is_frozen = |group: &Group| match group.is_unified {
         true => group.table("cgroup.events").get("frozen") == 1,
         false => {
@@ -116,7 +118,7 @@ impl<'a> Mount<'a> {
         })
     }
 
-    /// The path of a group relative to the mount's folder; `None` for one that is not below it.
+    /// Returns the path of a group relative to the mount point, or `None` if it is not below it.
     fn below(&self, group: &Path) -> Option<PathBuf> {
         let below = group.strip_prefix(&self.root).ok()?;
         let is_inside = below.components().all(|part| matches!(part, Component::Normal(_)));
@@ -124,7 +126,7 @@ impl<'a> Mount<'a> {
     }
 }
 
-/// A path as the kernel writes it: blanks and backslashes in octal.
+/// Decodes a path as the kernel writes it, with blanks and backslashes in octal.
 fn unescaped(path: &str) -> PathBuf {
     PathBuf::from(
         [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
@@ -150,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_found_with_all_above_them() {
+    fn groups_include_all_parents() {
         let of = "5:memory:/vms/web\n4:freezer:/docker/ab c/x\n1:name=systemd:/a\n0::/machine\n";
         let unified = [
             ("/sys/fs/cgroup/unified/machine", true),
@@ -170,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_out_of_sight_are_left_out() {
+    fn invisible_groups_are_ignored() {
         assert_eq!(folders("0::/../other\n", "memory"), []);
         assert_eq!(folders("4:freezer:/elsewhere\nnonsense\n", "freezer"), []);
         assert_eq!(groups("", "0::/\n", "memory"), []);

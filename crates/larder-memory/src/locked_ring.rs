@@ -1,31 +1,32 @@
 //! An io_uring in the managed process that holds the pager's userfaultfd, and that only a pager can use.
 //!
-//! The userfaultfd must exist as long as the process does: if its last descriptor is closed while memory is managed, the
-//! kernel fills missing pages with zeros. A descriptor of the process has exactly that lifetime. But a userfaultfd for faults
-//! in the kernel is a tool for code that has taken the process over: it can stop a system call in the middle for as long
-//! as it likes. So the process holds an io_uring whose only registered file is the userfaultfd, and no descriptor of the
-//! userfaultfd itself.
+//! The userfaultfd must exist as long as the process does: if its last descriptor is closed while memory is managed,
+//! the kernel fills missing pages with zeros. A descriptor of the process has exactly that lifetime. But a
+//! userfaultfd for faults in the kernel is a tool for code that has taken over the process: it can stop a system call
+//! in the middle for any length of time. So the process holds an io_uring whose only registered file is the
+//! userfaultfd, and no descriptor of the userfaultfd itself.
 //!
-//! # Who can take the userfaultfd out
-//! The queues of the ring are in memory of the pager's (`IORING_SETUP_NO_MMAP`). The process has a read-only descriptor of
-//! that memory, as it has of the state, and cannot map the ring. So only the pager's user can queue a request. The ring's
-//! restrictions (io_uring_register(2)) forbid all registrations, and all requests but two, for good.
+//! # Access to the userfaultfd
+//! The queues of the ring are in memory of the pager (`IORING_SETUP_NO_MMAP`). The process has a read-only descriptor
+//! of that memory, as it has of the state, and cannot map the ring. So only the pager's user can queue a request. The
+//! ring's restrictions (io_uring_register(2)) permanently forbid all registrations, and all requests but two.
 //!
-//! Two attacks by the process decide how [`LockedRing::take`] works:
+//! Two attacks by the process determine how [`LockedRing::take`] works:
 //!
-//! - **It submits what a pager has queued.** Whoever has a ring may call `io_uring_enter`, and a request has its effect in
-//!   the caller. So the request that installs the userfaultfd (`IORING_OP_FIXED_FD_INSTALL`) is never queued by the pager.
-//!   The pager queues a `IORING_OP_RECV` and an empty request behind it. The first one copies the second one, from a socket of
-//!   the pager's, over the empty one: into memory that is the queue only in the pager. The kernel carries both out in one
-//!   call, under the ring's lock. Submitted by the process, the first request names a socket and an address of the
-//!   process, which cannot write to the queue; the second request is empty, and refused.
-//! - **It puts a ring of its own in the place of this one**, so that a pager carries out the process's requests with the rights
-//!   of root. So the ring's inode and its time of creation are in memory that the process cannot write to, and are compared
-//!   before anything else is done with a ring. Each ring has an inode of its own, and no process can choose its number
-//!   and a time in the past.
+//! - **The process submits requests that a pager has queued.** Any process that has a ring may call `io_uring_enter`,
+//!   and a request takes effect in the caller. So the pager never queues the request that installs the userfaultfd
+//!   (`IORING_OP_FIXED_FD_INSTALL`). It queues an `IORING_OP_RECV`, followed by an empty request. The first request
+//!   receives the install request from a socket of the pager, over the empty one: its target is an address that is
+//!   the queue only in the pager. The kernel executes both in one call, under the ring's lock. If the process submits
+//!   them, the first request names a socket and an address of the process, which cannot write to the queue; the
+//!   second request is empty, and refused.
+//! - **The process substitutes a ring of its own**, so that a pager executes the process's requests with the rights
+//!   of root. So the ring's inode and its time of creation are in memory that the process cannot write to, and are
+//!   compared before anything else is done with a ring. Each ring has an inode of its own, and no process can choose
+//!   its number and a time in the past.
 //!
-//! The process can still destroy what it holds: it may close the ring, or send another file into it
-//! (`IORING_OP_MSG_RING`). That harms its own memory alone, as closing the userfaultfd did.
+//! The process can still destroy the ring: it may close it, or send another file into it (`IORING_OP_MSG_RING`). That
+//! harms only its own memory, as closing the userfaultfd does.
 //!
 //! ```text
 //! "larder-ring"
@@ -34,8 +35,8 @@
 //!  8 KiB  header     magic, the ring's device, inode and time of creation, offsets in the queues
 //! ```
 //!
-//! It takes Linux 6.8. What is missing shows when a ring is made ([`LockedRing::probe`], [`LockedRing::lock`]): the
-//! userfaultfd is taken out once, as a successor does it, before anything depends on that.
+//! The ring needs Linux 6.8. Missing features are detected when a ring is made ([`LockedRing::probe`],
+//! [`LockedRing::lock`]): the userfaultfd is taken out once, as a successor does it, before anything depends on that.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
@@ -48,19 +49,19 @@ use crate::inject::{InjectError, StoppedThread};
 use crate::shared::SharedMemory;
 use crate::userfaultfd;
 
-/// The memfd of the queues, as /proc shows it.
+/// Name of the memfd with the queues, as /proc shows it.
 pub const RING_NAME: &str = "larder-ring";
-/// What the link in /proc of a descriptor of any ring is.
+/// Target of the /proc link of a ring's descriptor.
 pub const RING_LINK: &str = "anon_inode:[io_uring]";
 
 const PAGE: usize = 4096;
 const REQUESTS_AT: usize = PAGE;
 const HEADER_AT: usize = 2 * PAGE;
 const MEMORY_BYTES: usize = 3 * PAGE;
-/// What the kernel uses of it.
+/// Bytes of the memory that the kernel uses.
 const QUEUES_BYTES: u64 = 2 * PAGE as u64;
 
-/// One that fetches the other one.
+/// Number of requests: one that fetches, and the fetched one.
 const REQUESTS: u32 = 2;
 const REQUEST_BYTES: usize = 64;
 const COMPLETION_BYTES: usize = 16;
@@ -69,17 +70,18 @@ const MAGIC: u64 = u64::from_le_bytes(*b"LARDRING");
 const IDENTITY_AT: usize = HEADER_AT + 8;
 const OFFSETS_AT: usize = HEADER_AT + 40;
 
-/// How often a request may be taken away by the process, or completions of its may be in the way.
+/// Maximum number of attempts. An attempt fails if the process takes the request away, or if its completions are in
+/// the way.
 const TRIES_MAX: u32 = 1000;
 
-/// The field `user_data` of the request that installs the userfaultfd.
+/// Field `user_data` of the request that installs the userfaultfd.
 const INSTALL: u64 = u64::from_le_bytes(*b"LARDUFFD");
 
-// linux/io_uring.h; libc and rustix lack some of it.
+// Constants of linux/io_uring.h; libc and rustix lack some of them.
 const SETUP_R_DISABLED: u32 = 1 << 6;
-/// Linux 6.5.
+/// Since Linux 6.5.
 const SETUP_NO_MMAP: u32 = 1 << 14;
-/// Linux 6.6.
+/// Since Linux 6.6.
 const SETUP_NO_SQARRAY: u32 = 1 << 16;
 const REGISTER_FILES: u32 = 2;
 const REGISTER_RESTRICTIONS: u32 = 11;
@@ -87,7 +89,7 @@ const REGISTER_ENABLE_RINGS: u32 = 12;
 const RESTRICTION_SQE_OP: u16 = 1;
 const RESTRICTION_SQE_FLAGS_ALLOWED: u16 = 2;
 const OP_RECV: u8 = 27;
-/// Linux 6.8.
+/// Since Linux 6.8.
 const OP_FIXED_FD_INSTALL: u8 = 54;
 const SQE_FIXED_FILE: u8 = 1 << 0;
 
@@ -103,10 +105,10 @@ struct Params {
     features: u32,
     wq_fd: u32,
     reserved: [u32; 3],
-    /// head, tail, mask, entries, flags, dropped, array, reserved
+    /// Offsets of head, tail, mask, entries, flags, dropped, array, reserved.
     sq: [u32; 8],
     sq_address: u64,
-    /// head, tail, mask, entries, overflow, cqes, flags, reserved
+    /// Offsets of head, tail, mask, entries, overflow, cqes, flags, reserved.
     cq: [u32; 8],
     cq_address: u64,
 }
@@ -122,10 +124,10 @@ struct Restriction {
     reserved: [u8; 13],
 }
 
-/// Which ring it is: device, inode, time of creation in seconds and nanoseconds.
+/// Identity of a ring: device, inode, time of creation in seconds and nanoseconds.
 type Identity = [u64; 4];
 
-/// Where in the queues is what, in bytes.
+/// Offsets in the queues, in bytes.
 #[derive(Clone, Copy)]
 struct Offsets {
     sq_head: usize,
@@ -138,7 +140,7 @@ struct Offsets {
 }
 
 impl Params {
-    /// Of a ring whose queues are mapped at `address`.
+    /// Makes the parameters of a ring whose queues are mapped at `address`.
     fn new(address: u64) -> Self {
         Self {
             flags: SETUP_R_DISABLED | SETUP_NO_MMAP | SETUP_NO_SQARRAY,
@@ -154,7 +156,7 @@ impl Params {
     }
 
     fn from_bytes(bytes: [u8; PARAMS_BYTES]) -> Self {
-        // SAFETY: as above, and every value is one.
+        // SAFETY: as above, and every value is valid.
         unsafe { std::mem::transmute(bytes) }
     }
 
@@ -164,12 +166,12 @@ impl Params {
     }
 }
 
-/// Memory for the queues of a ring that is to be made.
+/// Memory for the queues of a new ring.
 pub struct RingMemory(SharedMemory);
 
 /// A ring that was made in the process, and holds nothing yet.
 pub struct NewRing {
-    /// The number of its descriptor in the process.
+    /// Descriptor number in the process.
     pub number: RawFd,
     offsets: [u32; 7],
 }
@@ -182,22 +184,24 @@ pub struct LockedRing {
 }
 
 impl RingMemory {
+    /// Makes the memory.
+    ///
     /// # Errors
-    /// No memory.
+    /// If there is no memory.
     pub fn create() -> io::Result<Self> {
         SharedMemory::create(c"larder-ring", MEMORY_BYTES).map(Self)
     }
 
-    /// The memory itself.
+    /// Returns the memory.
     pub fn memory(&self) -> &SharedMemory {
         &self.0
     }
 
-    /// Makes a ring in the process of `thread`, which has a writable descriptor of this memory by the number `memory`. A
-    /// kill in here leaves that descriptor, a mapping of this memory, and a ring without any file.
+    /// Makes a ring in the process of `thread`. `memory` is the number of a writable descriptor of this memory there.
+    /// A kill in here leaves that descriptor, a mapping of this memory, and a ring without any file.
     ///
     /// # Errors
-    /// The kernel cannot, or does not let the process; the process has ended.
+    /// If the kernel cannot make the ring or forbids it to the process, or the process has ended.
     pub fn make_in(&self, thread: &mut StoppedThread, memory: RawFd) -> Result<NewRing, InjectError> {
         let rights = (libc::PROT_READ | libc::PROT_WRITE) as u64;
         let kind = libc::MAP_SHARED as u64;
@@ -217,23 +221,23 @@ impl RingMemory {
     /// Makes a ring in this process.
     fn make_here(&self) -> io::Result<(OwnedFd, [u32; 7])> {
         let mut params = Params::new(self.0.at(0, QUEUES_BYTES as usize).as_ptr() as u64);
-        // SAFETY: `params` is alive and writable for the call. The kernel writes to the memory only as to queues, for as long
-        // as the ring exists; it is reached by atomics and raw pointers alone.
+        // SAFETY: `params` is alive and writable for the call. The kernel writes to the memory only as to queues, for
+        // as long as the ring exists; it is accessed only through atomics and raw pointers.
         let made = unsafe { libc::syscall(libc::SYS_io_uring_setup, REQUESTS, &raw mut params) };
         if made < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a new descriptor that nobody else has.
+        // SAFETY: a new descriptor that has no other owner.
         let ring = unsafe { OwnedFd::from_raw_fd(made as RawFd) };
         Ok((ring, params.offsets()))
     }
 }
 
 impl LockedRing {
-    /// Checks in this process that the kernel can do all that is needed.
+    /// Checks in this process that the kernel supports all that a ring needs.
     ///
     /// # Errors
-    /// It cannot, or does not let this process.
+    /// If the kernel does not, or forbids it to this process.
     pub fn probe() -> io::Result<()> {
         let memory = RingMemory::create()?;
         let (ring, offsets) = memory.make_here()?;
@@ -241,10 +245,10 @@ impl LockedRing {
         Self::new(memory, ring, offsets, userfaultfd.as_fd()).map(drop)
     }
 
-    /// Has `ring`, the descriptor of `made`, hold that userfaultfd for good.
+    /// Makes `ring`, the descriptor of `made`, hold this userfaultfd permanently.
     ///
     /// # Errors
-    /// The kernel cannot, or does not let this process. The ring is to be closed then.
+    /// If the kernel does not support it, or forbids it to this process. The caller must close the ring then.
     pub fn lock(memory: RingMemory, ring: OwnedFd, made: &NewRing, userfaultfd: BorrowedFd<'_>) -> io::Result<Self> {
         Self::new(memory, ring, made.offsets, userfaultfd)
     }
@@ -293,11 +297,11 @@ impl LockedRing {
         Ok(ring)
     }
 
-    /// That which a pager has left: `memory` and `ring`, as they were found in the process. Nothing is done with `ring` if it
-    /// is another one.
+    /// Opens a ring that a pager has left. `memory` and `ring` are from the process. A ring with another identity is
+    /// refused before it is used.
     ///
     /// # Errors
-    /// They are not what a pager has made.
+    /// If they were not made by a pager.
     pub fn open(memory: SharedMemory, ring: OwnedFd) -> io::Result<Self> {
         let foreign = |what| io::Error::new(io::ErrorKind::InvalidData, what);
         if memory.len() != MEMORY_BYTES || memory.word(HEADER_AT).load(Ordering::Acquire) != MAGIC {
@@ -324,17 +328,18 @@ impl LockedRing {
         Ok(Self { memory, ring, offsets })
     }
 
-    /// Another descriptor of the userfaultfd, of this process. The ring holds it as before.
+    /// Makes another descriptor of the userfaultfd, in this process. The ring still holds the userfaultfd.
     ///
     /// # Errors
-    /// The kernel does not let this process; the process interferes.
+    /// If the kernel forbids it to this process, or the managed process interferes.
     pub fn take(&self) -> io::Result<OwnedFd> {
         self.take_other_than(None)
     }
 
-    /// Another descriptor than this one, which may be of the same userfaultfd.
+    /// Makes a descriptor like [`Self::take`]. Its number is never `except`, an open descriptor of the same
+    /// userfaultfd.
     fn take_other_than(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
-        // On a thread of its own, because what the kernel keeps of a task that has used a ring ends with the task.
+        // A separate thread, because the kernel's data of a task that has used a ring ends with the task.
         thread::scope(|scope| {
             let taker = thread::Builder::new().name("larder-ring".into());
             let taken = taker.spawn_scoped(scope, || self.take_here(except))?.join();
@@ -345,7 +350,7 @@ impl LockedRing {
     fn take_here(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
         for _ in 0..TRIES_MAX {
             let submitted = self.submit();
-            // Nothing that installs the userfaultfd may be left where a later submission would find it.
+            // A request that installs the userfaultfd must not stay where a later submission would find it.
             self.clear_requests();
             submitted?;
             match self.completed() {
@@ -360,7 +365,7 @@ impl LockedRing {
         ))
     }
 
-    /// Queues the request that fetches the other one, and submits both.
+    /// Queues the request that fetches the install request, and submits both.
     fn submit(&self) -> io::Result<()> {
         self.clear_requests();
         self.discard_completions();
@@ -375,7 +380,8 @@ impl LockedRing {
         let tail = self.counter(self.offsets.sq_tail);
         tail.store(head.wrapping_add(REQUESTS), Ordering::Release);
         let ring = self.ring.as_raw_fd();
-        // SAFETY: the request writes to the queue, which is reached by atomics and lives as long as `self`.
+        // SAFETY: the request writes to the queue, which is accessed only through atomics and lives as long as
+        // `self`.
         let entered = unsafe {
             libc::syscall(
                 libc::SYS_io_uring_enter,
@@ -390,7 +396,7 @@ impl LockedRing {
         match entered {
             0.. => Ok(()),
             _ => match io::Error::last_os_error() {
-                // EBUSY: the process has filled the queue of completions.
+                // EBUSY: the process has filled the completion queue.
                 error if [libc::EINTR, libc::EAGAIN, libc::EBUSY].contains(&error.raw_os_error().unwrap_or(0)) => {
                     Ok(())
                 }
@@ -399,8 +405,8 @@ impl LockedRing {
         }
     }
 
-    /// What has become of the request that installs the userfaultfd: its number here. `None` if the kernel has not seen the
-    /// request.
+    /// Returns the result of the install request, a descriptor number here, or `None` if the kernel has not executed
+    /// it.
     fn completed(&self) -> Option<io::Result<RawFd>> {
         let head = self.counter(self.offsets.cq_head).load(Ordering::Relaxed);
         let tail = self.counter(self.offsets.cq_tail).load(Ordering::Acquire);
@@ -418,7 +424,7 @@ impl LockedRing {
         }
     }
 
-    /// Those of the process's (`IORING_OP_MSG_RING`), and of a pager that was killed.
+    /// Discards completions that the process has caused (`IORING_OP_MSG_RING`), or that a killed pager has left.
     fn discard_completions(&self) {
         let tail = self.counter(self.offsets.cq_tail).load(Ordering::Acquire);
         self.counter(self.offsets.cq_head).store(tail, Ordering::Release);
@@ -443,7 +449,7 @@ impl LockedRing {
         self.memory.word(self.request_offset(index) + word * 8)
     }
 
-    /// Its address in this process.
+    /// Returns the address of a request in this process.
     fn request_at(&self, index: u32) -> u64 {
         self.memory.at(self.request_offset(index), REQUEST_BYTES).as_ptr() as u64
     }
@@ -457,13 +463,13 @@ fn request(operation: u8, flags: u8, descriptor: RawFd) -> u64 {
     u64::from(operation) | u64::from(flags) << 8 | u64::from(descriptor as u32) << 32
 }
 
-/// Receives a request from `socket`, to that address.
+/// Encodes a request that receives from `socket` to address `to`.
 fn fetch(socket: BorrowedFd<'_>, to: u64) -> Request {
     let operation = request(OP_RECV, 0, socket.as_raw_fd());
     [operation, 0, to, REQUEST_BYTES as u64, 0, 0, 0, 0]
 }
 
-/// Installs the first file of the ring.
+/// Encodes a request that installs the first file of the ring.
 fn install() -> Request {
     [
         request(OP_FIXED_FD_INSTALL, SQE_FIXED_FILE, 0),
@@ -481,8 +487,8 @@ fn words_to_bytes(words: Request) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// The descriptor that the kernel has installed. The process may have forged the completion that says so: what is no
-/// userfaultfd is left alone, and so is `except`.
+/// Takes ownership of the descriptor that the kernel has installed. The process may have forged its completion, so a
+/// descriptor that is no userfaultfd, or is `except`, is refused and left open.
 fn own_userfaultfd(number: RawFd, except: Option<RawFd>) -> io::Result<OwnedFd> {
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"))?;
     if link.as_os_str() != userfaultfd::LINK || except == Some(number) {
@@ -491,13 +497,13 @@ fn own_userfaultfd(number: RawFd, except: Option<RawFd>) -> io::Result<OwnedFd> 
             format!("its ring holds no userfaultfd, but {}", link.display()),
         ));
     }
-    // SAFETY: it is open, as just seen, and has no other owner: when this process takes a userfaultfd out of a ring, it has no
-    // other one but `except`.
+    // SAFETY: it is open, as just checked, and has no other owner: when this process takes a userfaultfd out of a
+    // ring, it has no other one but `except`.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 fn register(ring: BorrowedFd<'_>, what: u32, argument: *mut libc::c_void, count: u32) -> io::Result<()> {
-    // SAFETY: each operation is called with `count` of what it is defined with, alive for the call.
+    // SAFETY: each operation is called with `count` of the elements that it is defined with, alive for the call.
     let done = unsafe { libc::syscall(libc::SYS_io_uring_register, ring.as_raw_fd(), what, argument, count) };
     if done < 0 {
         return Err(io::Error::last_os_error());

@@ -1,17 +1,20 @@
-//! Room for pages that are to come back into memory, so that a detach leads neither to the kernel's OOM killer nor to a
-//! guest that waits for a page without end.
+//! Checks that there is free memory for pages that are paged in by a detach, so that the detach causes neither the
+//! kernel's OOM killer nor a guest that waits for a page forever.
 //!
-//! Pages of the process may be limited in three places: the host's memory, a control group of the process or one above it
-//! (the kernel charges a page that comes back to the process, not to Larder), and the size of the tmpfs that a file of its
-//! memory is in. Each is read again before each step.
+//! Three limits can apply to pages of the process: the host's memory, a control group of the process or one above it
+//! (the kernel charges a page that is paged in to the process, not to Larder), and the size of the tmpfs that
+//! contains a file of its memory. Each limit is read again before each step.
 //!
 //! # The ledger
-//! Several pagers that detach at once would all count the same free memory. So each writes in a folder that they share how
-//! much is still to come back, and under which limits: a file `NUMBER` with lines `BYTES LIMIT`, locked (flock(2)) for as
-//! long as its pager detaches. A file that nobody locks is of a pager that was killed, and is removed by the next one. A
-//! pager begins only if there is room beside all claims that are there; after that only claims with smaller numbers count,
-//! so that of two that have run short the earlier one can finish. The file `lock` is held while claims are read and
-//! written; a pager that is stopped while it holds that does not stop others: they do without after [`LOCK_TRIES`].
+//! Several pagers that detach at the same time would all count the same free memory. So each records its claims in a
+//! shared directory: the remaining bytes, and the limits that they count against. A claim is a file `NUMBER` with
+//! lines `BYTES LIMIT`, locked (flock(2)) as long as its pager detaches. An unlocked file belongs to a killed pager,
+//! and the next pager removes it.
+//!
+//! A pager starts only if there is room in addition to all claims. Later it counts only claims with smaller numbers,
+//! so that of two pagers that run short the earlier one can finish. The file `lock` is locked while claims are read
+//! and written. A pager that is stopped while it holds that lock does not block others: after [`LOCK_TRIES`] they
+//! continue without it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,49 +32,49 @@ use rustix::process::{Pid, getpid};
 use crate::group::{self, Group};
 use crate::guest::Files;
 
-/// What comes back between two checks, in bytes: half of what is free, within these.
+/// Bounds, in bytes, of the amount that is paged in between two checks, which is half of the free memory.
 const STEP_BYTES_MIN: u64 = 512 << 10;
 const STEP_BYTES_MAX: u64 = 16 << 20;
 
-/// Where pages come slowly, others may take memory meanwhile: the longest time between two checks.
+/// Maximum time between two checks. If paging in is slow, other processes may use memory meanwhile.
 const CHECK_EVERY: Duration = Duration::from_millis(100);
 
-/// This part of the host's memory, and of a control group's limit, is left free for others, within bounds.
+/// Share of the host's memory, and of a control group's limit, that is left free for other uses, within bounds.
 const MARGIN_SHARE: u64 = 128;
 const MARGIN_BYTES_MIN: u64 = 1 << 20;
 const MARGIN_BYTES_MAX: u64 = 64 << 20;
 
-/// How often the ledger's lock is tried, a millisecond apart: it is held for less than one.
+/// Number of attempts to get the ledger's lock, one millisecond apart. It is normally held for less than that.
 const LOCK_TRIES: u32 = 10;
 
-/// A claim's file is no longer.
+/// Maximum length of a claim's file, in bytes.
 const CLAIM_BYTES_MAX: usize = 64 << 10;
 
-/// Where memory is limited.
+/// A limit of memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Place {
     /// The host's memory.
     Host,
-    /// A control group of the process, or one above it.
+    /// The limit of a control group of the process, or of one above it.
     Group {
-        /// Its folder.
+        /// The group's directory.
         folder: PathBuf,
-        /// The file that its limit is in.
+        /// The file that contains the limit.
         file: &'static str,
-        /// The limit.
+        /// The limit, in bytes.
         limit_bytes: u64,
     },
-    /// The file system that memory is a file of.
+    /// The size of the tmpfs that contains the memory's file.
     Tmpfs {
-        /// Where it is mounted, if that is known.
+        /// The mount point, or the device number as text if it is unknown.
         at: PathBuf,
-        /// Its device number, as of stat(2).
+        /// Device number, as in stat(2).
         device: u64,
     },
 }
 
 impl Place {
-    /// The name in the ledger.
+    /// Returns the name of the limit in the ledger.
     fn key(&self) -> String {
         match self {
             Self::Host => "host".to_owned(),
@@ -100,20 +103,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why pages cannot come back.
+/// Reason why pages cannot be paged in.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "{} MiB are to come back into memory, and {place} has {} MiB free{}: {}",
     needed_bytes.div_ceil(1 << 20), free_bytes >> 20, Claimed(*.claimed_bytes), advice(.place)
 )]
 pub struct Shortage {
-    /// Where there is too little.
+    /// The limit that would be exceeded.
     pub place: Place,
-    /// What is to come back.
+    /// Bytes to be paged in.
     pub needed_bytes: u64,
-    /// What is free, with what other pagers have claimed.
+    /// Free bytes, including those that other pagers have claimed.
     pub free_bytes: u64,
-    /// What other pagers that detach have claimed of it.
+    /// Bytes that other detaching pagers have claimed.
     pub claimed_bytes: u64,
 }
 
@@ -140,26 +143,26 @@ fn advice(place: &Place) -> &'static str {
     }
 }
 
-/// A limit as it is now.
+/// Current value of a limit.
 struct Limit {
     place: Place,
     free_bytes: u64,
-    /// What becomes free while pages come back.
+    /// Memory that becomes free while pages are paged in.
     freed_bytes: u64,
-    /// Left for others.
+    /// Memory left free for other uses.
     margin_bytes: u64,
-    /// What of the pages is under it.
+    /// Bytes to be paged in that count against this limit.
     needed_bytes: u64,
 }
 
-/// Checks, for one detach, that there is room.
+/// Room checks of one detach.
 pub(crate) struct Room {
     pid: Pid,
     files: Arc<Files>,
-    /// The ledger's folder; without one, other pagers are not known.
+    /// The ledger's directory; without it, other pagers are unknown.
     folder: Option<PathBuf>,
     claim: Option<Claim>,
-    /// What was to come back when it was checked last, and how much of it may come before the next check.
+    /// Bytes that remained at the last check, and the amount that may be paged in before the next.
     checked_bytes: u64,
     step_bytes: u64,
     checked_at: Instant,
@@ -178,17 +181,17 @@ impl Room {
         }
     }
 
-    /// Whether to check again before more comes back.
+    /// Returns true if another check is needed before more is paged in.
     pub(crate) fn is_due(&self, needed_bytes: u64) -> bool {
         let came_bytes = self.checked_bytes.saturating_sub(needed_bytes);
         came_bytes >= self.step_bytes || came_bytes > 0 && self.checked_at.elapsed() >= CHECK_EVERY
     }
 
-    /// Checks that `needed_bytes` can come back, and claims them. Compressed pages in `compressed_bytes` become free
-    /// meanwhile.
+    /// Checks that `needed_bytes` can be paged in, and claims them. `compressed_bytes` of compressed pages become
+    /// free meanwhile.
     ///
     /// # Errors
-    /// Where there is too little. A claim that was there stays: it ends with this.
+    /// The limit that has too little room. An earlier claim stays until this is dropped.
     pub(crate) fn check(&mut self, needed_bytes: u64, compressed_bytes: u64) -> Result<(), Shortage> {
         self.checked_bytes = needed_bytes;
         self.checked_at = Instant::now();
@@ -217,7 +220,7 @@ impl Room {
                 .saturating_add(claimed_bytes)
                 .saturating_add(limit.margin_bytes);
             let next = limit.needed_bytes.min(STEP_BYTES_MIN) + limit.margin_bytes;
-            // Compressed pages become free late: until then there must be room for the next pages.
+            // Compressed pages become free late: until then there must be room for the next step.
             if limit.needed_bytes > 0
                 && (all > limit.free_bytes.saturating_add(limit.freed_bytes) || next > limit.free_bytes)
             {
@@ -264,14 +267,14 @@ impl Room {
         limits
     }
 
-    /// Those of file systems that have a size.
+    /// Returns the limits of file systems that have a size.
     fn of_file_systems(&self, needed_bytes: u64) -> Vec<Limit> {
         let mut found: Vec<Limit> = Vec::new();
         for (device, file, absent_bytes) in self.files.absent() {
             let Ok(system) = rustix::fs::fstatfs(&file) else {
                 continue;
             };
-            // That of memfds has none.
+            // The file system of memfds has no size.
             if system.f_blocks == 0 {
                 continue;
             }
@@ -315,9 +318,9 @@ fn host(needed_bytes: u64, compressed_bytes: u64) -> Limit {
     }
 }
 
-/// The limits of a group that has any: each with what is free below it, and the limit.
+/// Returns the limits of a group, each with the free bytes below it and the limit in bytes.
 fn of_group(group: &Group) -> Vec<(Place, u64, u64)> {
-    // Above `memory.high` the kernel lets whoever charges a page sleep, as this process would with each.
+    // Above `memory.high` the kernel throttles each charge to the group, which would slow every page.
     let files: &[(&'static str, &str)] = match group.is_unified {
         true => &[("memory.max", "memory.current"), ("memory.high", "memory.current")],
         false => &[
@@ -330,7 +333,7 @@ fn of_group(group: &Group) -> Vec<(Place, u64, u64)> {
         let (Some(limit_bytes), Some(used_bytes)) = (group.number(file), group.number(usage)) else {
             continue;
         };
-        // What the kernel drops before it kills: of the page cache what was not written to, and was not used again.
+        // Page cache that the kernel drops before it kills: clean pages that were not used again.
         let table = group.table("memory.stat");
         let prefix = if group.is_unified { "" } else { "total_" };
         let cache = |key: &str| table.get(&format!("{prefix}{key}"));
@@ -351,7 +354,7 @@ fn of_group(group: &Group) -> Vec<(Place, u64, u64)> {
     found
 }
 
-/// The smallest limit of a control group that both processes are in, in bytes.
+/// Returns the smallest limit of a control group that contains both processes, in bytes.
 pub fn common_limit(one: Pid, other: Pid) -> Option<u64> {
     let others = group::of(other, "memory");
     let common = group::of(one, "memory")
@@ -375,10 +378,10 @@ fn mounted_at(device: u64) -> PathBuf {
         .map_or_else(|| PathBuf::from(numbers.clone()), PathBuf::from)
 }
 
-/// The claims of all pagers that detach, for as long as this holds their lock.
+/// Claims of all detaching pagers, locked as long as this exists.
 struct Ledger<'a> {
     folder: &'a Path,
-    /// `None` if another process has held it for too long.
+    /// `None` if another process has held the lock for too long.
     lock: Option<File>,
 }
 
@@ -406,7 +409,7 @@ impl<'a> Ledger<'a> {
             .collect()
     }
 
-    /// What other pagers have claimed under each limit: all of them, or those before the claim of this number.
+    /// Returns the claims of other pagers against each limit: all claims, or those with numbers below `before`.
     fn claimed(&self, before: Option<u64>) -> HashMap<String, u64> {
         let mut all = HashMap::new();
         let counts = |number: &u64| before.is_none_or(|before| *number < before);
@@ -419,12 +422,12 @@ impl<'a> Ledger<'a> {
         all
     }
 
-    /// One claim. That of a pager that was killed is removed.
+    /// Reads one claim. Removes that of a killed pager.
     fn read(&self, number: u64) -> Option<Vec<(String, u64)>> {
         let path = self.folder.join(number.to_string());
         let file = file_options(false).open(&path).ok()?;
         if is_locked_now(&file).ok()? {
-            // Without the lock a new one could be at that path by now.
+            // Without the lock, a new claim could have taken that path by now.
             if self.lock.is_some() {
                 let _ = fs::remove_file(&path);
             }
@@ -443,9 +446,10 @@ impl<'a> Ledger<'a> {
         let path = self.folder.join(number.to_string());
         let file = file_options(true).create_new(true).open(&path)?;
         let claim = Claim { file, path, number };
-        // A crash here leaves a file that nobody locks.
+        // A crash here leaves an unlocked file, which is removed.
         if !is_locked_now(&claim.file)? {
-            // By a reader without the ledger's lock, for a moment. A claim that this does not lock would be removed as stale.
+            // A reader without the ledger's lock has locked the file for a moment. A claim that is not locked here
+            // would be removed as stale.
             return Err(io::ErrorKind::WouldBlock.into());
         }
         claim.write(limits)?;
@@ -453,7 +457,7 @@ impl<'a> Ledger<'a> {
     }
 }
 
-/// What this pager has claimed.
+/// Claim of this pager.
 struct Claim {
     file: File,
     path: PathBuf,
@@ -461,7 +465,7 @@ struct Claim {
 }
 
 impl Claim {
-    /// Numbers are of the same length each time, so that one write replaces all.
+    /// Writes the claim. Numbers always have the same length, so one write replaces all of it.
     fn write(&self, limits: &[Limit]) -> io::Result<()> {
         let line = |limit: &Limit| format!("{:020} {}\n", limit.needed_bytes, limit.place.key());
         let text: String = limits.iter().map(line).collect();
@@ -483,7 +487,7 @@ fn file_options(write: bool) -> fs::OpenOptions {
     options
 }
 
-/// Locks a file, unless another process has it locked.
+/// Locks a file. Returns false if another process has locked it.
 fn is_locked_now(file: &File) -> io::Result<bool> {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(true),

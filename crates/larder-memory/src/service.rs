@@ -1,4 +1,4 @@
-//! The pager on its loop: it is called when there is something to do, and sleeps else.
+//! Runs the pager on an event loop: it has a turn when there is work, and sleeps otherwise.
 
 mod views;
 
@@ -25,39 +25,39 @@ use crate::target::{Options, Target};
 use crate::units::PAGE_BYTES;
 use crate::views::Looked;
 
-/// How often it is looked whether memory was plugged in.
+/// Interval of the search for hotplugged memory.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// How often it is called while pages are in quarantine, and else, though nothing happens.
+/// Interval of turns without events while pages are in quarantine.
 const TICK_QUARANTINED: Duration = Duration::from_millis(20);
-/// The same while pages wait for requests of disks to end.
+/// Interval of turns while pages wait for disk requests to end.
 const TICK_IO: Duration = Duration::from_millis(2);
 const TICK: Duration = Duration::from_millis(500);
 
-/// How many pages are brought back between two looks for faults, when all are to.
+/// Number of pages that a detach pages in between two checks for faults.
 const BRING_PAGES: u32 = 128;
 
-/// If the kernel has no memory for any of them for so long, though there should be some, a detach is stopped.
+/// Time after which a detach is stopped if the kernel has no memory for any page, although a check found enough.
 const NO_MEMORY_MAX: Duration = Duration::from_secs(5);
 
-/// The longest pause between two tries to let go.
+/// Maximum pause between two attempts to stop a thread for detaching.
 const LET_GO_AGAIN: Duration = Duration::from_millis(500);
 
-/// After the process has ended, servers of its disks have so long to complete their requests.
+/// Maximum time that disk servers get to complete their requests after the process has ended.
 const FINISH_MAX: Duration = Duration::from_secs(5);
-/// The pause between two looks at their mappings.
+/// Interval of the inspection of their mappings.
 const FINISH_EVERY: Duration = Duration::from_millis(10);
 
-/// Why it is over.
+/// Reason why the service has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
     /// The process has ended.
     ProcessEnded,
-    /// It was detached from.
+    /// The process was detached from.
     Detached,
 }
 
-/// An error of a detach. The process remains managed then.
+/// Error of a detach. The process remains managed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DetachError {
@@ -79,73 +79,73 @@ pub enum DetachError {
     Cancelled,
 }
 
-/// A detach that was begun, to be completed by [`Service::detach`].
+/// A detach that was started, to be completed by [`Service::detach`].
 #[must_use]
 pub struct Detach(Room);
 
-/// How the memory is now.
+/// Status of the managed memory.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// All of the memory that there is now, in bytes.
+    /// Size of all memory that is mapped now, in bytes.
     pub bytes: u64,
-    /// What of it is in memory, in bytes.
+    /// Memory that is resident, in bytes.
     pub present_bytes: u64,
-    /// What counts against the limit, in bytes.
+    /// Memory that counts against the limit, in bytes.
     pub used_bytes: u64,
     /// The limit, in bytes.
     pub limit_bytes: u64,
-    /// What compressed pages take, in bytes.
+    /// Memory that compressed pages use, in bytes.
     pub compressed_bytes: u64,
-    /// What they may take, in bytes.
+    /// Limit of the memory for compressed pages, in bytes.
     pub compressed_limit_bytes: u64,
-    /// What each tier on a disk holds, the fastest first.
+    /// Status of each tier on a disk, the fastest first.
     pub disks: Vec<DiskStatus>,
-    /// What is stored where.
+    /// Numbers of stored pages, by location.
     pub stored: StoredPages,
-    /// How many who wait for a page cannot be answered now.
+    /// Number of waiters for a page that cannot be served now.
     pub stalled: usize,
-    /// Why the limit is not kept, if it is not.
+    /// Reason why the limit is exceeded, if it is.
     pub stuck: Option<Stuck>,
-    /// It is being detached from.
+    /// A detach is in progress.
     pub detaching: bool,
-    /// The reason why a detach waits, or why the last one was stopped or cancelled.
+    /// Reason why a detach waits, or why the last one was stopped or cancelled.
     pub detach_problem: Option<String>,
-    /// What was done so far.
+    /// Statistics of the pager.
     pub figures: Figures,
-    /// How much of the time was lost by waiting.
+    /// Share of time lost by waiting for pages.
     pub pressure: Pressure,
 }
 
-/// See the module's description.
+/// Service that runs one pager on an event loop.
 pub struct Service {
     attached: RefCell<Option<Attached>>,
-    /// Wakes the task that waits for the kernel to say something.
+    /// Wakes the task that waits for kernel messages.
     watcher: RefCell<Option<Waker>>,
-    /// It is to wait for that.
+    /// The task is to wait for the descriptor to become readable.
     is_watch_wanted: Cell<bool>,
-    /// It does.
+    /// The task waits for the descriptor to become readable.
     is_watched: Cell<bool>,
     is_detaching: Cell<bool>,
-    /// It has: nothing is left but to answer servers of its disks.
+    /// The process has ended, and only its disk servers are still served.
     has_process_ended: Cell<bool>,
-    /// The detach that is under way is to be stopped.
+    /// The detach in progress is to be stopped.
     is_cancelled: Cell<bool>,
     detach_problem: RefCell<Option<String>>,
-    /// The folder in which pagers that detach at once claim memory ([`crate::room`]).
+    /// Directory in which pagers that detach at the same time claim memory ([`crate::room`]).
     ledger: Option<PathBuf>,
     end: Cell<Option<End>>,
     changed: Signal,
-    /// The views are to be looked at.
+    /// Requests for inspections of the views.
     views: views::Wish,
     guard: RefCell<Option<PollerGuard>>,
 }
 
 impl Service {
-    /// Answers faults on this loop from now on. `ledger` is the folder of [`crate::room`], which exists; without one, other
-    /// pagers that detach at the same time are not known.
+    /// Starts to resolve faults on the loop `on`. `ledger` is the directory of [`crate::room`], which must exist;
+    /// without it, other pagers that detach at the same time are unknown.
     ///
     /// # Errors
-    /// No descriptor can be made.
+    /// If a descriptor cannot be made.
     pub fn start(on: &Loop, mut attached: Attached, options: Options, ledger: Option<PathBuf>) -> io::Result<Rc<Self>> {
         let events = attached.events().try_clone_to_owned()?;
         let pidfd = attached.pidfd()?;
@@ -182,12 +182,12 @@ impl Service {
         Ok(service)
     }
 
-    /// Completes when it is over.
+    /// Completes when the service has ended.
     pub async fn ended(&self) -> End {
         self.changed.until(|| self.end.get()).await
     }
 
-    /// How the memory is now; none if it is over.
+    /// Returns the status of the memory, or `None` if the service has ended.
     pub fn status(&self) -> Option<Status> {
         let mut attached = self.attached.borrow_mut();
         let pager = &mut attached.as_mut()?.pager;
@@ -213,7 +213,7 @@ impl Service {
         })
     }
 
-    /// Sets the limit, and how much of it may be compressed pages, in bytes.
+    /// Sets the limit and the part of it that compressed pages may use, in bytes.
     pub fn set_limit(&self, limit_bytes: u64, compressed_bytes: u64) {
         if let Some(attached) = &mut *self.attached.borrow_mut() {
             attached.pager.set_limit(limit_bytes, compressed_bytes);
@@ -221,10 +221,11 @@ impl Service {
         self.nudge();
     }
 
-    /// Begins to detach: nothing is evicted any more. There is room for everything ([`crate::room`]).
+    /// Starts to detach, after a check that there is room for all pages ([`crate::room`]). Nothing is evicted from
+    /// then on.
     ///
     /// # Errors
-    /// See [`DetachError`]: nothing has changed.
+    /// See [`DetachError`]. Nothing has changed then.
     pub fn begin_detach(&self) -> Result<Detach, DetachError> {
         if self.is_detaching.get() {
             return Err(DetachError::UnderWay);
@@ -249,11 +250,11 @@ impl Service {
         Ok(Detach(room))
     }
 
-    /// Brings everything back, and leaves the process as it was: for how long a thread of it stood still at most; nothing
-    /// if what it was given could not be closed in it, as the log says then. Room is checked again before each step.
+    /// Pages everything in, and detaches from the process. Returns the maximum time that a thread of it was stopped,
+    /// or `None` if its descriptors could not be closed, which is logged. The room is checked again before each step.
     ///
     /// # Errors
-    /// See [`DetachError`]: the memory is managed on then.
+    /// See [`DetachError`]. The memory remains managed then.
     pub async fn detach(&self, on: &Loop, Detach(room): Detach) -> Result<Option<Duration>, DetachError> {
         let let_go = self.bring_back(on, room).await;
         self.is_detaching.set(false);
@@ -280,7 +281,7 @@ impl Service {
         error
     }
 
-    /// Stops a detach, at any time, and keeps the memory within its budget again. Returns whether one was under way.
+    /// Stops a detach, at any time, and enforces the budget again. Returns true if a detach was in progress.
     pub fn cancel_detach(&self) -> bool {
         let is_detaching = self.is_detaching.get();
         self.is_cancelled.set(is_detaching);
@@ -288,7 +289,7 @@ impl Service {
         is_detaching
     }
 
-    /// Brings everything back, in steps, and lets go of the process. Faults are answered meanwhile.
+    /// Pages everything in, in steps, and detaches from the process. Faults are resolved between the steps.
     async fn bring_back(&self, on: &Loop, mut room: Room) -> Result<Option<Duration>, DetachError> {
         let mut no_memory: Option<(Instant, u64)> = None;
         let mut tries = 0_u32;
@@ -310,7 +311,7 @@ impl Service {
                     checked.map_err(DetachError::RanShort)?;
                 }
                 if pager.lacks_memory() {
-                    // A limit that is not seen from here.
+                    // Another limit applies, which is invisible from here.
                     let (since, least) = no_memory.unwrap_or((Instant::now(), needed_bytes));
                     match needed_bytes < least {
                         true => no_memory = None,
@@ -319,7 +320,7 @@ impl Service {
                     }
                     pause = Some(TICK_IO);
                 }
-                // From here on nobody else has a turn: nothing can be evicted, or stored, any more.
+                // From here on the pager has no other turn, so nothing can be evicted or stored any more.
                 if pager.bring_back(BRING_PAGES) {
                     let limit = if tries == 0 { INJECT_LIMIT } else { RETRY_LIMIT };
                     match attached.let_go(limit) {
@@ -340,8 +341,8 @@ impl Service {
         }
     }
 
-    /// The process has ended. Requests that servers of its disks have under way may still wait for its memory, and would
-    /// keep those servers for good: faults are answered until no server has it mapped.
+    /// Resolves faults after the process has ended, until no server has the memory mapped. Otherwise requests in
+    /// flight that wait for its memory would block those servers forever.
     async fn let_servers_finish(&self, on: &Loop) {
         let give_up = Instant::now() + FINISH_MAX;
         if let Some(attached) = &mut *self.attached.borrow_mut() {
@@ -378,7 +379,7 @@ impl Service {
         }
     }
 
-    /// Everything is in memory, and the process cannot be let go of: that is logged once for each reason.
+    /// Records that everything is in memory, but the process cannot be detached from yet. Logs each reason once.
     fn waits_to_let_go(&self, error: &InjectError) {
         let why = format!(
             "all of its memory is back, and it cannot be let go of yet: {error}; it is tried again until it can"
@@ -389,7 +390,7 @@ impl Service {
         }
     }
 
-    /// Nothing of the process is looked at any more.
+    /// Returns true if the process is not inspected any more.
     fn is_ending(&self) -> bool {
         self.has_process_ended.get() || self.end.get().is_some()
     }
@@ -403,7 +404,7 @@ impl Service {
         }
     }
 
-    /// Wakes the loop, which then has a turn.
+    /// Wakes the loop, so that the pager has a turn.
     fn nudge(&self) {
         if let Some(waker) = self.watcher.borrow_mut().take() {
             waker.wake();
@@ -451,7 +452,7 @@ impl Poller for Service {
     fn recheck(&self) {}
 }
 
-/// Turns what the kernel says into turns of the loop: the poller reads it.
+/// Wakes the loop when kernel messages are available; the poller reads them.
 async fn watch(on: Loop, events: OwnedFd, service: Weak<Service>) {
     loop {
         let is_there = poll_fn(|context| {
@@ -502,7 +503,7 @@ async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<Service>) {
     }
 }
 
-/// Gives it a turn now and then: time passes.
+/// Gives the pager a turn at intervals, for work that is due by time.
 async fn tick(on: Loop, service: Weak<Service>) {
     loop {
         let Some(of) = service.upgrade().filter(|service| service.end.get().is_none()) else {
@@ -526,7 +527,7 @@ async fn tick(on: Loop, service: Weak<Service>) {
     }
 }
 
-/// Looks for memory that was plugged in.
+/// Searches for hotplugged memory.
 async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Service>) {
     let mut not_yet = HashSet::new();
     loop {
@@ -535,7 +536,7 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
         if service.upgrade().is_none_or(|service| is_over(&service)) {
             return;
         }
-        // Reading of mappings may wait for a thread that waits for us.
+        // Reading the mappings may wait for a thread that waits for the pager.
         let looked = on.run_blocking(move || {
             let changes = target.memories_now(&options);
             (target, changes)
@@ -566,7 +567,7 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                     };
                     match attached.as_mut().map(|attached| attached.add(memory, limit)) {
                         Some(Ok(())) => tracing::info!(memory = name, mib = place.bytes >> 20, "memory was plugged in"),
-                        // No thread could be stopped: it is frozen, say, or traced by another process.
+                        // No thread could be stopped, for example because the process is frozen or traced.
                         Some(Err(AttachError::Inject(error))) => {
                             target.forget(place);
                             if not_yet.insert(place) {

@@ -92,15 +92,15 @@ pub struct View {
     has_ended: AtomicBool,
 }
 
-/// A view to be inspected, with its request counter at the time of the call.
+/// A view to be inspected. `wanted` counts the mappings whose registration its server had requested by then.
 #[derive(Clone, Copy, Debug)]
 pub struct ToLook {
     pid: Pid,
     wanted: u64,
 }
 
-/// Mappings of a view that was inspected after it had counted its requests up to a number. Mappings made before that
-/// number was published are included.
+/// Mappings found by an inspection of a view. They include all those whose registration the server had requested
+/// before the inspection began.
 pub struct Looked {
     of: ToLook,
     parts: Vec<Part>,

@@ -1,4 +1,5 @@
-//! What the process is given: a few descriptors, closed in it in the end. Those of its memory's files mark it as managed.
+//! Descriptors that the process is given, and that are closed when it is detached from. Those of its memory's files
+//! mark the memory as managed.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
@@ -15,7 +16,7 @@ use crate::state::State;
 use crate::target::{Memory, marks};
 use crate::userfaultfd;
 
-/// Descriptors in the process, by their numbers there.
+/// Descriptor numbers in the process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Given {
     pub(super) pages: i32,
@@ -27,8 +28,8 @@ pub(super) struct Given {
 }
 
 impl Given {
-    /// They, and those by which memory is marked, in the order in which they are to be closed: without the userfaultfd nothing
-    /// is managed any more, and without the state nobody would look for the rest.
+    /// Returns these descriptors and the marks, in the order in which they are to be closed. Without the userfaultfd
+    /// nothing is managed any more, and without the state a successor would not look for the others.
     pub(super) fn all(self, pid: Pid) -> Vec<i32> {
         let mut all = vec![self.userfaultfd];
         all.extend(marks(pid).unwrap_or_default());
@@ -38,7 +39,7 @@ impl Given {
     }
 }
 
-/// By which descriptors the process holds which files marked.
+/// Returns the marked files of the process: each with the number of its descriptor, the device and the inode.
 pub(super) fn marked_files(pid: Pid) -> Vec<(i32, (u64, u64))> {
     let file_of = |number: i32| {
         let found = std::fs::metadata(format!("/proc/{}/fd/{number}", pid.as_raw_pid())).ok()?;
@@ -47,7 +48,7 @@ pub(super) fn marked_files(pid: Pid) -> Vec<(i32, (u64, u64))> {
     marks(pid).unwrap_or_default().into_iter().filter_map(file_of).collect()
 }
 
-/// The files of memory, each once, that are not among `marked`.
+/// Returns each file of `memories` once, except those in `marked`.
 pub(super) fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<BorrowedFd<'a>> {
     let mut marked = marked.to_vec();
     let mut files = Vec::new();
@@ -61,8 +62,9 @@ pub(super) fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<
     files
 }
 
-/// Has process `pid`, whose thread this is, hold these files, marks them as managed, and claims their page faults. They
-/// are locked only once they are there: a kill while they are on their way would leave locks whose owner cannot be found.
+/// Makes process `pid`, to which the thread belongs, hold these files, marks them as managed, and claims their page
+/// faults. The files are locked only once the descriptors are in the process: a kill while they are in transit would
+/// leave locks without a known owner.
 pub(super) fn hand_marks(
     thread: &mut StoppedThread,
     pid: Pid,
@@ -78,8 +80,8 @@ pub(super) fn hand_marks(
     Ok(marked)
 }
 
-/// Marks one file, and claims its page faults. A kill in between leaves the mark, by which a successor finds the descriptor and
-/// closes it; a claim without a mark would not be found.
+/// Marks one file, and claims its page faults. A kill in between leaves the mark, by which a successor finds the
+/// descriptor and closes it; a claim without a mark would not be found.
 fn mark(pid: Pid, file: BorrowedFd<'_>) -> Result<(), AttachError> {
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
     if !mark_managed(file).map_err(failed("mark its memory as managed"))? {
@@ -91,8 +93,9 @@ fn mark(pid: Pid, file: BorrowedFd<'_>) -> Result<(), AttachError> {
     Ok(())
 }
 
-/// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
-/// marked first. The userfaultfd is closed in the process if a ring can hold it there, with `ring` for memory.
+/// Hands the descriptors over to the process, and makes a userfaultfd there with the last one, which is
+/// /dev/userfaultfd. The process's memory, which is in `files`, is marked first. If a ring with the memory `ring` can
+/// hold the userfaultfd, its descriptor in the process is closed.
 pub(super) fn hand_over(
     pid: Pid,
     descriptors: &[OwnedFd; 3],
@@ -105,7 +108,7 @@ pub(super) fn hand_over(
         let [pages, compressed, device] = numbers[..] else {
             unreachable!("as many as were given");
         };
-        // From here on no server of its disks begins to use it without us.
+        // From here on no disk server uses the memory before the pager has registered it.
         if let Err(error) = hand_marks(thread, pid, files)? {
             for number in numbers.into_iter().rev() {
                 thread.close(number)?;
@@ -150,7 +153,7 @@ pub(super) fn hand_over(
     }
 }
 
-/// Has the process hold its userfaultfd by a ring alone. Where that cannot be done, which the log has, the process keeps the
+/// Moves the process's userfaultfd into a ring. If that is not possible, logs the reason, and the process keeps the
 /// descriptor.
 fn lock_up(
     thread: &mut StoppedThread,
@@ -178,11 +181,11 @@ fn lock_up(
         Err(error) => {
             thread.close(memory)?;
             warn_unlocked(pid, &error);
-            // Other errors than that of the call are of the thread.
+            // All errors but that of the system call itself concern the thread.
             return if error.errno().is_some() { Ok(()) } else { Err(error) };
         }
     };
-    // A successor that finds no more than this closes the ring.
+    // A successor that finds only this number closes the ring.
     state.set_ring_number(Some(made.number as u32));
     let locked = thread.take_descriptor(made.number).map_err(|error| error.to_string());
     let locked =
@@ -220,7 +223,7 @@ pub(super) fn close(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> 
     closed.map(|((), stood_still)| stood_still)
 }
 
-/// What was handed over is taken back, for that error.
+/// Closes the descriptors that were handed over, and returns `error`.
 pub(super) fn undo(pid: Pid, given: Given, error: AttachError) -> AttachError {
     if let Err(left) = close(pid, &given.all(pid)) {
         tracing::warn!("descriptors that the process does not need stay open in it: {left}");

@@ -1,4 +1,4 @@
-//! What a pager that went away has left in the process.
+//! Data that an earlier pager has left in the process.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -16,7 +16,7 @@ use crate::state::State;
 use crate::target::{LeftState, Target};
 use crate::userfaultfd::{self, Userfaultfd};
 
-/// What a pager that went away has left.
+/// Data that an earlier pager has left.
 pub(super) enum Left {
     Nothing,
     Managed {
@@ -25,7 +25,7 @@ pub(super) enum Left {
         userfaultfd: Userfaultfd,
         given: Given,
     },
-    /// It had not begun to manage anything. These are to be closed.
+    /// The earlier pager had not registered any memory. These descriptors are to be closed.
     Unused(Vec<i32>, State),
 }
 
@@ -40,7 +40,7 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
         rings.chain(left.compressed).chain([left.pages])
     };
     let Some(userfaultfd) = state.userfaultfd_number() else {
-        // It may have been killed between making one and noting its number.
+        // The earlier pager may have been killed between making a userfaultfd and recording its number.
         let ring = state.ring_number().and_then(|number| i32::try_from(number).ok());
         let ring = ring.filter(|number| link_of(*number).is_ok_and(|is| is.as_os_str() == RING_LINK));
         let numbers = left.unnoted.iter().copied().chain(ring).chain(numbers());
@@ -57,11 +57,11 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
     };
     let is_there = found.as_ref().is_ok_and(|is| is.as_os_str() == link);
     if !is_there && is_all_back(&state) {
-        // Nothing else tells them from pages that were never touched.
+        // Only the entries distinguish lost pages from untouched ones, so they must not be discarded.
         if let pages @ 1.. = state.lost_pages() {
             return Err(AttachError::Lost { pid, pages });
         }
-        // That pager was killed as it let go.
+        // The earlier pager was killed while it detached.
         return Ok(Left::Unused(numbers().collect(), state));
     }
     if found.is_ok() && !is_there {
@@ -95,7 +95,7 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
     })
 }
 
-/// Whether nothing is stored that is not in memory.
+/// Returns true if all stored pages are in memory too.
 pub(super) fn is_all_back(state: &State) -> bool {
     let regions = state.regions();
     let regions = regions.iter().filter(|region| !region.is_gone());
@@ -107,8 +107,8 @@ pub(super) fn is_all_back(state: &State) -> bool {
     })
 }
 
-/// Opens memory that the process holds for us. Its own it cannot be: only who may write to the state decides what is in
-/// the process's memory.
+/// Opens memory of the pager through a descriptor in the process. Memory of another user is refused, because its
+/// content decides what is put into the process's memory.
 pub(super) fn left_memory(target: &Target, number: i32, what: &'static str) -> Result<SharedMemory, AttachError> {
     let pid = target.pid();
     let file = File::from(take(target, number, "take what a pager has left")?);

@@ -1,4 +1,4 @@
-//! Detaching from a process: its memory is the kernel's again, and the descriptors that it was given are closed in it.
+//! Detaching from a process: its memory is unregistered, and the descriptors that it was given are closed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::userfaultfd::{Range, Userfaultfd};
 use crate::views::View;
 
 impl Attached {
-    /// Leaves the memory to the kernel. All pages must be back ([`Pager::bring_back`]), or they are lost.
+    /// Unregisters the memory. All pages must be in memory ([`Pager::bring_back`]), or they are lost.
     pub(super) fn unregister(&self) {
         unregister_all(self.pager.guest().userfaultfd(), &self.ranges());
     }
@@ -24,31 +24,33 @@ impl Attached {
         regions.map(range).collect()
     }
 
-    /// Leaves the process as it was: for how long a thread of it stood still at most; nothing if a descriptor could not be
-    /// closed in it, which the log has. All pages must be back. `limit` is for stopping that thread.
+    /// Detaches from the process. Returns the maximum time that a thread of it was stopped, or `None` if a descriptor
+    /// could not be closed, which is logged. All pages must be in memory. `limit` is the maximum time for stopping
+    /// the thread.
     ///
     /// # Errors
-    /// No thread of the process can be stopped now (it is frozen, or traced by another process): nothing has changed.
+    /// If no thread of the process can be stopped now, because it is frozen or another process traces it. Nothing has
+    /// changed then.
     pub fn let_go(&self, limit: Duration) -> Result<Option<Duration>, InjectError> {
         let mut numbers = self.given.all(self.pid);
         let lost = self.state.lost_pages();
         if lost > 0 {
             numbers.retain(|number| *number != self.given.pages);
         }
-        // Only once a thread is there that can close the descriptors: those that mark the memory would otherwise have servers
-        // of its disks wait for a pager. If this process is killed between the two, a successor finds the userfaultfd and
-        // manages the memory again, or finds none and nothing stored, and closes the rest.
+        // The memory is unregistered only once a stopped thread can close the descriptors. Otherwise the marks would
+        // make disk servers wait for a pager. After a kill between the two steps, a successor finds the userfaultfd
+        // and manages the memory again, or finds none and nothing stored, and closes the rest.
         //
-        // Servers first: after a kill their descriptors stay open and do nothing. Registered memory of a server would have it
-        // wait for a pager that is not started, since the process was detached from.
+        // Servers come first: after a kill their descriptors stay open and do nothing. If a server's memory stayed
+        // registered, it would wait for a pager that is never started, because the process was detached from.
         let (userfaultfd, ranges) = (self.pager.guest().userfaultfd(), self.ranges());
         let has_begun = AtomicBool::new(false);
         let views = self.pager.guest().views();
         let let_go = views.with(|servers| {
             with_stopped_thread(self.pid, limit, |thread| {
                 has_begun.store(true, Ordering::Relaxed);
-                // There is no second try, and on a busy host a thread waits for a processor for longer than it may take to
-                // stop.
+                // There is no second attempt, and on a busy host a thread can wait for a processor longer than the
+                // limit for stopping it.
                 thread.allow(INJECT_LIMIT);
                 servers.iter().for_each(View::unregister);
                 unregister_all(userfaultfd, &ranges);
@@ -72,7 +74,7 @@ impl Attached {
             );
         }
         if stood_still.is_some() {
-            // Not before: a successor would go on with it.
+            // Wiped only now: until here a successor would need the key.
             self.state.wipe_key();
         }
         Ok(stood_still)
@@ -81,7 +83,8 @@ impl Attached {
 
 fn unregister_all(userfaultfd: &Userfaultfd, ranges: &[Range]) {
     for range in ranges {
-        // While the process gives memory up, pages cannot be unprotected (EAGAIN). The kernel does that with the registration, too.
+        // While the process gives memory up, pages cannot be unprotected (EAGAIN). Unregistering unprotects them,
+        // too.
         let unprotected = userfaultfd.unprotect(*range);
         let unregistered = userfaultfd.unregister(*range);
         if let Err(error) = unregistered.and_then(|()| match unprotected {

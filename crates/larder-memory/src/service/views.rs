@@ -1,8 +1,8 @@
-//! Looking for servers of disks that have the memory mapped, too: when one asks for it, and now and then.
+//! Search for disk servers that have the memory mapped too: on request, and at intervals.
 //!
-//! One that is started while the memory is managed waits until it is served ([`larder_export::view`]). It touches the
-//! memory's file, which we are told of; where it may not, it is found because the one before it has ended, or by the
-//! look that is made now and then.
+//! A server that is started while the memory is managed waits until it is registered ([`larder_export::view`]). It
+//! touches the memory's file, and inotify reports that. Where the server is not permitted to, it is found after its
+//! predecessor has ended, or by the search at intervals.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -21,14 +21,15 @@ use crate::guest::Files;
 use crate::target::{Obstacle, others_of};
 use crate::views::{Looked, View, Views};
 
-/// How often all processes are looked at though nothing asks for it.
+/// Interval of the search through all processes without a request.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
-/// After one has ended its successor is looked for: so often at first and at last, for so long.
+/// After a server has ended, its successor is searched for: the first interval, the maximum interval, and the
+/// duration.
 const HUNT_MIN: Duration = Duration::from_millis(50);
 const HUNT_MAX: Duration = Duration::from_secs(2);
 const HUNT_FOR: Duration = Duration::from_secs(60);
 
-/// That views are to be looked at.
+/// Requests for inspections of the views.
 #[derive(Default)]
 pub(super) struct Wish {
     asked: Cell<bool>,
@@ -37,14 +38,14 @@ pub(super) struct Wish {
 }
 
 impl Wish {
-    /// One is there that could not be served: it is looked for again.
+    /// Requests a search for a server that could not be registered.
     pub(super) fn hunt(&self) {
         self.ended.set(true);
         self.asked.set(true);
         self.raised.raise();
     }
 
-    /// Looks whether one has ended, or asks to be looked at.
+    /// Requests an inspection if a view has ended, or waits to be inspected.
     pub(super) fn look_at(&self, views: &Views) {
         if views.is_empty() {
             return;
@@ -59,11 +60,11 @@ impl Wish {
     }
 }
 
-/// Tells when the memory's files are touched.
+/// Notifier that reports when the memory's files are touched (inotify).
 pub(super) struct Bell(Option<OwnedFd>);
 
 impl Bell {
-    /// Of these files.
+    /// Makes a notifier for these files.
     pub(super) fn new(files: &Files) -> Self {
         let made = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK);
         let watched = made.map_err(std::io::Error::from).and_then(|bell| {
@@ -89,7 +90,7 @@ impl Bell {
     }
 }
 
-/// Looks for them as long as the service lives.
+/// Searches for servers as long as the service runs.
 pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
     let mut told = HashSet::new();
     let mut hunt: Option<(Instant, Duration)> = None;
@@ -130,7 +131,8 @@ pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
     }
 }
 
-/// Looks at those that ask for it, and, if so wanted, at all processes; who has the memory mapped and is not served.
+/// Inspects the views that request it, and all processes if `all_processes` is set. Returns the processes that have
+/// the memory mapped and cannot be registered.
 pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) -> Vec<(Pid, Obstacle)> {
     let asked = service.attached.borrow().as_ref().map(|attached| {
         let views = attached.pager.guest().views();
@@ -140,7 +142,7 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
     let Some((pid, regions, to_look, known)) = asked else {
         return Vec::new();
     };
-    // None of it may keep faults waiting, or wait for a thread that waits for us.
+    // None of this may delay faults, or wait for a thread that waits for the pager.
     let looked = on.run_blocking(move || {
         let looked: Vec<Looked> = to_look
             .into_iter()
@@ -172,7 +174,7 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
     };
     let mut attached = service.attached.borrow_mut();
     let Some(attached) = attached.as_mut().filter(|_| !service.is_ending()) else {
-        // It was detached from meanwhile, or has ended.
+        // Meanwhile the process was detached from, or has ended.
         begun.into_iter().flatten().for_each(|(view, _)| view.let_go());
         return Vec::new();
     };
@@ -185,7 +187,7 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
         });
         if let Err(error) = added {
             is_complete = false;
-            // It waits on, and is found again.
+            // The server still waits, and is found again.
             tracing::warn!("a server of the VM's disks is not served, and its requests wait: {error}");
         }
     }
