@@ -1,19 +1,21 @@
-//! A process whose memory is to be managed: which memory that is, and everything that is in the way.
+//! Inspection of a process whose memory is to be managed: finds that memory, and all obstacles to managing it.
 //!
-//! This only looks. Nothing in the process changes, nothing of it is stopped, and of its files only those are opened
-//! that are its memory. So an obstacle is told before anything has happened, and all that can be found are told at once.
+//! The inspection is read-only. It changes nothing in the process, stops no thread of it, and opens only the files of
+//! its memory. So obstacles are reported before anything has happened, and all that can be found are reported
+//! together.
 //!
-//! Memory is what the process has mapped shared and writable of a memfd or of a file in tmpfs, of at least
-//! [`Options::bytes_min`]; Larder's own (memfds named `larder-...`) is not.
+//! Managed memory consists of the shared, writable mappings of memfds and of files in tmpfs, from
+//! [`Options::bytes_min`] on. Larder's own memfds, named `larder-...`, are excluded.
 //!
-//! # What it relies on, and how it fails
-//! - All is read from /proc (proc(5)), under a PID that may be given to another process at any time: the process is held
-//!   by a pidfd, and what was read counts only if it has not ended by then.
-//! - Descriptors, mappings, threads and other processes come and go meanwhile. What is gone is left out; what comes
-//!   later is not seen: the examination tells how things were, not how they will stay. A device that is added later
-//!   (VFIO) is found by another one.
-//! - Page tables are not walked, as `smaps` does, because that keeps the process from changing its mappings: so a
-//!   userfaultfd that was handed to another process is not seen here, but when memory is registered with ours (`EBUSY`).
+//! # Assumptions and failures
+//! - Everything is read from /proc (proc(5)) under a PID that may be reused at any time. A pidfd identifies the
+//!   process, and the results count only if it has not ended by the end of the inspection.
+//! - Descriptors, mappings, threads and other processes may change meanwhile. Those that have disappeared are
+//!   skipped; later ones are not seen. The result describes the past, not the future. A device that is added later
+//!   (VFIO) is found by another inspection.
+//! - Page tables are not walked, as `smaps` does, because that blocks changes of the process's mappings. So a
+//!   userfaultfd that was passed to another process is not found here, but fails the registration of the memory
+//!   (`EBUSY`).
 
 mod descriptors;
 mod error;
@@ -45,7 +47,7 @@ use files::Opened;
 use maps::Mapping;
 use process::{Process, failed};
 
-/// Reads `bytes` as a table of mappings and as one of sockets, for fuzzing.
+/// Parses `bytes` as a table of mappings and as a table of sockets, for fuzzing.
 #[doc(hidden)]
 pub fn read_tables(bytes: &[u8]) {
     for mapping in maps::parse(bytes) {
@@ -58,26 +60,26 @@ pub fn read_tables(bytes: &[u8]) {
     }
 }
 
-/// Private memory of less is nothing to speak of beside shared memory: malloc(3)'s arenas have up to 64 MiB.
+/// Private memory below this size is ignored if there is shared memory: the arenas of malloc(3) have up to 64 MiB.
 const PRIVATE_BYTES_MIN: u64 = 128 << 20;
 
-/// What to look for.
+/// Options of an inspection.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Smaller memory is left alone, in bytes: 16 MiB unless told otherwise.
+    /// Minimum size of memory to manage, in bytes; 16 MiB by default.
     pub bytes_min: u64,
-    /// Finds the files of a process's shared memory that are guest RAM. `None` means unknown, and takes all of them for RAM;
-    /// the default.
+    /// Finds the files of a process's shared memory that are guest RAM. `None` means unknown, and all of them count
+    /// as RAM; this is the default.
     pub ram_of: fn(Pid) -> Option<RamFiles>,
 }
 
-/// The files that are guest RAM, among all that a process has mapped shared.
+/// Files that are guest RAM, among all shared mappings of a process.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct RamFiles {
-    /// Device and inode of those that are, whether they have a path or not.
+    /// Device and inode of files that are known to be RAM, with or without a path.
     pub named: Vec<(u64, u64)>,
-    /// The name of RAM's memfds, if other files without a path come from another process; `None` takes all files without a
-    /// path for RAM. Any program can map a file that has one.
+    /// Name of the memfds that are RAM, if other files without a path come from another process. `None` takes all
+    /// files without a path for RAM. A file with a path can be mapped by any program.
     pub memfd: Option<&'static str>,
 }
 
@@ -99,23 +101,23 @@ impl Default for Options {
     }
 }
 
-/// Where memory is. In bytes, all of them whole pages.
+/// Location of memory, in bytes, as multiples of the page size.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Place {
-    /// Where the process has it.
+    /// Address in the process.
     pub address: u64,
-    /// Where it begins in its file.
+    /// Offset in the file.
     pub offset: u64,
-    /// How much.
+    /// Length.
     pub bytes: u64,
-    /// The device of the file's file system, as of fstat(2).
+    /// Device number of the file's file system, as in fstat(2).
     pub device: u64,
-    /// The file's number there.
+    /// Inode number of the file.
     pub inode: u64,
 }
 
 impl Place {
-    /// Where a region is.
+    /// Returns the location of a region.
     pub fn of(region: &Region) -> Self {
         Self {
             address: region.address,
@@ -130,84 +132,84 @@ impl Place {
 /// Memory of the process.
 #[derive(Debug)]
 pub struct Memory {
-    /// Where.
+    /// Location of the memory.
     pub place: Place,
-    /// For messages: that of the memfd, or the path of the file.
+    /// Name of the memfd or path of the file, for messages.
     pub name: String,
-    /// Opened by us, for reading and writing.
+    /// The file, opened by this process for reading and writing.
     pub file: File,
 }
 
-/// Descriptors by which the process holds its memory marked as managed ([`larder_export::view`]).
+/// Returns the descriptors with which the process holds its memory marked as managed ([`larder_export::view`]).
 ///
 /// # Errors
-/// It has ended, or may not be looked at.
+/// If the process has ended, or cannot be inspected.
 pub fn marks(pid: Pid) -> std::io::Result<Vec<i32>> {
     Ok(Descriptors::read(pid)?.marks())
 }
 
-/// Descriptors that the process holds of a pager that went away.
+/// Descriptors of an earlier pager that the process holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LeftState {
-    /// The number of [`crate::state::PAGES_NAME`].
+    /// Number of the descriptor of [`crate::state::PAGES_NAME`].
     pub pages: i32,
-    /// The number of [`crate::state::COMPRESSED_NAME`].
+    /// Number of the descriptor of [`crate::state::COMPRESSED_NAME`].
     pub compressed: Option<i32>,
-    /// The numbers of userfaultfds that can be of a pager.
+    /// Numbers of userfaultfds that a pager may have made.
     pub unnoted: Vec<i32>,
-    /// The numbers of [`crate::locked_ring::RING_NAME`].
+    /// Numbers of the descriptors of [`crate::locked_ring::RING_NAME`].
     pub ring_memories: Vec<i32>,
 }
 
-/// A server of Larder's, which has memory of the process mapped, too.
+/// A disk server of Larder that has memory of the process mapped too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Viewer {
-    /// Its process.
+    /// PID of the server.
     pub pid: Pid,
-    /// The number there of what it says of itself ([`larder_export::view`]).
+    /// Number of the server's descriptor of its view memory ([`larder_export::view`]).
     pub descriptor: i32,
 }
 
-/// What has become of the memory since it was last looked at.
+/// Changes of the memory since the last inspection.
 #[derive(Default, Debug)]
 pub struct Changes {
-    /// Memory that is new, in rising order of addresses.
+    /// New memory, in rising order of addresses.
     pub new: Vec<Memory>,
-    /// Where there was memory that is not there any more, or not as it was; refused memory included.
+    /// Memory that was unmapped or changed, refused memory included.
     pub gone: Vec<Place>,
-    /// Why memory that is new cannot be managed. Each is told once.
+    /// Reasons why new memory cannot be managed. Each is reported once.
     pub refused: Vec<Obstacle>,
-    /// What to know about it.
+    /// Warnings about the new memory.
     pub cautions: Vec<String>,
 }
 
 /// A process that can be attached to.
 #[derive(Debug)]
 pub struct Target {
-    /// What it calls itself, for messages.
+    /// Name of the process, for messages.
     pub name: String,
-    /// Its memory, in rising order of addresses. Never empty at first.
+    /// Memory of the process, in rising order of addresses. Never empty at first.
     pub memories: Vec<Memory>,
-    /// Whether it has files open for direct I/O, which may take long between a write-protection and the write.
+    /// The process has files open for direct I/O, which may write to memory long after it was write-protected.
     pub direct_io: bool,
-    /// What a pager that went away has left.
+    /// Descriptors that an earlier pager has left.
     pub left_state: Option<LeftState>,
-    /// What to know, one sentence each. Nothing of it is in the way.
+    /// Warnings, one sentence each. None of them prevents attaching.
     pub cautions: Vec<String>,
-    /// Obstacles to a first attach. There can be any only for a process with [`Self::left_state`]: the successor of a pager
+    /// Obstacles to a first attach. Only a process with [`Self::left_state`] can have any: the successor of a pager
     /// attaches in spite of them.
     pub obstacles: Vec<Obstacle>,
-    /// What was there when it was last looked at, refused memory included.
+    /// Memory found by the last inspection, refused memory included.
     seen: Vec<Place>,
     process: Process,
 }
 
 impl Target {
-    /// Looks at process `pid`.
+    /// Inspects process `pid`.
     ///
     /// # Errors
-    /// The process cannot be read, or there are obstacles: the error lists all of them. Where a pager has left its state,
-    /// only obstacles to its successor are errors ([`Self::obstacles`] has the rest).
+    /// If the process cannot be read, or if there are obstacles: the error lists all of them. If a pager has left its
+    /// state, only obstacles to its successor are errors ([`Self::obstacles`] has the others).
     pub fn examine(pid: Pid, options: &Options) -> Result<Self, TargetError> {
         let process = Process::open(pid)?;
         let mut cautions = Vec::new();
@@ -246,7 +248,7 @@ impl Target {
         obstacles.extend(others.obstacles);
 
         let left_state = descriptors.left_state();
-        // Managed memory is filled in small pages only.
+        // Managed memory is filled with small pages only, so a successor needs no check.
         if left_state.is_none() {
             obstacles.extend(kernel::large_pages_of(&opened.memories));
         }
@@ -273,18 +275,18 @@ impl Target {
         })
     }
 
-    /// Its PID.
+    /// Returns the PID.
     pub fn pid(&self) -> Pid {
         self.process.pid
     }
 
-    /// Memory that is not managed, though it was found: the next [`Self::memories_now`] has it as new again.
+    /// Forgets memory that was found but is not managed. The next [`Self::memories_now`] reports it as new again.
     pub fn forget(&mut self, place: Place) {
         self.seen.retain(|seen| *seen != place);
     }
 
-    /// How many threads do its work: QEMU's vCPUs (it names them so if it is told `-name debug-threads=on`, as libvirt does),
-    /// else all of them.
+    /// Returns the number of threads that do the process's work: QEMU's vCPUs if they have names (`-name
+    /// debug-threads=on`, which libvirt sets), else all threads.
     pub fn workers(&self) -> usize {
         let folder = format!("/proc/{}/task", self.pid().as_raw_pid());
         let threads = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -296,21 +298,21 @@ impl Target {
         }
     }
 
-    /// The process itself, whatever becomes of the number.
+    /// Returns the pidfd, which identifies the process even if its PID is reused.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.process.pidfd.as_fd()
     }
 
-    /// When it was started: clock ticks since the host was (field 22 of /proc/PID/stat).
+    /// Returns the start time of the process, in clock ticks after the host's boot (field 22 of /proc/PID/stat).
     pub fn started(&self) -> u64 {
         self.process.started
     }
 
-    /// Looks at its memory again: what is new (memory that was plugged in), what has gone. Of [`Self::memories`] nothing
-    /// is changed. Costs one read of the process's mappings, and of those of all others if there is anything new.
+    /// Inspects the memory again, and returns the memory that was hotplugged or unmapped. Does not change
+    /// [`Self::memories`]. Reads the process's mappings, and those of all other processes if there is new memory.
     ///
     /// # Errors
-    /// The process has ended, or can no longer be looked at.
+    /// If the process has ended, or cannot be inspected any more.
     pub fn memories_now(&mut self, options: &Options) -> Result<Changes, TargetError> {
         let pid = self.pid();
         let mappings = read_maps(pid)?;
@@ -327,7 +329,7 @@ impl Target {
             let ram = ram_of(pid, options, &descriptors);
             let opened = Opened::of(pid, &new, &mappings, &descriptors, ram.as_ref());
             changes.new = opened.memories;
-            // What may have gone is looked for again at the next look, if it is there then.
+            // A mapping that may have disappeared is inspected again the next time, if it is there then.
             let (gone, refused): (Vec<_>, Vec<_>) = opened.refused.into_iter().partition(Obstacle::may_have_gone);
             seen.retain(|place| !gone.iter().any(|why| why.place() == Some(*place)));
             changes.refused = refused;
@@ -345,8 +347,8 @@ impl Target {
     }
 }
 
-/// Who has any of these regions of process `pid` mapped, apart from that: servers of Larder's, and others, whose faults go
-/// unseen. Costs one read of the mappings of all processes.
+/// Finds the other processes that have any of these regions of process `pid` mapped: servers of Larder, and processes
+/// whose faults are not reported. Reads the mappings of all processes.
 pub fn others_of(pid: Pid, regions: &[Region]) -> Others {
     let regions = regions.iter().filter(|region| !region.is_gone());
     let places: Vec<(Place, &str)> = regions.map(|region| (Place::of(region), "guest memory")).collect();
@@ -358,10 +360,10 @@ pub(crate) fn large_pages(memories: &[Memory]) -> Vec<Obstacle> {
     kernel::large_pages_of(memories)
 }
 
-/// Where process `pid` has any of `region`'s file mapped, shared, that is of the region.
+/// Returns the shared mappings in process `pid` of any part of `region`'s file that belongs to the region.
 ///
 /// # Errors
-/// It has ended, or may not be looked at.
+/// If the process has ended, or cannot be inspected.
 pub fn mapped_by(pid: Pid, region: &Region) -> std::io::Result<Vec<Place>> {
     let place = Place::of(region);
     let found = maps::read(pid)?;
@@ -381,7 +383,7 @@ fn places_of(memories: &[Memory]) -> Vec<(Place, &str)> {
 
 fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {
     let mappings = maps::read(pid).map_err(|error| failed(pid, "read what it has mapped", error))?;
-    // It gives up its memory before it is gone.
+    // An exiting process frees its memory before its PID disappears.
     if mappings.is_empty() {
         return Err(TargetError::Ended { pid });
     }
@@ -392,7 +394,8 @@ fn read_descriptors(pid: Pid) -> Result<Descriptors, TargetError> {
     Descriptors::read(pid).map_err(|error| failed(pid, "read what it has open", error))
 }
 
-/// The files that are RAM, and those that a pager has marked as managed: a successor must have all that is evicted.
+/// Returns the files that are RAM, and those that a pager has marked as managed: a successor needs all that has
+/// evicted pages.
 fn ram_of(pid: Pid, options: &Options, descriptors: &Descriptors) -> Option<RamFiles> {
     let mut ram = (options.ram_of)(pid)?;
     let marks = descriptors.marks().into_iter();
@@ -401,7 +404,7 @@ fn ram_of(pid: Pid, options: &Options, descriptors: &Descriptors) -> Option<RamF
     Some(ram)
 }
 
-/// The mappings that can be memory to manage, as far as can be told without a look at their files.
+/// Returns the mappings that may be memory to manage, before their files are inspected.
 fn wanted<'a>(mappings: &'a [Mapping], options: &Options) -> Vec<&'a Mapping> {
     let is_wanted = |mapping: &&Mapping| {
         mapping.is_shared()
@@ -431,7 +434,7 @@ fn left_alone(obstacle: &Obstacle) -> String {
     format!("left alone: {obstacle}")
 }
 
-/// Bytes that another process has chosen, so that a terminal and a log show them on one line.
+/// Makes bytes that another process has chosen printable on one line of a terminal or log.
 fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     text.chars()

@@ -1,4 +1,4 @@
-//! What a process has open (`/proc/PID/fd`, `/proc/PID/fdinfo`, proc(5)).
+//! Open descriptors of a process (`/proc/PID/fd`, `/proc/PID/fdinfo`, proc(5)).
 
 use std::fs;
 use std::io;
@@ -14,15 +14,15 @@ use crate::locked_ring::{RING_LINK, RING_NAME};
 use crate::state::{COMPRESSED_NAME, PAGES_NAME};
 use crate::userfaultfd;
 
-/// One open descriptor.
+/// An open descriptor.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     pub(super) number: i32,
-    /// What it is of: a path, or the kernel's word for what has none. Any bytes.
+    /// Target of the /proc link: a path, or the kernel's name of a file without one. Any bytes.
     pub(super) path: Vec<u8>,
 }
 
-/// Those of one process, by their numbers.
+/// Descriptors of one process, by number.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     pid: Pid,
@@ -30,10 +30,10 @@ pub(super) struct Descriptors {
 }
 
 impl Descriptors {
-    /// Those of `pid`. One that is closed meanwhile is left out.
+    /// Reads the descriptors of `pid`. Those that are closed meanwhile are skipped.
     ///
     /// # Errors
-    /// Of opening the directory: `EACCES` without the right to, `ENOENT` if the process has ended.
+    /// Errors of opening the directory: `EACCES` without permission, `ENOENT` if the process has ended.
     pub(super) fn read(pid: Pid) -> io::Result<Self> {
         let entries = fs::read_dir(format!("/proc/{pid}/fd"))?;
         let mut all: Vec<Descriptor> = entries
@@ -53,7 +53,7 @@ impl Descriptors {
         Some(String::from_utf8_lossy(&text).into_owned())
     }
 
-    /// Whether a file is open for direct I/O, of which the device reads and writes the memory itself.
+    /// Returns true if a file is open for direct I/O, in which the device accesses memory itself.
     pub(super) fn direct_io(&self) -> bool {
         let files = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
         files
@@ -66,7 +66,7 @@ impl Descriptors {
         found.map(|descriptor| descriptor.number)
     }
 
-    /// What a pager that went away has left.
+    /// Returns the descriptors that an earlier pager has left.
     pub(super) fn left_state(&self) -> Option<LeftState> {
         let memfd = |name: &str| self.first(|path| path == format!("/memfd:{name} (deleted)").as_bytes());
         Some(LeftState {
@@ -77,12 +77,12 @@ impl Descriptors {
         })
     }
 
-    /// What a server of Larder's says of its use of guest memory.
+    /// Returns the descriptor of the view memory, if the process is a disk server of Larder.
     pub(super) fn view(&self) -> Option<i32> {
         self.first(|path| path == format!("/memfd:{VIEW_NAME} (deleted)").as_bytes())
     }
 
-    /// By which memory is marked as managed.
+    /// Returns the descriptors that mark memory as managed.
     pub(super) fn marks(&self) -> Vec<i32> {
         let is_mark = |number: &i32| self.info(*number).is_some_and(|info| has_mark(&info));
         let numbers = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
@@ -102,19 +102,21 @@ impl Descriptors {
         self.all.iter().filter(is_one).map(|descriptor| descriptor.number)
     }
 
-    /// Whether there is a userfaultfd, or what a pager's ring has: a pager manages the memory, or has begun to.
+    /// Returns true if there is a userfaultfd, or the memory of a pager's ring: a pager manages the memory, or has
+    /// started to.
     pub(super) fn has_userfaultfd(&self) -> bool {
         self.userfaultfds().next().is_some() || self.ring_memories().next().is_some()
     }
 
-    /// Whether a userfaultfd can be of a pager: it agreed on what that needs, or was not asked yet.
+    /// Returns true if a pager may have made the userfaultfd: it has exactly the features that a pager enables, or
+    /// none yet.
     fn is_ours(&self, number: i32) -> bool {
         self.info(number).as_deref().and_then(agreed).is_some_and(|features| {
             features == 0 || features & !(userfaultfd::feature::POISON | INITIALIZED) == userfaultfd::NEEDED_ALL
         })
     }
 
-    /// What is open that is in the way.
+    /// Returns the descriptors that are obstacles.
     pub(super) fn obstacles(&self, cautions: &mut Vec<String>) -> Vec<Obstacle> {
         let mut found = Vec::new();
         for Descriptor { number, path } in &self.all {
@@ -151,9 +153,10 @@ impl Descriptors {
         found
     }
 
-    /// None if it is closed, or the kernel does not tell.
+    /// Returns the number of registered buffers of a ring, or `None` if it is closed or the kernel does not report
+    /// it.
     fn registered_buffers(&self, number: i32) -> Option<u64> {
-        // The kernel leaves the line out while the ring is in use.
+        // The kernel omits the line while the ring is in use.
         for _ in 0..50 {
             if let Some(count) = user_buffers(&self.info(number)?) {
                 return Some(count);
@@ -164,23 +167,23 @@ impl Descriptors {
     }
 }
 
-/// The kernel's own mark of a userfaultfd that was agreed on (`UFFD_FEATURE_INITIALIZED`).
+/// Flag of the kernel for an initialized userfaultfd (`UFFD_FEATURE_INITIALIZED`).
 const INITIALIZED: u64 = 1 << 31;
 
-/// The features that a userfaultfd was agreed on: the second number of the line `API`, all in hexadecimal digits.
+/// Returns the enabled features of a userfaultfd: the second number of the line `API`, in hexadecimal digits.
 fn agreed(info: &str) -> Option<u64> {
     let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
     u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()
 }
 
-/// Open flags, as of open(2), in octal digits.
+/// Returns the open flags, as of open(2), written in octal digits.
 fn flags(info: &str) -> Option<u32> {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
     u32::from_str_radix(flags.trim(), 8).ok()
 }
 
-/// Whether the open file holds the lock by which memory is marked: a line such as
-/// `lock:  1: OFDLCK  ADVISORY  WRITE -1 00:01:1037 5492683083379965952 5492683083379965952`.
+/// Returns true if the open file holds the lock that marks memory as managed: a line such as `lock:  1: OFDLCK
+/// ADVISORY  WRITE -1 00:01:1037 5492683083379965952 5492683083379965952`.
 fn has_mark(info: &str) -> bool {
     let locks = info.lines().filter_map(|line| line.strip_prefix("lock:"));
     let mut locks = locks.filter(|lock| lock.contains("OFDLCK"));
@@ -195,7 +198,7 @@ fn user_buffers(info: &str) -> Option<u64> {
     count.trim().parse().ok()
 }
 
-/// By which a device, or the processor, reaches memory without page faults.
+/// Returns the kind of device behind `path`, if it accesses memory without page faults.
 fn device(path: &[u8]) -> Option<Device> {
     let kinds: [(&[u8], Device); 9] = [
         (b"/dev/vfio/", Device::Vfio),
@@ -217,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_that_reach_memory_by_themselves_are_known_by_their_paths() {
+    fn dma_devices_are_recognized_by_path() {
         assert_eq!(device(b"/dev/vfio/vfio"), Some(Device::Vfio));
         assert_eq!(device(b"/dev/vfio/devices/vfio0"), Some(Device::Vfio));
         assert_eq!(device(b"anon_inode:[vfio-device]"), Some(Device::Vfio));

@@ -1,4 +1,4 @@
-//! Why the memory of a process cannot be managed, as the admin is told.
+//! Errors and obstacles of managing a process's memory, as reported to the administrator.
 
 use std::fmt;
 use std::io;
@@ -7,28 +7,28 @@ use rustix::process::Pid;
 
 use super::Place;
 
-/// Why a process was not examined, or not accepted.
+/// Error of inspecting a process, or refusal of it.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// There is none.
+    /// There is no such process.
     #[error("there is no process {pid}: is the PID of another namespace (a container's), or has it ended?")]
     NoSuchProcess {
-        /// As asked for.
+        /// The PID, as given.
         pid: Pid,
     },
-    /// It has ended, or is about to.
+    /// The process has ended, or is exiting.
     #[error("process {pid} has ended")]
     Ended {
         /// The process.
         pid: Pid,
     },
-    /// It has no memory of its own.
+    /// The process is a kernel thread, which has no memory of its own.
     #[error("process {pid} is a thread of the kernel, which has no memory of its own: give the PID of the VM's QEMU")]
     KernelThread {
-        /// As asked for.
+        /// The PID, as given.
         pid: Pid,
     },
-    /// The kernel does not let us look.
+    /// The kernel denies access to the process.
     #[error(
         "process {pid}: no right to {tried}: be root, or have CAP_SYS_PTRACE, or be the same user as a process that \
         may be dumped"
@@ -36,32 +36,32 @@ pub enum TargetError {
     NoRights {
         /// The process.
         pid: Pid,
-        /// What was tried.
+        /// The step that was denied.
         tried: &'static str,
     },
-    /// Something that the kernel tells of the process could not be read.
+    /// A file of the process in /proc could not be read.
     #[error("process {pid}: could not {tried}: {error}")]
     Unreadable {
         /// The process.
         pid: Pid,
-        /// What was tried.
+        /// The step that failed.
         tried: &'static str,
-        /// Why it failed.
+        /// The error.
         error: io::Error,
     },
-    /// Its memory cannot be managed as it is: all that is in the way.
+    /// The memory cannot be managed in its present form. Lists all obstacles.
     #[error("process {pid} ({name}): its memory cannot be managed:{}", Listed(.obstacles))]
     Obstacles {
         /// The process.
         pid: Pid,
-        /// What it calls itself.
+        /// The name of the process.
         name: String,
-        /// Never empty.
+        /// The obstacles, at least one.
         obstacles: Vec<Obstacle>,
     },
 }
 
-/// One per line.
+/// Formats the obstacles, one per line.
 struct Listed<'a>(&'a [Obstacle]);
 
 impl fmt::Display for Listed<'_> {
@@ -70,242 +70,242 @@ impl fmt::Display for Listed<'_> {
     }
 }
 
-/// One thing that is in the way: what was found, where, and what to do.
+/// An obstacle to managing memory: what was found, where, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Obstacle {
-    /// The kernel has no userfaultfd, or not for us.
+    /// The kernel has no userfaultfd, or denies it to this process.
     #[error(
         "Linux {kernel} gives no userfaultfd: {error}: it takes a kernel built with CONFIG_USERFAULTFD, and no \
         filter of system calls (seccomp) around Larder that forbids it"
     )]
     NoUserfaultfd {
-        /// The version that runs.
+        /// The running kernel's version.
         kernel: String,
-        /// Of userfaultfd(2).
+        /// Error of userfaultfd(2).
         error: io::Error,
     },
-    /// The kernel's userfaultfd is too old.
+    /// The kernel's userfaultfd lacks features.
     #[error("the userfaultfd of Linux {kernel} lacks {missing}: it takes Linux 5.19 or later, on x86_64 or arm64")]
     KernelLacks {
-        /// The version that runs.
+        /// The running kernel's version.
         kernel: String,
-        /// The names of the features, with commas.
+        /// Names of the features, separated by commas.
         missing: String,
     },
-    /// Pages are not of 4 KiB.
+    /// The page size is not 4 KiB.
     #[error("this kernel has pages of {bytes} bytes: it takes one with pages of 4096")]
     PageSize {
-        /// Of the kernel.
+        /// The kernel's page size, in bytes.
         bytes: u64,
     },
-    /// Shared memory may come in large pages.
+    /// A setting allows huge pages in shared memory.
     #[error(
         "shared memory may be in huge pages ({path} is '{mode}'), of which no part can be taken out safely: write \
         'never' to that file, and restart the VM"
     )]
     LargePages {
-        /// Where it is set.
+        /// The file of the setting.
         path: String,
-        /// To what.
+        /// The value of the setting.
         mode: String,
     },
-    /// The file system that its memory is a file of may give it large pages.
+    /// The file system that contains the memory's file allows huge pages.
     #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be taken out safely: its tmpfs {at} is \
         mounted with huge={mode}; mount that with huge=never, and restart the VM", .place.address, Size(.place.bytes))]
     LargePagesOfMount {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// Where the file system is mounted.
+        /// Mount point of the file system.
         at: String,
-        /// As in its options.
+        /// The value of the mount option.
         mode: String,
     },
-    /// It has some.
+    /// Some of the memory is in huge pages.
     #[error("{} of its memory at {:#x} ({name}, {}) are in huge pages, of which no part can be taken out safely: restart the \
         VM, which gets none any more", Size(*.bytes), .place.address, Size(.place.bytes))]
     LargePagesInUse {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// How much.
+        /// Bytes in huge pages.
         bytes: u64,
     },
-    /// The guest has its memory for itself.
+    /// The guest's memory is private.
     #[error("its memory is private, {} at {:#x}{}: it must be shared, so start QEMU with -object \
         memory-backend-memfd,id=m,size=SIZE,share=on -machine TYPE,memory-backend=m (SIZE as of -m), or have in \
         libvirt's domain <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>",
         Size(.place.bytes), .place.address, Of(.name))]
     Private {
-        /// The largest piece.
+        /// Location of the largest private mapping.
         place: Place,
-        /// Of its file, if it has one.
+        /// Name of its file, or empty.
         name: String,
     },
-    /// Nothing is large enough.
+    /// No memory is large enough.
     #[error("it has no shared memory of {} or more in a memfd or a file of tmpfs, nor private memory that could be a \
         guest's: is this the process that runs the VM?", Size(*.bytes_min))]
     NoMemory {
-        /// What was looked for, in bytes.
+        /// Minimum size, in bytes.
         bytes_min: u64,
     },
-    /// Its file is on a disk, or persistent memory.
+    /// The memory's file is on a disk or in persistent memory.
     #[error("its memory, {} at {:#x}, is the file {name} of a file system that is not tmpfs: pages taken out of it \
         would be lost from the file, so put it into tmpfs (mem-path=/dev/shm/NAME), or use memory-backend-memfd",
         Size(.place.bytes), .place.address)]
     OnDisk {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
     },
-    /// It may be other programs' memory, too.
+    /// The memory is not known to be guest RAM, and other programs may use it.
     #[error("its memory, {} at {:#x} ({name}), is not among the guest's RAM in QEMU's command line (-machine \
         memory-backend, -numa memdev, pc-dimm, virtio-mem): other programs may map it (ivshmem), and would find zeros where \
         pages were taken out", Size(.place.bytes), .place.address)]
     NotRam {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
     },
-    /// It is of huge pages.
+    /// The memory is in hugetlbfs.
     #[error("its memory, {} at {:#x} ({name}), has huge pages of hugetlbfs, which cannot be taken out one by one: start \
         QEMU without hugetlb=on (memory-backend-memfd), mem-path on hugetlbfs, or libvirt's <hugepages/>; transparent \
         huge pages serve instead", Size(.place.bytes), .place.address)]
     HugePages {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
     },
-    /// The process can reach the same page in two ways, of which one would not be watched.
+    /// The process has mapped the same pages twice, and accesses through one mapping would not be reported.
     #[error("its memory at {:#x} ({name}, {}) is mapped a second time at {again:#x} ({rights}), where touches of it \
         would go unseen: have each part of memory mapped once", .place.address, Size(.place.bytes))]
     MappedTwice {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// The other address.
+        /// Address of the other mapping.
         again: u64,
-        /// As in `rw-s`.
+        /// Permissions of the other mapping, as in `rw-s`.
         rights: String,
     },
-    /// Another process can reach it.
+    /// Another process has the memory mapped.
     #[error("its memory at {:#x} ({name}, {}) is mapped by process {pid} ({by}) too, which would find zeros where pages \
         were taken out: end that (a vhost-user device, as virtiofsd), and have its device within QEMU",
         .place.address, Size(.place.bytes))]
     MappedByOther {
-        /// Where the target has it.
+        /// Location of the memory in the target.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
         /// The other process.
         pid: Pid,
-        /// What that calls itself.
+        /// Name of the other process.
         by: String,
     },
-    /// Its file is not to be had.
+    /// The memory's file cannot be opened.
     #[error("its memory at {:#x} ({name}, {}) cannot be opened: {error}: be root, or let Larder's user write to the \
         file", .place.address, Size(.place.bytes))]
     NotOpened {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// Of open(2).
+        /// Error of open(2).
         error: io::Error,
     },
     /// The file ends within the mapping.
     #[error("its memory at {:#x} ({name}, {}) goes past the end of its file, which has {file_bytes} bytes: let the \
         file be as long as size= says", .place.address, Size(.place.bytes))]
     PastEnd {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// Its length.
+        /// Length of the file, in bytes.
         file_bytes: u64,
     },
-    /// No page can be taken out of the memfd.
+    /// A seal forbids removing pages from the memfd.
     #[error("its memory at {:#x} ({name}, {}) is sealed with {seals}, so that nothing can be taken out of it: start the \
         process without that seal", .place.address, Size(.place.bytes))]
     Sealed {
-        /// Where.
+        /// Location of the memory.
         place: Place,
-        /// Of the file.
+        /// Name of the file.
         name: String,
-        /// The names of the seals.
+        /// Names of the seals.
         seals: &'static str,
     },
-    /// A device, or the processor, reaches memory without page faults.
+    /// A device, or the processor, accesses memory without page faults.
     #[error("descriptor {descriptor} is {path}: {device}")]
     Device {
-        /// Its number in the target.
+        /// Descriptor number in the target.
         descriptor: i32,
-        /// What it is of.
+        /// Target of the descriptor.
         path: String,
-        /// What that means.
+        /// Kind of the device.
         device: Device,
     },
-    /// io_uring writes to pages that it holds.
+    /// An io_uring has registered buffers, and writes to their pages.
     #[error(
         "descriptor {descriptor} is an io_uring with {count} registered buffers, whose pages the kernel holds and \
         writes to, also after they were taken out: have none registered (QEMU itself registers none)"
     )]
     RegisteredBuffers {
-        /// Its number in the target.
+        /// Descriptor number in the target.
         descriptor: i32,
-        /// How many.
+        /// Number of buffers.
         count: u64,
     },
-    /// Locked in memory.
+    /// Memory is locked.
     #[error("{} of it are locked in memory (VmLck): start QEMU without -overcommit mem-lock=on, or have no <locked/> in \
         libvirt's <memoryBacking>; a device that was assigned (VFIO) counts there too", Size(*.bytes))]
     Locked {
-        /// How much.
+        /// Bytes that are locked.
         bytes: u64,
     },
-    /// Held for a device or the kernel.
+    /// Memory is pinned for a device or the kernel.
     #[error("{} of it are pinned (VmPin) for a device or an io_uring, which writes to its pages also after they were \
         taken out: remove that device, or the buffers registered", Size(*.bytes))]
     Pinned {
-        /// How much.
+        /// Bytes that are pinned.
         bytes: u64,
     },
-    /// Somebody traces it.
+    /// Another process traces a thread.
     #[error("process {by_pid} ({by}) traces its thread {tid}: detach that (a debugger, strace) first")]
     Traced {
-        /// The first such thread.
+        /// The first traced thread.
         tid: Pid,
-        /// The tracer's name.
+        /// Name of the tracer.
         by: String,
-        /// The tracer.
+        /// PID of the tracer.
         by_pid: i32,
     },
-    /// Another pager.
+    /// The process has a userfaultfd of its own, or of another pager.
     #[error(
         "descriptor {descriptor} is a userfaultfd: somebody else sees to its page faults (QEMU itself in a post-copy \
         migration or a background snapshot, or another pager): wait for the end of that, or detach it"
     )]
     Userfaultfd {
-        /// Its number in the target.
+        /// Descriptor number in the target.
         descriptor: i32,
     },
 }
 
 impl Obstacle {
-    /// Whether it may be of a mapping that was there when the list of all was read, and not any more.
+    /// Returns true if the mapping may have disappeared after the list of mappings was read.
     pub(super) fn may_have_gone(&self) -> bool {
         matches!(self, Self::NotOpened { error, .. } if error.kind() == io::ErrorKind::NotFound)
     }
 
-    /// Returns whether this forbids the successor of a pager, too. All others forbid only a first attach: the successor finds
-    /// the memory managed, and the guest waits for it. Memory that cannot be opened forbids a successor only if it was managed,
-    /// which the state shows ([`crate::attach::Found::find`]).
+    /// Returns true if this obstacle concerns the successor of a pager, too. All others concern only a first attach:
+    /// the successor finds the memory managed, and the guest waits for it. Memory that cannot be opened stops a
+    /// successor only if it was managed, which the state shows ([`crate::attach::Found::find`]).
     pub(super) fn forbids_successor(&self) -> bool {
         matches!(
             self,
@@ -318,7 +318,7 @@ impl Obstacle {
         )
     }
 
-    /// The memory that this is about, if it is about one.
+    /// Returns the location of the memory that the obstacle concerns, if it concerns one.
     pub fn place(&self) -> Option<Place> {
         match self {
             Self::Private { place, .. }
@@ -337,20 +337,20 @@ impl Obstacle {
     }
 }
 
-/// What reaches memory without page faults.
+/// Device that accesses memory without page faults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Device {
-    /// A device of the host, assigned.
+    /// A device of the host that is assigned to the guest.
     Vfio,
-    /// A network or block device of the host.
+    /// A vDPA network or block device of the host.
     Vdpa,
-    /// Migration or storage over RDMA.
+    /// RDMA, for migration or storage.
     Rdma,
     /// Buffers of the host's graphics.
     Udmabuf,
-    /// Memory encrypted by AMD's processors.
+    /// Memory encrypted by AMD SEV.
     Sev,
-    /// Memory that only the guest sees.
+    /// Memory that only the guest can access.
     GuestMemfd,
 }
 
@@ -373,7 +373,7 @@ impl fmt::Display for Device {
     }
 }
 
-/// Bytes, for people: exact, in the largest unit that makes it so.
+/// Formats bytes exactly, in the largest unit that divides them.
 pub(super) struct Size(pub(super) u64);
 
 impl fmt::Display for Size {
@@ -387,7 +387,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// The file that something is of, if there is one.
+/// Formats the name of a file in brackets, or nothing if it is empty.
 struct Of<'a>(&'a str);
 
 impl fmt::Display for Of<'_> {

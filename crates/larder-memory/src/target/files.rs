@@ -1,4 +1,4 @@
-//! The files that memory is of: which kind they are, and opening them anew.
+//! Files of memory: finds their kinds, and opens them.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -13,23 +13,23 @@ use super::{Memory, Obstacle, RamFiles};
 
 /// `HUGETLBFS_MAGIC` of linux/magic.h.
 const HUGETLBFS: u32 = 0x9584_58f6;
-/// `TMPFS_MAGIC`, which memfds have too.
+/// `TMPFS_MAGIC`, which applies to memfds too.
 const TMPFS: u32 = 0x0102_1994;
 
-/// What shared mappings turned out to be.
+/// Classified shared mappings.
 #[derive(Default)]
 pub(super) struct Opened {
-    /// In rising order of addresses.
+    /// Memory that can be opened, in rising order of addresses.
     pub(super) memories: Vec<Memory>,
-    /// What is wrong with some of them, and with what would be memory but could not be opened.
+    /// Obstacles of some of these memories, and of memory that could not be opened.
     pub(super) refused: Vec<Obstacle>,
-    /// Files of other file systems, and those of which it is known that they are no RAM: no guest memory as a rule, if there
-    /// is any beside them.
+    /// Files of other file systems, and files that are known not to be RAM. They are usually no guest memory if there
+    /// is other memory.
     pub(super) left_alone: Vec<Obstacle>,
 }
 
 impl Opened {
-    /// Looks what `wanted` are, which are some of `mappings` of `pid`, and opens those that are memory.
+    /// Classifies the mappings `wanted`, which are some of `mappings` of `pid`, and opens those that are memory.
     pub(super) fn of(
         pid: Pid,
         wanted: &[&Mapping],
@@ -83,7 +83,7 @@ impl Opened {
                 return Ok(());
             }
         }
-        // Opened anew, so that the offset is our own.
+        // A new open file description has a file offset of its own.
         let again = format!("/proc/self/fd/{}", path.as_raw_fd());
         let file = File::from(rustix::fs::open(again, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?);
         let file_bytes = u64::try_from(stat.st_size).unwrap_or_default();
@@ -104,14 +104,15 @@ impl Opened {
     }
 }
 
-/// The file of `mapping`, as a path that can be asked what it is of without opening it: to open a device is to use it.
+/// Finds the file of `mapping`, as an `O_PATH` descriptor. Opening a device itself could have side effects.
 fn find(pid: Pid, mapping: &Mapping, descriptors: &Descriptors) -> Result<(OwnedFd, Stat), Errno> {
     let first = &mapping.first;
     let by_address = path(
         &format!("/proc/{pid}/map_files/{:x}-{:x}", first.start, first.end),
         mapping,
     );
-    // That takes CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN on the host; and the mapping may have been split meanwhile.
+    // Opening map_files needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN on the host, and the mapping may have been
+    // split meanwhile.
     by_address.or_else(|error| {
         let of_files = descriptors
             .all
@@ -125,11 +126,11 @@ fn find(pid: Pid, mapping: &Mapping, descriptors: &Descriptors) -> Result<(Owned
     })
 }
 
-/// What `link` leads to, if that is the file of `mapping`.
+/// Opens the target of `link`, if it is the file of `mapping`.
 fn path(link: &str, mapping: &Mapping) -> Result<(OwnedFd, Stat), Errno> {
     let path = rustix::fs::open(link, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let stat = rustix::fs::fstat(&path)?;
-    // A file system with several devices (btrfs, overlayfs) tells another one here: that is none of memory.
+    // A file system with several devices (btrfs, overlayfs) reports another device here. It is no memory.
     let is_same = stat.st_ino == mapping.inode
         && (stat.st_dev == mapping.device
             || rustix::fs::fstatfs(&path).is_ok_and(|system| ![TMPFS, HUGETLBFS].contains(&(system.f_type as u32))));
@@ -139,9 +140,9 @@ fn path(link: &str, mapping: &Mapping) -> Result<(OwnedFd, Stat), Errno> {
     Ok((path, stat))
 }
 
-/// Those that forbid taking pages out (memfd_create(2), fcntl(2)).
+/// Returns the name of a seal that forbids removing pages (memfd_create(2), fcntl(2)).
 fn seals(file: &File) -> Option<&'static str> {
-    // Files that cannot be sealed have none.
+    // A file that does not support seals has none.
     let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
     if seals.contains(SealFlags::WRITE) {
         return Some("F_SEAL_WRITE");

@@ -33,7 +33,7 @@ struct ScanArgument {
 const PAGEMAP_SCAN: libc::c_ulong =
     (3 << 30 | size_of::<ScanArgument>() << 16 | (b'f' as usize) << 8 | 16) as libc::c_ulong;
 
-/// What is missing; what can be done without, as a caution.
+/// Returns missing features as obstacles, and missing optional features as warnings.
 pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = kernel.trim_end().to_owned();
@@ -59,15 +59,15 @@ pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
 
 const HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Finds a setting that allows new shared memory in pages larger than 4 KiB. To take a part of one out the kernel has to split it, which
-/// fails while anybody has it pinned; then the part reads as zeros.
+/// Finds a setting that allows new shared memory in pages larger than 4 KiB. To remove a part of such a page, the
+/// kernel has to split it. The split fails while the page is pinned, and the part then reads as zeros.
 fn large_pages() -> Option<Obstacle> {
     let mut files = vec![format!("{HUGE_PAGES}/shmem_enabled")];
     let sizes = fs::read_dir(HUGE_PAGES).into_iter().flatten().flatten();
     files.extend(sizes.map(|size| format!("{}/shmem_enabled", size.path().display())));
     let mode = |path: &String| chosen(&fs::read_to_string(path).ok()?);
     let allowed = files.iter().find_map(|path| match mode(path)?.as_str() {
-        // Those of a size, too, may say that the first one counts.
+        // The setting of a page size may be `inherit`: then the first file applies.
         "never" | "deny" | "inherit" => None,
         mode => Some((path.clone(), mode.to_owned())),
     });
@@ -77,7 +77,7 @@ fn large_pages() -> Option<Obstacle> {
 /// Finds memory in huge pages, and memory in file systems that allow them.
 pub(super) fn large_pages_of(memories: &[Memory]) -> Vec<Obstacle> {
     let mut found = Vec::new();
-    // It costs little where the host has none at all.
+    // This saves the scan if the host has no huge pages at all.
     let has_any = huge_bytes_of_host() != Some(0);
     for Memory { place, name, file } in memories {
         let (place, name) = (*place, name.clone());
@@ -98,14 +98,14 @@ fn huge_bytes_of_host() -> Option<u64> {
     kilobytes(&fs::read_to_string("/proc/meminfo").ok()?, "ShmemHugePages:")
 }
 
-/// The number of the first line with this key, in bytes.
+/// Returns the number on the first line with this key, in bytes.
 fn kilobytes(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kib << 10)
 }
 
-/// Returns the mount point of the tmpfs of this device number and its `huge` option, if that allows huge pages.
+/// Returns the mount point of the tmpfs with this device number and its `huge` option, if that allows huge pages.
 fn mode_of_mount(device: u64) -> Option<(String, String)> {
     let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
     mode_of(&fs::read_to_string("/proc/self/mountinfo").ok()?, &numbers)
@@ -123,11 +123,11 @@ fn mode_of(mounts: &str, device: &str) -> Option<(String, String)> {
 }
 
 const HUGE_BYTES: u64 = 2 << 20;
-/// The bytes that are mapped at a time: page tables for them take 2 MiB.
+/// Bytes that are mapped at a time. Their page tables use 2 MiB.
 const WINDOW_BYTES: u64 = 1 << 30;
 
-/// Returns the bytes of that part of a tmpfs file that are in huge pages. The part is mapped in this process for a moment:
-/// the kernel maps huge pages as such, and reports them.
+/// Returns the bytes of this part of a tmpfs file that are in huge pages. The part is mapped in this process for a
+/// moment: the kernel maps huge pages as such, and reports them.
 fn huge_bytes(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
     let end = offset + bytes;
     let mut found = 0;
@@ -140,9 +140,9 @@ fn huge_bytes(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
     Ok(found)
 }
 
-/// A part of a file, mapped at an address that huge pages can be at.
+/// A part of a file, mapped at an address that is aligned for huge pages.
 struct Window {
-    /// All that is reserved: `HUGE_BYTES` more.
+    /// The whole reserved range, which is `HUGE_BYTES` longer.
     reserved: *mut libc::c_void,
     at: *mut libc::c_void,
     offset: u64,
@@ -164,7 +164,7 @@ impl Window {
             return Err(io::Error::last_os_error());
         }
         let at = reserved.map_addr(|address| address.next_multiple_of(HUGE_BYTES as usize));
-        // From here on it is unmapped in the end.
+        // From here on, dropping the window unmaps the range.
         let window = Self {
             reserved,
             at,
@@ -183,7 +183,7 @@ impl Window {
     fn huge_bytes(&self, file: &File) -> io::Result<u64> {
         let end = self.offset + self.bytes as u64;
         let mut from = self.offset;
-        // Holes are left alone: to touch one would make a page.
+        // Holes are skipped, because reading one would allocate a page.
         while from < end {
             let start = match rustix::fs::seek(file, SeekFrom::Data(from)) {
                 Ok(start) if start < end => start,
@@ -199,14 +199,14 @@ impl Window {
 }
 
 impl Window {
-    /// Maps those parts of 2 MiB, from byte `start` to `end` of the window, of which all pages are in memory, as those of a huge
-    /// page are. Mapping others would read pages from the kernel's swap.
+    /// Maps the 2 MiB parts, from byte `start` to `end` of the window, whose pages are all resident, as those of a
+    /// huge page are. Mapping other parts would read pages from the kernel's swap.
     fn map_resident(&self, start: u64, end: u64) -> io::Result<()> {
         let mut resident = [0_u8; (HUGE_BYTES / PAGE_BYTES) as usize];
         for part in (start / HUGE_BYTES * HUGE_BYTES..end).step_by(HUGE_BYTES as usize) {
             let bytes = (self.bytes as u64 - part).min(HUGE_BYTES) as usize;
             let at = self.at.wrapping_byte_add(part as usize);
-            // SAFETY: within the mapping; the kernel writes a byte for each page of it, of which there are at most as many.
+            // SAFETY: within the mapping; the kernel writes one byte for each page of it, which fit in the buffer.
             if unsafe { libc::mincore(at, bytes, resident.as_mut_ptr()) } < 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -222,7 +222,7 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: made by this, and nothing refers to it.
+        // SAFETY: the range was mapped by this window, and nothing refers to it.
         unsafe { libc::munmap(self.reserved, self.bytes + HUGE_BYTES as usize) };
     }
 }
@@ -231,7 +231,7 @@ impl Drop for Window {
 fn mapped_huge(smaps: &str, at: u64) -> u64 {
     let start = format!("{at:x}-");
     let lines = smaps.lines().skip_while(|line| !line.starts_with(&start)).skip(1);
-    // Lines of a mapping begin with a key and a colon, its first one with its addresses.
+    // The first line of a mapping begins with its addresses, and each other line with a key and a colon.
     let lines = lines.take_while(|line| line.split(' ').next().is_some_and(|key| key.ends_with(':')));
     let lines: Vec<&str> = lines.collect();
     let text = lines.join("\n");
@@ -239,13 +239,13 @@ fn mapped_huge(smaps: &str, at: u64) -> u64 {
     keys.iter().filter_map(|key| kilobytes(&text, key)).sum()
 }
 
-/// The word in brackets.
+/// Returns the word in brackets.
 fn chosen(modes: &str) -> Option<String> {
     let (_, rest) = modes.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
-/// The names of the features that are not among `features`, if any.
+/// Returns the names of the required features that `features` lacks, if any.
 fn lacking(features: u64) -> Option<String> {
     let missing = userfaultfd::NEEDED.iter().filter(|(bit, _)| features & bit == 0);
     let missing: Vec<&str> = missing.map(|(_, name)| *name).collect();
@@ -256,7 +256,7 @@ fn has_pagemap_scan() -> bool {
     let Ok(pagemap) = File::open("/proc/self/pagemap") else {
         return false;
     };
-    // No pages at all, which is nothing to do.
+    // An empty range, so the scan does nothing.
     let mut argument = ScanArgument {
         size: size_of::<ScanArgument>() as u64,
         ..ScanArgument::default()
@@ -271,7 +271,7 @@ mod tests {
     use crate::userfaultfd::feature;
 
     #[test]
-    fn the_mode_that_is_chosen_is_in_brackets() {
+    fn selected_mode_is_in_brackets() {
         let modes = "always within_size [advise] never deny force\n";
         assert_eq!(chosen(modes).as_deref(), Some("advise"));
         assert_eq!(chosen("never"), None);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn features_that_are_missing_are_named() {
+    fn missing_features_are_named() {
         let all = userfaultfd::NEEDED.iter().fold(0, |all, (bit, _)| all | bit);
         assert_eq!(lacking(all | feature::POISON), None);
         let without = all & !feature::THREAD_ID & !feature::WP_HUGETLBFS_SHMEM;
@@ -319,7 +319,8 @@ mod tests {
     }
 
     #[test]
-    fn pagemap_scan_is_found_on_a_kernel_that_has_it() {
+    /// Detection by trial agrees with the kernel's version.
+    fn pagemap_scan_is_detected_by_version() {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let mut numbers = release
             .split(|c: char| !c.is_ascii_digit())

@@ -1,4 +1,4 @@
-//! What a process has mapped (`/proc/PID/maps`, proc(5)).
+//! Mappings of a process (`/proc/PID/maps`, proc(5)).
 
 use std::fs;
 use std::io;
@@ -8,22 +8,22 @@ use rustix::process::Pid;
 
 use super::Place;
 
-/// One mapping, or several that are neighbours both in the process and in their file.
+/// A mapping, or several that are adjacent both in the process and in their file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Mapping {
-    /// Addresses.
+    /// Address range.
     pub(super) range: Range<u64>,
-    /// Addresses of the first of the mappings, by which the kernel names it in map_files.
+    /// Address range of the first of the mappings, which is its name in map_files.
     pub(super) first: Range<u64>,
-    /// As in `rw-p`.
+    /// Permissions, as in `rw-p`.
     pub(super) rights: [u8; 4],
-    /// Where it begins in its file, in bytes.
+    /// Offset in the file, in bytes.
     pub(super) offset: u64,
-    /// Of the file, as fstat(2) tells it.
+    /// Device number of the file, as in fstat(2).
     pub(super) device: u64,
-    /// Zero where there is no file.
+    /// Inode number, or zero without a file.
     pub(super) inode: u64,
-    /// As the kernel writes it: any bytes, but `\012` for a newline.
+    /// Path as the kernel writes it: any bytes, with `\012` for a newline.
     pub(super) path: Vec<u8>,
 }
 
@@ -51,7 +51,7 @@ impl Mapping {
             offset,
             device,
             inode,
-            // Blanks come between; a path begins with something else.
+            // Blanks are padding; a path begins with another character.
             path: word().unwrap_or_default().trim_ascii_start().to_vec(),
         })
     }
@@ -78,32 +78,33 @@ impl Mapping {
         self.rights[3] == b's'
     }
 
-    /// Whether some bytes of the file at `place` are in this mapping too.
+    /// Returns true if this mapping has any bytes of the file at `place`.
     pub(super) fn has_of(&self, place: &Place) -> bool {
         (self.device, self.inode) == (place.device, place.inode)
             && self.offset < place.offset + place.bytes
             && place.offset < self.offset + self.bytes()
     }
 
-    /// Whether it may be a guest's private memory: not a heap, a stack or code that is made at run time (TCG's).
+    /// Returns true if the mapping may be private memory of a guest: not a heap, a stack, or code generated at run
+    /// time (TCG).
     pub(super) fn may_be_private_memory(&self) -> bool {
         self.rights == *b"rw-p" && self.path != b"[heap]" && self.path != b"[stack]"
     }
 
-    /// Of its file, for messages: of a memfd, the name that it was made with.
+    /// Returns the name of the file for messages; for a memfd, its name without a prefix.
     pub(super) fn name(&self) -> String {
         let path = self.path.strip_suffix(b" (deleted)").unwrap_or(&self.path);
         super::printable(path.strip_prefix(b"/memfd:").unwrap_or(path))
     }
 
-    /// Whether it is of a memfd whose name begins with `prefix`.
+    /// Returns true if the file is a memfd whose name begins with `prefix`.
     pub(super) fn is_memfd(&self, prefix: &str) -> bool {
         let name = self.path.strip_prefix(b"/memfd:");
         name.is_some_and(|name| name.starts_with(prefix.as_bytes()))
     }
 
-    /// Takes `next` in, if it goes on where this one ends. The kernel splits a mapping when a part of it gets another
-    /// flag (madvise(2)), which changes nothing here.
+    /// Extends this mapping by `next` if it is adjacent. The kernel splits a mapping when a part of it gets another
+    /// flag (madvise(2)), which does not matter here.
     fn join(&mut self, next: &Self) -> bool {
         let goes_on = self.range.end == next.range.start
             && (self.rights, self.device, self.inode) == (next.rights, next.device, next.inode)
@@ -117,7 +118,7 @@ impl Mapping {
     }
 }
 
-/// The mappings that `maps` tells of, in rising order; what is no such line is left out.
+/// Parses `maps`, and returns the mappings in rising order. Skips invalid lines.
 pub(super) fn parse(maps: &[u8]) -> Vec<Mapping> {
     let mut found: Vec<Mapping> = Vec::new();
     for mapping in maps.split(|byte| *byte == b'\n').filter_map(Mapping::parse) {
@@ -128,10 +129,10 @@ pub(super) fn parse(maps: &[u8]) -> Vec<Mapping> {
     found
 }
 
-/// All mappings of `pid`.
+/// Reads all mappings of `pid`.
 ///
 /// # Errors
-/// Of open(2) and read(2): `EACCES` without the right to, `ENOENT` or `ESRCH` if it has ended.
+/// Errors of open(2) and read(2): `EACCES` without permission, `ENOENT` or `ESRCH` if the process has ended.
 pub(super) fn read(pid: Pid) -> io::Result<Vec<Mapping>> {
     Ok(parse(&fs::read(format!("/proc/{pid}/maps"))?))
 }
@@ -184,12 +185,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_line_of_the_kernel_is_read_as_what_it_was_written_from(mapping in mappings()) {
+        fn maps_line_round_trips(mapping in mappings()) {
             prop_assert_eq!(Mapping::parse(&line(&mapping)), Some(mapping));
         }
 
         #[test]
-        fn no_bytes_whatever_make_the_parser_panic(bytes: Vec<u8>, mut mapping in mappings(), at: prop::sample::Index) {
+        fn parser_accepts_arbitrary_bytes(bytes: Vec<u8>, mut mapping in mappings(), at: prop::sample::Index) {
             parse(&bytes);
             mapping.path = bytes.clone();
             let mut text = line(&mapping);
@@ -203,7 +204,7 @@ mod tests {
         }
 
         #[test]
-        fn a_mapping_that_the_kernel_has_split_is_one(mapping in mappings(), at in 1u64..1 << 34) {
+        fn split_mapping_is_joined(mapping in mappings(), at in 1u64..1 << 34) {
             prop_assume!(mapping.inode != 0 && at << 12 < mapping.bytes());
             let (mut left, mut right) = (mapping.clone(), mapping.clone());
             left.range.end = left.range.start + (at << 12);
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_told_without_what_the_kernel_adds() {
+    fn mapping_name_omits_kernel_additions() {
         let name = |path: &str| parse(format!("1000-2000 rw-s 0 00:01 7 {path}").as_bytes())[0].name();
         assert_eq!(name("   /memfd:memory-backend-memfd (deleted)"), "memory-backend-memfd");
         assert_eq!(name("/dev/shm/a b\\012c (deleted)"), "/dev/shm/a b\\012c");

@@ -1,5 +1,5 @@
-//! Other processes that have the target's memory mapped. Those of Larder's own that can be served are told from those whose
-//! faults would go unseen.
+//! Other processes that have the target's memory mapped: Larder's own, which can be served, and others, whose faults
+//! would not be reported.
 
 use std::fs;
 use std::io;
@@ -10,18 +10,19 @@ use super::descriptors::Descriptors;
 use super::maps::{self, Mapping};
 use super::{Obstacle, Place, Viewer, process};
 
-/// Who maps some of the target's memory.
+/// Other processes that map memory of the target.
 #[derive(Default)]
 pub struct Others {
-    /// Larder's own.
+    /// Larder's own servers.
     pub viewers: Vec<Viewer>,
-    /// All others.
+    /// All others, as obstacles.
     pub obstacles: Vec<Obstacle>,
-    /// The processes are all known, apart from those that only root may look at.
+    /// All processes were inspected, apart from those that only root may inspect.
     pub is_complete: bool,
 }
 
-/// Who maps any of `memories`, which are places and their names, apart from `target` and this process.
+/// Finds the processes that map any of `memories`, which are locations and names, apart from `target` and this
+/// process.
 pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<String>) -> Others {
     let mut others = Others {
         is_complete: true,
@@ -54,7 +55,7 @@ pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<S
                 continue;
             }
             Ok(None) => {}
-            // No pager of these rights has served it.
+            // No pager with the same rights has served that process.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             Err(error) => others.is_complete &= process::has_gone(&error),
         }
@@ -77,7 +78,7 @@ pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<S
     others
 }
 
-/// The first few, and how many more.
+/// Lists the first few processes, and the number of the others.
 fn listed(pids: &[Pid]) -> String {
     let (named, others) = pids.split_at(pids.len().min(8));
     let named = named
@@ -95,7 +96,7 @@ fn mappings(pid: Pid) -> io::Result<Vec<Mapping>> {
     if !found.is_empty() {
         return Ok(found);
     }
-    // A kernel thread has none; neither has a main thread that has ended before the others.
+    // A kernel thread has no mappings. A main thread that has ended before the others has none either.
     let threads = fs::read_dir(format!("/proc/{pid}/task"))?;
     let of_threads = threads
         .flatten()

@@ -1,9 +1,10 @@
-//! Keeps pagers away from a QEMU that receives a VM by post-copy.
+//! Keeps pagers away from a QEMU that receives a VM by post-copy migration.
 //!
-//! In post-copy QEMU registers all of its RAM with a userfaultfd of its own (QEMU, docs/devel/migration/postcopy.rst). The
-//! kernel refuses that with `EBUSY` where a pager has registered the same memory, at a moment when neither QEMU has a whole
-//! VM any more. So the receiver of such a move claims the faults of the memory first, and a pager does the same before it
-//! begins to manage memory ([`larder_export::view::claim_faults`]): whichever comes second is refused.
+//! In post-copy, QEMU registers all of its RAM with a userfaultfd of its own (QEMU,
+//! docs/devel/migration/postcopy.rst). The kernel refuses that with `EBUSY` if a pager has registered the same
+//! memory, at a time when neither QEMU has a complete VM. So the receiver claims the faults of the memory first, and
+//! a pager does the same before it registers memory ([`larder_export::view::claim_faults`]). The second of the two is
+//! refused.
 
 use std::fs::File;
 use std::io;
@@ -15,13 +16,13 @@ use rustix::process::Pid;
 use super::files::Opened;
 use super::{Mapping, Options, TargetError, read_descriptors, read_maps, wanted};
 
-/// The claim to the faults of a process's memory. Dropping it releases the memory.
+/// Claim to the faults of a process's memory. Dropping it releases the memory.
 #[derive(Debug)]
 pub struct FaultClaim {
     _files: Vec<File>,
 }
 
-/// Why the faults of a process's memory cannot be claimed.
+/// Error of claiming the faults of a process's memory.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FaultClaimError {
@@ -37,7 +38,7 @@ pub enum FaultClaimError {
     Lock { pid: Pid, source: io::Error },
 }
 
-/// Claims the faults of all memory of process `pid` that a pager could manage, for as long as the claim exists.
+/// Claims the faults of all memory of process `pid` that a pager could manage, as long as the claim exists.
 ///
 /// # Errors
 /// See [`FaultClaimError`]. Nothing is claimed then.
@@ -46,7 +47,7 @@ pub fn claim_faults_for_postcopy(pid: Pid) -> Result<FaultClaim, FaultClaimError
     let mappings = read_maps(pid)?;
     let wanted: Vec<&Mapping> = wanted(&mappings, &options);
     let opened = Opened::of(pid, &wanted, &mappings, &read_descriptors(pid)?, None);
-    // A file that is mapped twice is claimed once: each mapping has an open file of its own here.
+    // A file that is mapped twice is claimed once, because each mapping has an open file description of its own here.
     let mut memories = opened.memories;
     memories.sort_by_key(|memory| (memory.place.device, memory.place.inode));
     memories.dedup_by_key(|memory| (memory.place.device, memory.place.inode));
@@ -57,7 +58,7 @@ pub fn claim_faults_for_postcopy(pid: Pid) -> Result<FaultClaim, FaultClaimError
             return Err(FaultClaimError::InUse { pid });
         }
     }
-    // After the claim: a pager that has begun before the claim is found by what it has put into the process.
+    // Checked after the claim: a pager that attached before it is found by its descriptors in the process.
     if read_descriptors(pid)?.has_userfaultfd() {
         return Err(FaultClaimError::InUse { pid });
     }

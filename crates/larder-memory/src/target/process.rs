@@ -1,4 +1,4 @@
-//! A process as /proc tells of it.
+//! A process, as /proc describes it.
 
 use std::fs;
 use std::io;
@@ -10,19 +10,19 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{Obstacle, TargetError, printable};
 
-/// Its PID, in a way that outlives a use of the same number for another process.
+/// A process, identified even if its PID is reused.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) pid: Pid,
     pub(super) pidfd: OwnedFd,
-    /// When it was started: clock ticks since the host was (field 22 of /proc/PID/stat).
+    /// Start time, in clock ticks after the host's boot (field 22 of /proc/PID/stat).
     pub(super) started: u64,
 }
 
 impl Process {
     pub(super) fn open(pid: Pid) -> Result<Self, TargetError> {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| match error {
-            // The last two: the number is of a thread, which is no process.
+            // INVAL and NOENT: the number is that of a thread, not of a process.
             Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
             error => failed(pid, "hold it by a pidfd", error.into()),
         })?;
@@ -37,14 +37,14 @@ impl Process {
         if flags & PF_KTHREAD != 0 {
             return Err(TargetError::KernelThread { pid });
         }
-        // One whose main thread alone has ended is no VM.
+        // A process whose main thread alone has ended is not a VM.
         if matches!(state, b'Z' | b'X') {
             return Err(TargetError::Ended { pid });
         }
         Ok(Self { pid, pidfd, started })
     }
 
-    /// Whether all that was read by the PID since [`Self::open`] was of this process.
+    /// Checks that everything read by the PID since [`Self::open`] belongs to this process.
     pub(super) fn check(&self) -> Result<(), TargetError> {
         let pid = self.pid;
         let ended = has_ended(pid, &self.pidfd)?;
@@ -55,7 +55,7 @@ impl Process {
     }
 }
 
-/// Whether the process `pid` that was started then ([`super::Target::started`]) lives.
+/// Returns true if process `pid` is alive and was started at `started` ([`super::Target::started`]).
 pub fn is_alive(pid: Pid, started: u64) -> bool {
     stat(pid).is_ok_and(|stat| stat.started == started && !matches!(stat.state, b'Z' | b'X'))
 }
@@ -72,7 +72,7 @@ pub(super) fn has_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
-/// The error that `error`, of something that /proc tells of `pid`, is to whoever asked.
+/// Converts an error of reading /proc files of `pid`. `tried` completes "no right to ..." or "could not ...".
 pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetError {
     match error.raw_os_error() {
         _ if has_gone(&error) => TargetError::Ended { pid },
@@ -81,10 +81,10 @@ pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetE
     }
 }
 
-/// A thread of the kernel (linux/sched.h).
+/// Flag of a kernel thread (linux/sched.h).
 const PF_KTHREAD: u64 = 0x0020_0000;
 
-/// What matters of /proc/PID/stat.
+/// Fields of /proc/PID/stat.
 #[derive(PartialEq, Eq, Debug)]
 struct Stat {
     state: u8,
@@ -98,7 +98,7 @@ fn stat(pid: Pid) -> io::Result<Stat> {
 }
 
 fn parse_stat(stat: &[u8]) -> Option<Stat> {
-    // The name, in brackets, is of any bytes.
+    // The name, in brackets, may contain any bytes.
     let after_name = stat.iter().rposition(|byte| *byte == b')')? + 1;
     let mut fields = std::str::from_utf8(&stat[after_name..]).ok()?.split_ascii_whitespace();
     let state = *fields.next()?.as_bytes().first()?;
@@ -107,20 +107,20 @@ fn parse_stat(stat: &[u8]) -> Option<Stat> {
     Some(Stat { state, flags, started })
 }
 
-/// What process or thread `pid` calls itself; nothing if it has ended.
+/// Returns the name of process or thread `pid`, or an empty string if it has ended.
 pub(super) fn name(pid: i32) -> String {
     let comm = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
     printable(comm.strip_suffix(b"\n").unwrap_or(&comm))
 }
 
-/// All processes that are there now.
+/// Returns all current processes.
 pub(super) fn all() -> impl Iterator<Item = Pid> {
     // If there is no /proc, the target was not found either.
     let entries = fs::read_dir("/proc").into_iter().flatten();
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().and_then(Pid::from_raw))
 }
 
-/// What matters of /proc/PID/status, or of a thread's.
+/// Fields of /proc/PID/status, or of a thread's.
 #[derive(Default, PartialEq, Eq, Debug)]
 struct Status {
     tracer: i32,
@@ -153,8 +153,8 @@ impl Status {
     }
 }
 
-/// What of the process as a whole is in the way. Locked memory of less than `bytes_min` is a caution: libraries lock a
-/// few pages for keys.
+/// Returns the obstacles that concern the process as a whole. Locked memory of less than `bytes_min` is a warning,
+/// since libraries lock a few pages for keys.
 pub(super) fn obstacles(pid: Pid, bytes_min: u64, cautions: &mut Vec<String>) -> Result<Vec<Obstacle>, TargetError> {
     let status = fs::read(format!("/proc/{pid}/status")).map_err(|error| failed(pid, "read its status", error))?;
     let status = Status::parse(&status);
@@ -175,13 +175,13 @@ pub(super) fn obstacles(pid: Pid, bytes_min: u64, cautions: &mut Vec<String>) ->
     Ok(found)
 }
 
-/// By whom, if any thread is.
+/// Returns the tracer of any thread of the process.
 fn traced(pid: Pid) -> Option<Obstacle> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
     threads.flatten().find_map(|entry| {
         let status = Status::parse(&fs::read(entry.path().join("status")).ok()?);
         let tid = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
-        // The tracer is a thread; it is zero when nobody traces.
+        // The tracer is a thread ID, or zero without a tracer.
         let tracer = Pid::from_raw(status.tracer)?;
         let by_pid = fs::read(format!("/proc/{tracer}/status")).map_or(0, |text| Status::parse(&text).process);
         let by_pid = if by_pid == 0 { status.tracer } else { by_pid };
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_brackets_and_blanks_does_not_shift_the_fields() {
+    fn stat_name_may_contain_brackets_and_blanks() {
         let numbers: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
         let stat = [b"1234 (a) \xff 5 (b) R ", numbers.join(" ").as_bytes()].concat();
         let expected = Stat {
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn locked_and_pinned_memory_and_the_tracer_are_read() {
+    fn status_fields_are_parsed() {
         let text = b"Name:\t\xff\nTgid:\t7\nTracerPid:\t42\nVmLck:\t      12 kB\nVmPin:\t       8 kB\n";
         let expected = Status {
             tracer: 42,

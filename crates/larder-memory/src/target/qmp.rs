@@ -1,4 +1,4 @@
-//! Which process a QMP socket leads to, without connecting: a connection would take the one place that there is.
+//! Finds the process behind a QMP socket without connecting, because the socket accepts only one client at a time.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -13,45 +13,46 @@ use rustix::process::Pid;
 use super::descriptors::Descriptors;
 use super::process;
 
-/// Why no process was found.
+/// Error of finding the process.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// Nothing is there, or it cannot be seen.
+    /// The path does not exist, or cannot be accessed.
     #[error("{path}: {error}: it is the path given to QEMU with -qmp unix:PATH,server=on,wait=off")]
     NoFile {
-        /// As asked for.
+        /// The path, as given.
         path: PathBuf,
-        /// Of stat(2).
+        /// Error of stat(2).
         error: io::Error,
     },
-    /// Something else.
+    /// The path is not a socket.
     #[error("{path} is no UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off")]
     NoSocket {
-        /// As asked for.
+        /// The path, as given.
         path: PathBuf,
     },
-    /// Left over, or of somebody whom we may not look at.
+    /// The socket is stale, or its process cannot be inspected by this user.
     #[error(
         "{path}: no process listens there ({unreadable} processes could not be looked at, which takes root or \
         CAP_SYS_PTRACE): has QEMU ended, or does it connect instead (server=on is missing)?"
     )]
     NobodyListens {
-        /// As asked for.
+        /// The path, as given.
         path: PathBuf,
-        /// How many were not looked at.
+        /// Number of processes that could not be inspected.
         unreadable: usize,
     },
-    /// And not exactly one of them is QEMU.
+    /// Several processes hold the socket, and not exactly one of them is QEMU.
     #[error("{path}: several processes have the listening socket: {holders}: give the one that runs the VM with --pid")]
     SeveralListen {
-        /// As asked for.
+        /// The path, as given.
         path: PathBuf,
         /// PIDs and names.
         holders: String,
     },
 }
 
-/// The process that listens at the UNIX socket `path`; QEMU, where another one (libvirt) keeps the socket too.
+/// Returns the process that listens on the UNIX socket `path`. If several processes hold the socket (libvirt does
+/// too), returns QEMU.
 ///
 /// # Errors
 /// See [`QmpError`].
@@ -76,7 +77,7 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => unreadable += 1,
-            // It has ended.
+            // The process has ended.
             Err(_) => {}
         }
     }
@@ -99,7 +100,8 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
     }
 }
 
-/// Whether `pid` has a socket that listens at the file of `wanted`. `ours` are the sockets of our network namespace.
+/// Returns true if `pid` has a socket that listens at the file of `wanted`. `ours` are the sockets of this network
+/// namespace.
 fn holds(pid: Pid, descriptors: &Descriptors, ours: &BTreeMap<u64, Vec<u8>>, wanted: &Stat) -> bool {
     let sockets: Vec<u64> = descriptors
         .all
@@ -112,7 +114,7 @@ fn holds(pid: Pid, descriptors: &Descriptors, ours: &BTreeMap<u64, Vec<u8>>, wan
     {
         return true;
     }
-    // Sockets of another network namespace are in the table of that one only.
+    // Sockets of another network namespace are only in the table of that namespace.
     if sockets.is_empty() || !is_qemu(pid) {
         return false;
     }
@@ -124,8 +126,8 @@ fn holds(pid: Pid, descriptors: &Descriptors, ours: &BTreeMap<u64, Vec<u8>>, wan
         .any(|inode| theirs.get(inode).is_some_and(|at| leads_to(pid, at, wanted)))
 }
 
-/// Whether `at`, to which a socket of `pid` was bound, is the file of `wanted`: as that process sees it, which may be in
-/// a directory or a mount namespace of its own, or as we do.
+/// Returns true if `at`, to which a socket of `pid` was bound, is the file of `wanted`. The path is resolved as that
+/// process sees it (it may have its own directory or mount namespace), and as this process does.
 fn leads_to(pid: Pid, at: &[u8], wanted: &Stat) -> bool {
     let at = OsStr::from_bytes(at);
     let seen = match Path::new(at).strip_prefix("/") {
@@ -137,13 +139,13 @@ fn leads_to(pid: Pid, at: &[u8], wanted: &Stat) -> bool {
     })
 }
 
-/// The number of the socket that a descriptor is of.
+/// Returns the inode number of the socket that a descriptor refers to.
 fn socket(path: &[u8]) -> Option<u64> {
     let number = path.strip_prefix(b"socket:[")?.strip_suffix(b"]")?;
     std::str::from_utf8(number).ok()?.parse().ok()
 }
 
-/// By the name of its program, or else by its own.
+/// Returns true if the process is QEMU, by the name of its program, or else by its own name.
 fn is_qemu(pid: Pid) -> bool {
     let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
     let program = program
@@ -152,14 +154,15 @@ fn is_qemu(pid: Pid) -> bool {
     program || process::name(pid.as_raw_pid()).starts_with("qemu")
 }
 
-/// The sockets of `/proc/net/unix` that listen, and where (unix(7), proc_pid_net(5)). Those without a file are left out.
+/// Parses `/proc/net/unix`, and returns the listening sockets with their paths (unix(7), proc_pid_net(5)). Skips
+/// sockets without a path.
 pub(super) fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
     /// `__SO_ACCEPTCON` of linux/net.h.
     const LISTENS: u64 = 1 << 16;
     let lines = table.split(|byte| *byte == b'\n').skip(1);
     lines
         .filter_map(|line| {
-            // Number, count, protocol, flags, type, state, inode, which is padded to the left, and path.
+            // Fields: number, count, protocol, flags, type, state, inode (padded on the left), and path.
             let mut rest = line;
             let mut word = || {
                 rest = rest.trim_ascii_start();
@@ -171,7 +174,7 @@ pub(super) fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
             let flags = u64::from_str_radix([word()?, word()?, word()?, word()?][3], 16).ok()?;
             let inode = [word()?, word()?, word()?][2].parse().ok()?;
             let path = rest.strip_prefix(b" ")?;
-            // The name of a socket without a file begins with @, as a relative path may too.
+            // The name of a socket without a file begins with @. A relative path may begin so, too.
             (flags & LISTENS != 0 && !path.is_empty()).then(|| (inode, path.to_vec()))
         })
         .collect()
@@ -182,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_sockets_that_listen_are_taken_from_the_table() {
+    fn only_listening_sockets_are_parsed() {
         let table = b"Num       RefCount Protocol Flags    Type St Inode Path\n\
             000000001ca45a0e: 00000002 00000000 00010000 0001 01 499203 /tmp/a b \xff.sock\n\
             0000000037a4050c: 00000003 00000000 00000000 0001 03   574\n\
