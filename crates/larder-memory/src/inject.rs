@@ -1,35 +1,37 @@
-//! System calls made in another, unmodified process by one of its threads, while that is stopped (ptrace).
+//! Makes system calls in another, unmodified process, with one of its threads that is stopped by ptrace.
 //!
-//! # What the other process may rely on
+//! # Guarantees to the other process
 //! - Afterwards the thread's registers (vector registers included), its signal mask and the memory below its stack
-//!   pointer are as they were. A system call that it was in goes on as after any stop by a debugger: what the kernel
-//!   restarts is restarted (`nanosleep`, `poll`, `futex` with what is left of their time, `read`, `accept`), the few
-//!   that the kernel ends at any stop end with EINTR (`epoll_wait`, `sigtimedwait`, `semop`, `io_uring_enter`, sockets
-//!   with a timeout, `KVM_RUN`).
-//! - It goes on at once, unless we are kept from going on: if our process is stopped (SIGSTOP, a frozen cgroup) amid it,
-//!   the thread stands still for as long.
-//! - No signal is lost, doubled, or handled in the middle. A process that is stopped by SIGSTOP stays so.
-//! - **If we are killed, at whatever instruction, it goes on unharmed.** The kernel then lets the thread run with the
-//!   registers that it has. They are always either its own, or those of a call with the *net* under it: the call is
-//!   made by a `syscall; ret` that the process has somewhere, the return address on its stack is that of its libc's
-//!   `rt_sigreturn`, and above that lies a signal frame with all of the thread's own registers and its mask. So the
-//!   thread makes that call and then restores itself, exactly as after a signal handler. As after one, a call with a
-//!   relative timeout ends with EINTR then (`nanosleep` with what is left in its second argument, `poll`), because
-//!   `rt_sigreturn` forgets how it was to go on. What the calls made until then have done remains: at worst two
-//!   sockets, and the descriptors given, stay open.
+//!   pointer are unchanged. An interrupted system call continues as after any stop by a debugger. Calls that the
+//!   kernel restarts are restarted (`nanosleep`, `poll` and `futex` with their remaining time, `read`, `accept`); the
+//!   few that the kernel ends at any stop end with EINTR (`epoll_wait`, `sigtimedwait`, `semop`, `io_uring_enter`,
+//!   sockets with a timeout, `KVM_RUN`).
+//! - The thread resumes immediately, unless this process is itself prevented from running: if it is stopped (SIGSTOP,
+//!   a frozen cgroup) during the calls, the thread stays stopped as long.
+//! - No signal is lost, duplicated, or handled during the calls. A process that is stopped by SIGSTOP stays stopped.
+//! - **If this process is killed, at any instruction, the other one continues unharmed.** The kernel then resumes the
+//!   thread with its current registers. These are always either its own, or those of a call with a *restore frame*
+//!   under it: the call is made by a `syscall; ret` somewhere in the process, the return address on the stack is that
+//!   of its libc's `rt_sigreturn`, and above it is a signal frame with all of the thread's own registers and its
+//!   mask. So the thread completes the call and then restores itself, as after a signal handler. As after a signal
+//!   handler, a call with a relative timeout then ends with EINTR (`nanosleep` with the remaining time in its second
+//!   argument, `poll`), because `rt_sigreturn` discards the restart information. Effects of completed calls remain:
+//!   at worst two sockets, and the descriptors that were given, stay open.
 //!
-//! # What it takes
-//! - Room of some 6 KiB (with AMX 15) on the stack of a thread, below the 128 bytes that its code may use: what a
-//!   signal takes. Programs whose threads have no such room, and take signals on a stack of their own instead (Go), are
-//!   not for this module. QEMU's threads and coroutines have it.
-//! - The rights to trace the process, and that nobody else does.
-//! - If the process is a child of ours: that whoever waits for its end does not take a stop for it. Of each stop of a
-//!   traced child the kernel tells all that wait for it, or for any child, whether they want to know of stops or not.
-//! - That SIGCHLD, by which the kernel tells our process of stops, does no harm to it.
+//! # Requirements
+//! - About 6 KiB (15 with AMX) of free stack of a thread, below the 128 bytes that its code may use. A signal needs
+//!   the same. Programs whose threads have less stack, and handle signals on an alternate stack (Go), are not
+//!   supported. QEMU's threads and coroutines have enough.
+//! - The right to trace the process, and no other tracer.
+//! - If the process is a child of this one: code that waits for its end must not mistake a stop for it. The kernel
+//!   reports each stop of a traced child to all waiters for it, or for any child, whether they asked for stops or
+//!   not.
+//! - SIGCHLD, with which the kernel reports stops, must do no harm to this process.
 //!
-//! # How it fails
-//! All that is of ptrace happens on a thread of our own made for one attempt: when that ends, however it does, the
-//! kernel detaches it from the other process. A call that does not return in time is left to the net.
+//! # Failures
+//! All ptrace requests are made on a thread that is started for one attempt. When that thread ends, for whatever
+//! reason, the kernel detaches it from the other process. A call that does not return in time is left to the restore
+//! frame.
 
 mod code;
 mod descriptors;
@@ -55,29 +57,30 @@ pub use stopped::{SCRATCH_BYTES, StoppedThread};
 use crate::group;
 use threads::{Candidate, Refusal};
 
-/// How long a thread is waited for at first before the next one is tried. A thread in any wait that can be interrupted
-/// stops within a scheduling delay; each further round over all threads waits twice as long.
+/// Time to wait for a thread at first before the next one is tried. A thread in any interruptible wait stops within a
+/// scheduling delay. Each further round over all threads waits twice as long.
 const PATIENCE_MIN: Duration = Duration::from_millis(1);
 const PATIENCE_MAX: Duration = Duration::from_millis(5);
 
-/// What came of trying one thread.
+/// Result of trying one thread.
 enum Attempt<T> {
     Done(T, Duration),
     Refused(Refusal),
 }
 
-/// Stops one thread of process `pid`, hands it to `work`, and lets it go on as if nothing had been. Returns what `work`
-/// does, and for how long the thread stood still at most.
+/// Stops one thread of process `pid`, passes it to `work`, and resumes it unchanged. Returns the result of `work`,
+/// and the maximum time that the thread was stopped.
 ///
-/// A thread is taken that sleeps, rather not the main one. All are tried, for `limit` in all or for 1 ms each, whichever
-/// is longer. A system call made by `work` may take `limit`, too.
+/// Sleeping threads are preferred, and the main thread is avoided. All threads are tried, for `limit` in total or for
+/// 1 ms each, whichever is longer. A system call made by `work` may take `limit`, too.
 ///
 /// # Errors
-/// No thread could be stopped, or is fit for it; the thread could not be brought back by us (but by the net, see
-/// the module); what `work` returns. A target that has ended meanwhile is told as such, whatever `work` says.
+/// If no thread could be stopped, or none is suitable; if the thread could not be restored (it then restores itself,
+/// see the module documentation); or the error that `work` returns. A target that has ended is always reported as
+/// such, whatever `work` returns.
 ///
 /// # Panics
-/// If `work` does, once the thread goes on.
+/// If `work` panics. The thread is resumed first.
 pub fn with_stopped_thread<T: Send>(
     pid: Pid,
     limit: Duration,
@@ -86,8 +89,8 @@ pub fn with_stopped_thread<T: Send>(
     if !arch::IS_SUPPORTED {
         return Err(InjectError::NotOnThisArchitecture);
     }
-    // Such a thread makes no call; and one that is stopped by a signal besides would have PTRACE_SEIZE wait for the thaw,
-    // which no signal but SIGKILL ends.
+    // A frozen thread makes no call. If it is also stopped by a signal, PTRACE_SEIZE would wait until the group is
+    // thawed, and no signal but SIGKILL ends that wait.
     if let Some(group) = group::frozen(pid) {
         let group = group.display().to_string();
         return Err(InjectError::Frozen { pid, group });
@@ -113,12 +116,13 @@ pub fn with_stopped_thread<T: Send>(
             return Err(threads::worst(pid, limit, refusals));
         }
         doublings = (doublings + 1).min(8);
-        // Others have the processor meanwhile: what refuses now passes by their doing.
+        // Yields the processor: most refusals are temporary, and end when other threads run.
         thread::yield_now();
     }
 }
 
-/// Tries one thread, on a thread of our own: its end is what makes the kernel detach it from a thread that never stopped.
+/// Tries one thread, from a new thread of this process: its end makes the kernel detach it from a thread that never
+/// stopped.
 fn attempt<T: Send>(
     candidate: &Candidate,
     patience: Duration,
@@ -132,7 +136,7 @@ fn attempt<T: Send>(
         let mut stopped = match StoppedThread::stop(candidate, patience, limit) {
             Ok(Ok(stopped)) => stopped,
             Ok(Err(refusal)) => return Ok(Attempt::Refused(refusal)),
-            // Whatever was tried, it was too late. Others of its process may live.
+            // The error came too late to matter. Other threads of the process may be alive.
             Err(_) if candidate.has_ended() => {
                 return Ok(Attempt::Refused(Refusal::for_now(InjectError::Gone {
                     pid: candidate.pid,

@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_add_up_and_end_with_their_owner() {
+    fn claims_add_up_until_dropped() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path();
         let claim = |bytes| {
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn stopped_lock_owner_stops_no_other_pager() {
+    fn stopped_lock_owner_blocks_no_pager() {
         let folder = tempfile::tempdir().expect("a folder");
         let first = Ledger::open(folder.path()).expect("a ledger");
         let _claim = first.claim(&limits(5)).expect("a claim");

@@ -577,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn state_key_is_unique_and_survives_reopening() {
+    fn state_key_is_unique_and_persistent() {
         let block = |state: &State| {
             let mut block = [0; crate::crypt::BLOCK];
             state.cipher().unwrap().encrypt(Tier::Ssd, 0, &mut block);

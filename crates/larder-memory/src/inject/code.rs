@@ -1,4 +1,4 @@
-//! Code that another process has anyway, by which its threads make calls for us and restore themselves.
+//! Machine code of another process, with which its threads make calls and restore themselves.
 
 use rustix::process::Pid;
 
@@ -6,25 +6,25 @@ use super::arch::INSTRUCTIONS;
 use super::error::InjectError;
 use super::memory::{self, Mapping};
 
-/// How much is looked through, at most. It is found within the first 1 MiB of the libc, or in a program that is linked
-/// statically.
+/// Maximum number of bytes to search. The code is found within the first 1 MiB of the libc, or in a statically linked
+/// program.
 const SEARCH_BYTES_MAX: u64 = 256 << 20;
 
-/// How much is read at a time. What is looked for may lie across: parts overlap by its length.
+/// Bytes read at a time. Parts overlap by the length of the longest pattern, which may cross a boundary.
 const PART_BYTES: u64 = 128 << 10;
 const OVERLAP_BYTES: u64 = 16;
 
-/// Where the code is.
+/// Addresses of the machine code.
 #[derive(Debug)]
 pub(super) struct Code {
-    /// Makes a system call, and returns.
+    /// A system call, followed by a return.
     pub(super) call: u64,
-    /// Calls `rt_sigreturn`.
+    /// A call of `rt_sigreturn`.
     pub(super) give_back: u64,
 }
 
 impl Code {
-    /// Looks for it in the mappings of a process.
+    /// Searches the mappings of a process.
     pub(super) fn find(pid: Pid, tid: Pid, mappings: &[Mapping]) -> Result<Self, InjectError> {
         let mut places: Vec<&Mapping> = mappings.iter().filter(|mapping| mapping.is_code()).collect();
         places.sort_by_key(|mapping| !is_libc(&mapping.path));
@@ -35,7 +35,7 @@ impl Code {
             while at < place.range.end && left > 0 {
                 let bytes = (place.range.end - at).min(PART_BYTES + OVERLAP_BYTES);
                 let mut part = vec![0; usize::try_from(bytes).unwrap_or(0)];
-                // Past the end of its file, or gone meanwhile.
+                // The range is past the end of its file, or was unmapped meanwhile.
                 if memory::read(tid, at, &mut part).is_err() {
                     break;
                 }
@@ -54,7 +54,7 @@ impl Code {
         })
     }
 
-    /// Whether it is still there.
+    /// Returns true if the code is still there.
     pub(super) fn is_in(&self, tid: Pid) -> bool {
         [self.call, self.give_back]
             .iter()
@@ -78,7 +78,7 @@ fn look_in(part: &[u8], at: u64, found: &mut [Option<u64>]) {
     }
 }
 
-/// By the names of glibc's and musl's.
+/// Returns true for the names of glibc's and musl's libraries.
 fn is_libc(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     name.starts_with("libc.so") || name.starts_with("libc-") || name.starts_with("ld-musl")

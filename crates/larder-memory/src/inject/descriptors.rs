@@ -1,4 +1,4 @@
-//! Descriptors given to another process, and taken from it.
+//! Descriptors passed to another process, and taken from it.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -11,30 +11,30 @@ use rustix::process::{PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use super::error::InjectError;
 use super::stopped::{SCRATCH_BYTES, StoppedThread};
 
-/// What the kernel hands over at once (SCM_MAX_FD, include/net/scm.h).
+/// Maximum number of descriptors that the kernel transfers at once (SCM_MAX_FD, include/net/scm.h).
 const DESCRIPTORS_MAX: usize = 253;
 
-// Where in the scratch memory what `recvmsg` takes is: `struct msghdr`, its one `struct iovec` and the byte that this
-// points to, then the control messages.
+// Offsets in the scratch memory of the arguments of `recvmsg`: `struct msghdr`, its one `struct iovec`, the byte that
+// this points to, and the control messages.
 const HEADER_AT: usize = 0;
 const PART_AT: usize = 64;
 const BYTE_AT: usize = 80;
 const CONTROL_AT: usize = 96;
 
-/// `struct cmsghdr`: a length of 8 bytes, a level and a type of 4.
+/// Size of `struct cmsghdr`: a length of 8 bytes, a level and a type of 4 bytes each.
 const CONTROL_HEADER_BYTES: usize = 16;
 const CONTROL_BYTES_MAX: usize = CONTROL_HEADER_BYTES + DESCRIPTORS_MAX * 4 + 4;
 const _: () = assert!(CONTROL_AT + CONTROL_BYTES_MAX <= SCRATCH_BYTES);
 
-/// Where in `struct msghdr` the length of the control messages is.
+/// Offset in `struct msghdr` of the length of the control messages.
 const CONTROL_LENGTH_AT: usize = 40;
 
 impl StoppedThread {
-    /// Opens in the process what is open here; returns by which numbers, in the same order. They are closed if it runs
-    /// another program (CLOEXEC).
+    /// Opens these descriptors in the process, and returns their numbers there, in the same order. They are closed if
+    /// the process runs another program (CLOEXEC).
     ///
     /// # Errors
-    /// There are more than 253, or the process can or may not have all of them: then it has none.
+    /// If there are more than 253, or if the process cannot receive all of them. It has none of them then.
     pub fn give_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<Vec<RawFd>, InjectError> {
         let given = descriptors.len();
         if given == 0 {
@@ -51,7 +51,7 @@ impl StoppedThread {
             libc::SYS_socketpair,
             [libc::AF_UNIX as u64, kind, 0, self.scratch(), 0, 0],
         )?;
-        // If we are killed before they are closed, these two stay open: nothing is lost by them.
+        // After a kill before they are closed, these two stay open, without harm.
         let mut pair = [0; 8];
         self.read_scratch(0, &mut pair)?;
         let number = |at: usize| RawFd::from_ne_bytes([pair[at], pair[at + 1], pair[at + 2], pair[at + 3]]);
@@ -75,16 +75,18 @@ impl StoppedThread {
         })
     }
 
-    /// Takes a descriptor of the process, as it is known to the stopped thread: the same open file, in ours.
+    /// Takes a descriptor of the process, by its number for the stopped thread: the same open file description, in
+    /// this process.
     ///
     /// # Errors
-    /// It has none by this number, or we have no right to it.
+    /// If the process has no such descriptor, or this process has no right to it.
     pub fn take_descriptor(&self, number: RawFd) -> Result<OwnedFd, InjectError> {
         let failed = |tried| {
             let (pid, tid) = (self.pid(), self.tid());
             move |errno| InjectError::Request { pid, tid, tried, errno }
         };
-        // By the thread (Linux 6.9), as a main thread that has ended has no descriptors; else by the process.
+        // Through the thread (Linux 6.9), because a main thread that has ended has no descriptors; else through the
+        // process.
         let by_thread = PidfdFlags::from_bits_retain(libc::O_EXCL as u32);
         let process = match pidfd_open(self.tid(), by_thread) {
             Err(Errno::INVAL) => pidfd_open(self.pid(), PidfdFlags::empty()),
@@ -97,13 +99,14 @@ impl StoppedThread {
     /// Closes a descriptor in the process.
     ///
     /// # Errors
-    /// Those of close(2), after most of which it is closed.
+    /// Errors of close(2), after most of which the descriptor is closed.
     pub fn close(&mut self, number: RawFd) -> Result<(), InjectError> {
         self.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0])
             .map(drop)
     }
 
-    /// Sends descriptors by one end of a pair of sockets in the process, and has them received by the other one.
+    /// Sends descriptors through one end of a socket pair in the process, and makes the process receive them from the
+    /// other end.
     fn hand_over(
         &mut self,
         theirs: RawFd,
@@ -126,11 +129,11 @@ impl StoppedThread {
         self.receive(theirs)
     }
 
-    /// Has descriptors received from a socket in the process.
+    /// Makes the process receive descriptors from a socket of its own.
     fn receive(&mut self, socket: RawFd) -> Result<Vec<RawFd>, InjectError> {
         let scratch = self.scratch();
         let at = |offset: usize| scratch + offset as u64;
-        // name, its length, parts, how many, control messages, their length, flags
+        // Fields: name, its length, parts, their number, control messages, their length, flags.
         let header = [0, 0, at(PART_AT), 1, at(CONTROL_AT), CONTROL_BYTES_MAX as u64, 0];
         let part = [at(BYTE_AT), 1];
         self.write_scratch(HEADER_AT, &bytes_of(&header))?;
@@ -149,7 +152,7 @@ impl StoppedThread {
     }
 }
 
-/// The descriptors in a control message. One that was cut short says how many there are.
+/// Returns the descriptors in a control message. The length of a truncated message says how many there are.
 fn rights_in(control: &[u8]) -> Vec<RawFd> {
     let Some((header, data)) = control.split_at_checked(CONTROL_HEADER_BYTES) else {
         return Vec::new();

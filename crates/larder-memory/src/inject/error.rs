@@ -1,4 +1,4 @@
-//! What can go wrong with a system call in another process.
+//! Errors of system calls in another process.
 
 use std::fmt;
 use std::io;
@@ -7,30 +7,30 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-/// Why nothing, or not all, was done in another process. Its threads go on in any case.
+/// Error of an injection. The other process's threads resume in any case.
 #[derive(Debug, thiserror::Error)]
 pub enum InjectError {
-    /// There is no code for this processor.
+    /// The processor architecture is not supported.
     #[error(
         "system calls in another process are made on x86_64 only, this is {}",
         std::env::consts::ARCH
     )]
     NotOnThisArchitecture,
-    /// It has ended, or is about to.
+    /// The process has ended, or is exiting.
     #[error("process {pid} is gone", pid = .pid.as_raw_pid())]
     Gone {
         /// The process.
         pid: Pid,
     },
-    /// A control group keeps all of its threads from running.
+    /// A control group prevents all of its threads from running.
     #[error("process {pid} is frozen by the control group {group}: thaw it", pid = .pid.as_raw_pid())]
     Frozen {
         /// The process.
         pid: Pid,
-        /// The group's folder.
+        /// Directory of the group.
         group: String,
     },
-    /// Someone else traces all threads that could be taken.
+    /// Another process traces all suitable threads.
     #[error("process {pid}, thread {tid}: {by} (pid {by_pid}) traces it: detach that first",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Traced {
@@ -38,12 +38,12 @@ pub enum InjectError {
         pid: Pid,
         /// The first such thread.
         tid: Pid,
-        /// The name of the tracer.
+        /// Name of the tracer.
         by: String,
-        /// Its pid.
+        /// PID of the tracer.
         by_pid: i32,
     },
-    /// The kernel does not let us.
+    /// The kernel denies access.
     #[error("process {pid}, thread {tid}: no right to {tried}: this takes {takes}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     NoRights {
@@ -51,9 +51,9 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// What was tried.
+        /// The step that was denied.
         tried: &'static str,
-        /// What is missing.
+        /// The missing rights.
         takes: String,
     },
     /// No thread has stopped in time.
@@ -63,18 +63,18 @@ pub enum InjectError {
     NotStopped {
         /// The process.
         pid: Pid,
-        /// How many threads it has.
+        /// Number of its threads.
         threads: usize,
-        /// How long that was tried.
+        /// Time for which it was tried.
         limit: Duration,
     },
-    /// The code is for another kind of processor than ours.
+    /// The program is for another processor mode than this one.
     #[error("process {pid} is a 32-bit program: only 64-bit ones are supported", pid = .pid.as_raw_pid())]
     NotSixtyFourBit {
         /// The process.
         pid: Pid,
     },
-    /// A strange call might be the end of it.
+    /// A system-call filter might kill the process for an unexpected call.
     #[error("process {pid}, thread {tid}: {program} filters its system calls (seccomp), and may be killed for one that \
         it does not expect: this is done to QEMU and to Larder's own only, whose filters are known. Start it without the filter",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
@@ -83,10 +83,10 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// The program that it runs.
+        /// Name of the program.
         program: String,
     },
-    /// It could not restore itself if we were killed.
+    /// The thread has a shadow stack, so it could not restore itself after a kill of this process.
     #[error("process {pid}, thread {tid} has a shadow stack (CET), which is not supported: start it with \
         GLIBC_TUNABLES=glibc.cpu.x86_shstk=off", pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     ShadowStack {
@@ -95,15 +95,15 @@ pub enum InjectError {
         /// The thread.
         tid: Pid,
     },
-    /// It could not make a call, or not restore itself if we were killed.
+    /// Machine code is missing, without which the thread could not make a call, or not restore itself.
     #[error("process {pid}: {what} was not found in its code (in its libc, as a rule)", pid = .pid.as_raw_pid())]
     NoInstruction {
         /// The process.
         pid: Pid,
-        /// Which instructions.
+        /// The missing instructions.
         what: &'static str,
     },
-    /// A thread's stack ends too soon, or its memory is not what it seems.
+    /// The thread's stack has too little space, or its mapping is unsuitable.
     #[error("process {pid}, thread {tid}: no {bytes} bytes of private memory to write below its stack pointer {at:#x}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     NoStack {
@@ -111,12 +111,12 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// Where its stack pointer is.
+        /// Its stack pointer.
         at: u64,
-        /// How much is needed.
+        /// Bytes that are needed.
         bytes: u64,
     },
-    /// The thread is amid code that must not be interrupted (a restartable sequence), each time anew.
+    /// The thread was in a restartable sequence, which must not be interrupted, at each attempt.
     #[error("process {pid}, thread {tid} was in a restartable sequence (rseq) each time: try again",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     InSequence {
@@ -133,12 +133,12 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// Which call.
+        /// The system call.
         call: CallName,
-        /// Its error.
+        /// Error of the call.
         errno: Errno,
     },
-    /// The call has not returned. It is interrupted if that is possible; if not, the thread restores itself afterwards.
+    /// The call has not returned. It is interrupted if possible; if not, the thread restores itself afterwards.
     #[error("process {pid}, thread {tid}: {call} made in it has not returned within {limit:?} (is the process frozen by \
         a cgroup?); the thread goes on by itself when it does", pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Hangs {
@@ -146,12 +146,12 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// Which call.
+        /// The system call.
         call: CallName,
-        /// How long it was waited for.
+        /// Time limit of the call.
         limit: Duration,
     },
-    /// The code that makes the call was not there any more.
+    /// The code that makes the call has changed.
     #[error("process {pid}, thread {tid}: signal {signal} instead of {call}: its code has changed",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Fault {
@@ -159,12 +159,12 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// Which call.
+        /// The system call.
         call: CallName,
-        /// The number of the signal, which was kept from the thread.
+        /// Number of the signal, which was not delivered to the thread.
         signal: i32,
     },
-    /// Descriptors were not, or not all, received; those that were are closed again.
+    /// Not all descriptors were received. Those that were have been closed again.
     #[error("process {pid}, thread {tid} received {received} of {given} descriptors: it may have no more open (see \
         \"Max open files\" in /proc/{pid}/limits), or a security module (SELinux, AppArmor) forbids them",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
@@ -173,17 +173,17 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// How many were sent.
+        /// Number of descriptors sent.
         given: usize,
-        /// How many arrived.
+        /// Number of descriptors received.
         received: usize,
     },
-    /// More than the kernel hands over at once.
+    /// There are more descriptors than the kernel transfers at once.
     #[error("{given} descriptors to give at once; the kernel takes up to {max}")]
     TooMany {
-        /// How many.
+        /// Number of descriptors.
         given: usize,
-        /// How many can be.
+        /// Maximum number.
         max: usize,
     },
     /// Memory of the other process could not be read or written.
@@ -194,11 +194,11 @@ pub enum InjectError {
         pid: Pid,
         /// "read" or "written".
         done: &'static str,
-        /// Where.
+        /// Address of the memory.
         at: u64,
-        /// How many.
+        /// Length in bytes.
         bytes: usize,
-        /// Why.
+        /// The error.
         errno: Errno,
     },
     /// Another request about the process failed.
@@ -208,26 +208,26 @@ pub enum InjectError {
         pid: Pid,
         /// The thread.
         tid: Pid,
-        /// What was tried.
+        /// The step that failed.
         tried: &'static str,
-        /// Why it failed.
+        /// The error.
         errno: Errno,
     },
-    /// Something that the kernel tells of the process could not be read.
+    /// A file of the process in /proc could not be read.
     #[error("{path}: {error}")]
     Unreadable {
         /// The file.
         path: String,
-        /// Why.
+        /// The error.
         error: io::Error,
     },
-    /// No thread to trace from.
+    /// The tracing thread could not be started.
     #[error("a thread could not be started: {0}")]
     NoThread(io::Error),
 }
 
 impl InjectError {
-    /// With what the call made in the other process failed, if that is what it is.
+    /// Returns the error number of the call made in the other process, if the error is of that kind.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::SystemCall { errno, .. } => Some(*errno),
@@ -236,7 +236,7 @@ impl InjectError {
     }
 }
 
-/// A system call by its name, where that is known.
+/// A system call, displayed by its name if that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallName(pub i64);
 

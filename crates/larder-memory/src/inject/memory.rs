@@ -1,4 +1,4 @@
-//! The memory of another process: what is mapped, reading it, writing it.
+//! Memory of another process: its mappings, reading it, and writing it.
 
 use std::fs;
 use std::io;
@@ -9,11 +9,11 @@ use rustix::process::Pid;
 
 use super::error::InjectError;
 
-/// A mapping, as `/proc/PID/maps` tells of it (proc(5)).
+/// A mapping, from `/proc/PID/maps` (proc(5)).
 #[derive(Debug)]
 pub(super) struct Mapping {
     pub(super) range: Range<u64>,
-    /// As in `rw-p`.
+    /// Permissions, as in `rw-p`.
     pub(super) rights: [u8; 4],
     pub(super) is_of_file: bool,
     pub(super) path: String,
@@ -33,23 +33,23 @@ impl Mapping {
         })
     }
 
-    /// Whether a thread may have its stack there.
+    /// Returns true if the mapping may contain a thread's stack.
     pub(super) fn is_private_and_writable(&self) -> bool {
         self.rights.starts_with(b"rw") && self.rights[3] == b'p'
     }
 
-    /// Whether it is the code of a file, which stays as it is while it is mapped.
+    /// Returns true if the mapping is code of a file, which does not change while it is mapped.
     pub(super) fn is_code(&self) -> bool {
         self.rights == *b"r-xp" && self.is_of_file
     }
 }
 
-/// All mappings of the process that thread `tid` is of.
+/// Returns all mappings of the process of thread `tid`.
 pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> {
-    // By the thread, as those of a main thread that has ended already cannot be read.
+    // Read through the thread, because the mappings of a main thread that has ended cannot be read.
     let path = format!("/proc/{}/task/{}/maps", pid.as_raw_pid(), tid.as_raw_pid());
     match fs::read(&path) {
-        // A path may be of any bytes.
+        // A path may contain any bytes.
         Ok(maps) => Ok(String::from_utf8_lossy(&maps)
             .lines()
             .filter_map(Mapping::parse)
@@ -67,7 +67,7 @@ pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> 
     }
 }
 
-/// Fills `to` from the memory of a thread's process at `at`.
+/// Fills `to` from the memory at `at` of a thread's process.
 pub(super) fn read(tid: Pid, at: u64, to: &mut [u8]) -> Result<(), InjectError> {
     let bytes = to.len();
     let local = libc::iovec {
@@ -84,7 +84,7 @@ pub(super) fn read(tid: Pid, at: u64, to: &mut [u8]) -> Result<(), InjectError> 
     check(tid, "read", at, bytes, done)
 }
 
-/// Writes `from` to the memory of a thread's process at `at`.
+/// Writes `from` to the memory at `at` of a thread's process.
 pub(super) fn write(tid: Pid, at: u64, from: &[u8]) -> Result<(), InjectError> {
     let bytes = from.len();
     let local = libc::iovec {
@@ -104,7 +104,7 @@ pub(super) fn write(tid: Pid, at: u64, from: &[u8]) -> Result<(), InjectError> {
 fn check(pid: Pid, done: &'static str, at: u64, bytes: usize, moved: isize) -> Result<(), InjectError> {
     let errno = match usize::try_from(moved) {
         Ok(moved) if moved == bytes => return Ok(()),
-        // What comes after is not mapped.
+        // The range after the moved bytes is not mapped.
         Ok(_) => Errno::FAULT,
         Err(_) => Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO),
     };

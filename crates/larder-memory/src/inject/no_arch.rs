@@ -1,4 +1,4 @@
-//! In place of what is of an architecture, on those for which there is nothing yet: no thread is ever stopped.
+//! Substitute on architectures that are not supported: no thread is ever stopped.
 
 use super::error::InjectError;
 use super::tracee::Tracee;

@@ -1,4 +1,4 @@
-//! A stopped thread of another process: the net under it, the calls that it makes for us, and how it goes on.
+//! A stopped thread of another process: its restore frame, the calls that it makes, and its resumption.
 
 use std::time::{Duration, Instant};
 
@@ -12,17 +12,17 @@ use super::memory;
 use super::threads::{Candidate, Refusal};
 use super::tracee::{Resume, Stop, Tracee};
 
-/// How much memory of the process a [`StoppedThread`] offers for what calls point to.
+/// Size of the memory in the process that a [`StoppedThread`] offers for arguments of calls, in bytes.
 pub const SCRATCH_BYTES: usize = 2048;
 
-/// The shortest wait for an interrupted thread to stop again. It leaves its call as soon as it gets a processor, unless the
-/// kernel lets nothing interrupt that call. A thread that is detached within a call that waits stays in it.
+/// Minimum time to wait for an interrupted thread to stop again. The thread leaves its call as soon as it gets a
+/// processor, unless the call is uninterruptible. A thread that is detached during a waiting call would stay in it.
 const BRING_BACK_LIMIT: Duration = Duration::from_secs(30);
 
-/// Of all signals but SIGKILL and SIGSTOP, which the kernel leaves out.
+/// Blocks all signals except SIGKILL and SIGSTOP, which the kernel excludes.
 const ALL_SIGNALS: u64 = u64::MAX;
 
-/// A thread of another process that stands still for us. It goes on when this is dropped.
+/// A stopped thread of another process. It resumes when this is dropped.
 #[derive(Debug)]
 pub struct StoppedThread {
     tracee: Tracee,
@@ -33,34 +33,34 @@ pub struct StoppedThread {
     place: Place,
     limit: Duration,
     since: Instant,
-    /// Whether a call made for us has overwritten what the kernel had noted of the call that the thread was in.
+    /// An injected call has overwritten the kernel's restart information of the thread's own call.
     note_is_lost: bool,
 }
 
-/// Where the thread is.
+/// State of the thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Place {
-    /// Where it was stopped, with its own registers.
+    /// Stopped at its own position, with its own registers.
     Own,
-    /// At the end of a call made for us, or before the next one: the net is under it.
+    /// After an injected call, or before the next one. The restore frame is under it.
     Caught,
-    /// Somewhere in such a call: it has not returned.
+    /// In an injected call that has not returned.
     Calling,
-    /// Stopped amid such a call.
+    /// Stopped during an injected call.
     Halted,
-    /// It is not ours any more.
+    /// Not traced any more.
     Gone,
 }
 
-/// What is written below the thread's stack: from the lowest address on, room for what calls point to, and the signal
-/// frame.
+/// Data written below the thread's stack: from the lowest address on, scratch memory for arguments of calls, and the
+/// restore frame.
 #[derive(Debug)]
 struct Net {
-    /// Of the room for what calls point to.
+    /// Address of the scratch memory.
     scratch_at: u64,
-    /// Of the frame, which begins with the address that a call returns to.
+    /// Address of the restore frame, which begins with the return address of a call.
     frame_at: u64,
-    /// What was there before.
+    /// Previous content of the memory.
     before: Vec<u8>,
 }
 
@@ -71,20 +71,20 @@ impl std::fmt::Debug for Registers {
 }
 
 impl StoppedThread {
-    /// Stops a thread, waiting `patience` for it, and lays the net.
+    /// Stops a thread within `patience`, and writes the restore frame.
     pub(super) fn stop(
         candidate: &Candidate,
         patience: Duration,
         limit: Duration,
     ) -> Result<Result<Self, Refusal>, InjectError> {
         let (pid, tid) = (candidate.pid, candidate.tid);
-        // All that can be looked up before is, so that the thread stands still for less.
+        // All look-ups that are possible without it are made before the stop, so that the stop is short.
         let mappings = memory::mappings(pid, tid)?;
         if mappings.is_empty() {
             return Ok(Err(Refusal::for_now(InjectError::Gone { pid })));
         }
         let code = match Code::find(pid, tid, &mappings) {
-            // As in a program that has just begun, before its libraries are loaded.
+            // A program that has just started has not loaded its libraries yet.
             Err(error @ InjectError::NoInstruction { .. }) => return Ok(Err(Refusal::for_now(error))),
             found => found?,
         };
@@ -115,7 +115,8 @@ impl StoppedThread {
             }
         }
 
-        // From here on an error, too, ends this thread of ours, which lets the other one go on: its registers are its own.
+        // From here on an error ends this tracing thread, which resumes the other thread: its registers are still its
+        // own.
         let original = Registers::of(&tracee)?;
         if !original.is_64_bit() {
             return Ok(Err(Refusal::for_good(InjectError::NotSixtyFourBit { pid })));
@@ -145,7 +146,7 @@ impl StoppedThread {
             return no_stack(0);
         };
         let scratch_at = frame.at.saturating_sub(SCRATCH_BYTES as u64) & !15;
-        // The whole of it is in one mapping with what the thread itself has on its stack, so it is the stack's room.
+        // All of it must be in one mapping with the thread's own stack data, and so in the space of its stack.
         let has_room = |mapping: &memory::Mapping| {
             mapping.is_private_and_writable() && mapping.range.start <= scratch_at && stack < mapping.range.end
         };
@@ -153,8 +154,8 @@ impl StoppedThread {
             return no_stack(stack - scratch_at);
         }
         let mut before = vec![0; (frame.at - scratch_at) as usize + frame.bytes.len()];
-        // No code may rely on what is below the red zone: a signal would overwrite it as well. So a crash of ours
-        // amid this leaves no harm, and the thread does not know of it yet.
+        // No code may rely on memory below the red zone, because a signal would overwrite it too. So a crash here
+        // does no harm, and the thread's registers do not refer to the frame yet.
         let laid = memory::read(tid, scratch_at, &mut before).and_then(|()| memory::write(tid, frame.at, &frame.bytes));
         if laid.is_err() {
             return no_stack(stack - scratch_at);
@@ -177,27 +178,27 @@ impl StoppedThread {
         }))
     }
 
-    /// The process.
+    /// Returns the process.
     pub fn pid(&self) -> Pid {
         self.tracee.pid
     }
 
-    /// The thread.
+    /// Returns the thread.
     pub fn tid(&self) -> Pid {
         self.tracee.tid
     }
 
-    /// From now on a call may take so long, if it is longer than before.
+    /// Raises the time limit of calls to `limit`, if that is longer.
     pub fn allow(&mut self, limit: Duration) {
         self.limit = self.limit.max(limit);
     }
 
-    /// Makes a system call. It should be one that does not wait; if it does, it is interrupted after the limit given for
-    /// the thread to be stopped. `nanosleep` and its like must not be called: the kernel notes no more than one sleep of
-    /// a thread, and the thread's own would go on as this one.
+    /// Makes a system call. It should not wait; a call that does is interrupted after the time limit. `nanosleep` and
+    /// similar calls are not allowed: the kernel keeps restart information for only one sleep of a thread, and the
+    /// thread's own sleep would continue as this one.
     ///
     /// # Errors
-    /// It fails ([`InjectError::errno`]), does not return in time, or the thread is killed meanwhile.
+    /// If the call fails ([`InjectError::errno`]) or does not return in time, or if the thread is killed.
     pub fn system_call(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, InjectError> {
         let (pid, tid, call) = (self.pid(), self.tid(), CallName(number));
         match self.place {
@@ -218,14 +219,14 @@ impl StoppedThread {
         if self.place == Place::Own {
             self.step_onto_net()?;
         }
-        // If we are killed from here on, the call is made, and the net restores the thread.
+        // After a kill from here on, the thread makes the call, and then the restore frame restores it.
         calling.write(&self.tracee)?;
         self.place = Place::Calling;
         let returned = self.run(call)?;
         self.place = Place::Caught;
         match u64::try_from(returned) {
             Ok(value) => Ok(value),
-            // The kernel's errors are -4095 to -1; else it is an address.
+            // Error numbers are -4095 to -1; other values are addresses.
             Err(_) if returned < -4095 => Ok(returned as u64),
             Err(_) => Err(InjectError::SystemCall {
                 pid,
@@ -236,20 +237,21 @@ impl StoppedThread {
         }
     }
 
-    /// Has the thread restore itself if it went on, and blocks its signals. Whatever the step, it may be the last of us.
+    /// Sets the registers so that the thread would restore itself if it were resumed, and then blocks its signals.
+    /// After a kill between any two steps, the thread is unharmed.
     fn step_onto_net(&mut self) -> Result<(), InjectError> {
-        // In `sigsuspend` and its like it has another mask, until it takes a signal. It is not to take one now and then
-        // wait for it again: with its own mask the call begins again, and takes it.
+        // In `sigsuspend` and similar calls the thread has a temporary mask until it takes a signal. It must not take
+        // one now and then wait for another: with its own mask the call is restarted, and takes the signal.
         self.tracee.set_signal_mask(self.mask)?;
-        // No call yet: a signal that it takes now is handled where calls have what they point to.
+        // Not a call yet: a signal that arrives now is handled on top, and would overwrite arguments of a call.
         let caught = self.original.caught(self.code.give_back, self.net.frame_at);
         caught.write(&self.tracee)?;
         self.place = Place::Caught;
-        // Only now: the net unblocks them again.
+        // Signals are blocked only now, because the restore frame unblocks them.
         self.tracee.set_signal_mask(ALL_SIGNALS)
     }
 
-    /// Lets the thread make the call that its registers are set for, and stops it at its end.
+    /// Resumes the thread, whose registers are set for a call, and stops it at the end of the call.
     fn run(&mut self, call: CallName) -> Result<i64, InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         let until = Instant::now() + self.limit;
@@ -270,12 +272,13 @@ impl StoppedThread {
                     if let Some(returned) = registers.returned() {
                         return Ok(returned);
                     }
-                    // It was interrupted as the process is stopped or continued: the kernel makes it again.
+                    // The call was interrupted because the process is stopped or continued. The kernel restarts it.
                     self.note_is_lost |= registers.go_on_by_note();
                 }
-                // The process is stopped or continued. This thread is still, which nobody sees; it keeps to it afterwards.
+                // The process is stopped or continued. This thread stays stopped for the tracer, and follows the
+                // change later.
                 Stop::Event => {}
-                // The code is not there, or a debugger's: not a signal that was sent, as all those are blocked.
+                // The code is missing, or has a breakpoint. These are not sent signals, which are all blocked.
                 Stop::Signal(raised @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS)) => {
                     self.place = Place::Caught;
                     return Err(InjectError::Fault {
@@ -293,7 +296,7 @@ impl StoppedThread {
                 }
                 Stop::NotYet => return Err(hangs),
             }
-            // It may be stopped and continued without end.
+            // The process may be stopped and continued without end.
             if signal == 0 && Instant::now() > until {
                 self.place = Place::Halted;
                 return Err(hangs);
@@ -301,18 +304,18 @@ impl StoppedThread {
         }
     }
 
-    /// Memory of the process, [`SCRATCH_BYTES`] from `at` on, that calls may point to: its address, for `at` 0.
+    /// Returns the address of the scratch memory, [`SCRATCH_BYTES`] long, to which arguments of calls may point.
     pub fn scratch(&self) -> u64 {
         self.net.scratch_at
     }
 
-    /// Writes to it.
+    /// Writes to the scratch memory at offset `at`.
     ///
     /// # Errors
-    /// The process has ended, or unmapped its stack.
+    /// If the process has ended, or has unmapped its stack.
     ///
     /// # Panics
-    /// If that is not all within [`SCRATCH_BYTES`].
+    /// If the range is not within [`SCRATCH_BYTES`].
     pub fn write_scratch(&mut self, at: usize, bytes: &[u8]) -> Result<(), InjectError> {
         assert!(
             at + bytes.len() <= SCRATCH_BYTES,
@@ -322,13 +325,13 @@ impl StoppedThread {
         memory::write(self.tid(), self.net.scratch_at + at as u64, bytes)
     }
 
-    /// Reads from it.
+    /// Reads from the scratch memory at offset `at`.
     ///
     /// # Errors
-    /// The process has ended, or unmapped its stack.
+    /// If the process has ended, or has unmapped its stack.
     ///
     /// # Panics
-    /// If that is not all within [`SCRATCH_BYTES`].
+    /// If the range is not within [`SCRATCH_BYTES`].
     pub fn read_scratch(&self, at: usize, to: &mut [u8]) -> Result<(), InjectError> {
         assert!(
             at + to.len() <= SCRATCH_BYTES,
@@ -338,7 +341,7 @@ impl StoppedThread {
         memory::read(self.tid(), self.net.scratch_at + at as u64, to)
     }
 
-    /// Brings the thread back to where it was, and lets it go on. Returns for how long it stood still at most.
+    /// Restores the thread and resumes it. Returns the maximum time that it was stopped.
     pub(super) fn let_go(mut self) -> Result<Duration, InjectError> {
         self.bring_back()?;
         Ok(self.since.elapsed())
@@ -357,21 +360,21 @@ impl StoppedThread {
                 } else {
                     self.original
                 };
-                // The mask first: if we are killed in between, the net is still there. Whatever the thread gets
-                // then it handles on top of it.
+                // The mask comes first: after a kill in between, the restore frame still applies. Signals that arrive
+                // then are handled on top of the frame.
                 self.tracee.set_signal_mask(self.mask)?;
-                // From here the kernel goes on to signals, and to the restart of the call that the thread was in, which
-                // it tells by these registers.
+                // From here on the kernel handles pending signals, and restarts the thread's own call if these
+                // registers say so.
                 original.write(&self.tracee)?;
             }
         }
-        // The net last: nothing leads to it any more.
+        // The memory comes last, when no register refers to it any more.
         let restored = memory::write(self.tid(), self.net.scratch_at, &self.net.before);
         self.tracee.detach()?;
         restored
     }
 
-    /// Lets the thread go on to where a stop by [`Tracee::interrupt`] is, in which it was at first.
+    /// Runs the thread to a stop by [`Tracee::interrupt`], the kind of stop that it was in at first.
     fn come_to_event(&self, from: Place) -> Result<(), InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         self.tracee.interrupt()?;
@@ -381,7 +384,7 @@ impl StoppedThread {
         match first_stop(&self.tracee, Instant::now() + self.limit.max(BRING_BACK_LIMIT))? {
             Stop::Event => Ok(()),
             Stop::Ended => Err(InjectError::Gone { pid }),
-            // The thread goes on by itself, as this one of ours ends.
+            // The thread restores itself when this tracing thread ends.
             _ => Err(InjectError::Request {
                 pid,
                 tid,
@@ -395,13 +398,14 @@ impl StoppedThread {
 impl Drop for StoppedThread {
     fn drop(&mut self) {
         if let Err(error) = self.bring_back() {
-            // After an error or a panic of the work, which is what is told.
+            // Logged only, because the error or panic of the work is what the caller receives.
             tracing::warn!("{error}; the thread restores itself");
         }
     }
 }
 
-/// Waits for the thread to stop on its way to user mode. A signal that comes before is delivered: it stops right after.
+/// Waits for the thread to stop on its way to user mode. Signals that come first are delivered: the thread stops
+/// right after.
 fn first_stop(tracee: &Tracee, until: Instant) -> Result<Stop, InjectError> {
     loop {
         let signal = match tracee.wait(until)? {
@@ -409,7 +413,7 @@ fn first_stop(tracee: &Tracee, until: Instant) -> Result<Stop, InjectError> {
             Stop::SystemCall => 0,
             stop => return Ok(stop),
         };
-        // Any stop takes the place of the one that was asked for before.
+        // Another stop cancels the one that was requested before.
         tracee.interrupt()?;
         tracee.resume(Resume::Freely, signal)?;
     }

@@ -1,4 +1,4 @@
-//! The threads of a process: which to stop first, and which not at all.
+//! Threads of a process, in the order in which they are tried, and the reasons not to use one.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -14,18 +14,18 @@ use super::error::InjectError;
 pub(super) struct Candidate {
     pub(super) pid: Pid,
     pub(super) tid: Pid,
-    /// The lower, the less it matters that it is stopped, and the sooner it will be.
+    /// The lower, the less a stop disturbs the process, and the faster it is.
     rank: u8,
-    /// Whether it waits for memory amid a call: see [`Candidate::read`].
+    /// Waits for memory during a system call: see [`Candidate::read`].
     is_in_fault: bool,
     status: Status,
 }
 
-/// Why a thread was not used.
+/// Reason why a thread was not used.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) error: InjectError,
-    /// Whether another try may find it otherwise, soon and without anybody's doing.
+    /// The reason is temporary: it may disappear soon, and without any action.
     pub(super) passes: bool,
 }
 
@@ -39,7 +39,7 @@ impl Refusal {
     }
 }
 
-/// What matters of `/proc/PID/task/TID/status` (proc(5)).
+/// Fields of `/proc/PID/task/TID/status` (proc(5)).
 #[derive(Debug, Default)]
 struct Status {
     state: u8,
@@ -49,7 +49,7 @@ struct Status {
 }
 
 impl Status {
-    /// Of a thread; none if it has ended.
+    /// Reads the status of a thread. Returns `None` if the thread has ended.
     fn read(folder: &str) -> Option<Self> {
         let text = fs::read_to_string(format!("{folder}/status")).ok()?;
         let mut status = Self::default();
@@ -68,7 +68,7 @@ impl Status {
 }
 
 impl Candidate {
-    /// None if it has ended, or is one of the kernel's.
+    /// Reads a thread. Returns `None` if it has ended, or is a kernel thread.
     fn read(pid: Pid, tid: Pid) -> Option<Self> {
         let folder = folder(pid, tid);
         let status = Status::read(&folder)?;
@@ -79,13 +79,13 @@ impl Candidate {
         let call = call(&folder);
         let waits_in = |name: &str| fs::read_to_string(format!("{folder}/wchan")).is_ok_and(|at| at == name);
         let in_fault = status.state == b'S' && waits_in("handle_userfault");
-        // A fault of the kernel's own, as of a read into such memory, cannot be interrupted: the thread would try in
-        // vain, without a pause, until somebody answers. One of a VM's processor can (Linux 6.1).
+        // A fault in the kernel, as during a read into such memory, cannot be interrupted: the thread would retry in
+        // a busy loop until the fault is resolved. A fault of a vCPU can be interrupted (Linux 6.1).
         let is_in_fault = in_fault && call.is_some_and(|call| call != libc::SYS_ioctl);
         let rank = match (status.state, call) {
             _ if in_fault => 8,
             (b'S', Some(libc::SYS_futex)) => is_main,
-            // In a VM's processor, as a rule, or between two looks at it.
+            // Usually the ioctl that runs a vCPU, or the thread was between two calls of it.
             (b'S', Some(libc::SYS_ioctl)) => 4 + is_main,
             (b'S', _) => 2 + is_main,
             (b'R', _) => 6 + is_main,
@@ -101,7 +101,7 @@ impl Candidate {
         })
     }
 
-    /// Why not to touch it.
+    /// Returns the reason not to use this thread, if there is one.
     pub(super) fn refusal(&self) -> Option<Refusal> {
         let (pid, tid) = (self.pid, self.tid);
         if self.status.tracer != 0 {
@@ -111,8 +111,9 @@ impl Candidate {
             return Some(Refusal::for_good(InjectError::ShadowStack { pid, tid }));
         }
         if self.status.filters != 0 {
-            // QEMU's filter (-sandbox on) forbids what is named in it, none of which is needed here; Larder's own (larder vm
-            // --confine) allows what is needed here; strict mode (1) kills for anything.
+            // QEMU's filter (-sandbox on) is a list of forbidden calls, none of which is needed here. The filter of
+            // Larder's own processes (larder vm --confine) allows the calls that are needed. Strict mode (1) kills
+            // for any call.
             let is_known = |program: &str| ["qemu", "larder"].iter().any(|known| program.starts_with(known));
             if self.status.filters != 2 || !is_known(&program(pid, tid)) {
                 return Some(self.filtered());
@@ -123,24 +124,24 @@ impl Candidate {
             .then(|| Refusal::for_now(InjectError::NotStopped { pid, threads, limit }))
     }
 
-    /// Why not to make calls in it: it has them filtered.
+    /// Returns the reason not to make calls in a thread with a filter.
     pub(super) fn filtered(&self) -> Refusal {
         let (pid, tid) = (self.pid, self.tid);
         let program = program(pid, tid);
         Refusal::for_good(InjectError::Filtered { pid, tid, program })
     }
 
-    /// Whether the number is still that of a thread of this process.
+    /// Returns true if the number still belongs to a thread of this process.
     pub(super) fn is_still_there(&self) -> bool {
         Path::new(&folder(self.pid, self.tid)).exists()
     }
 
-    /// Whether it runs no more, though its number may not be free yet.
+    /// Returns true if the thread has ended, even if its number is not free yet.
     pub(super) fn has_ended(&self) -> bool {
         Status::read(&folder(self.pid, self.tid)).is_none()
     }
 
-    /// Why the kernel does not let us trace it (EPERM).
+    /// Returns the reason why the kernel refuses tracing (EPERM).
     pub(super) fn why_not_traced(&self) -> Refusal {
         let (pid, tid) = (self.pid, self.tid);
         match Status::read(&folder(pid, tid)) {
@@ -156,7 +157,7 @@ impl Candidate {
     }
 }
 
-/// The threads of a process, those first that are best stopped.
+/// Returns the threads of a process in the order in which they should be tried.
 pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
     let path = format!("/proc/{}/task", pid.as_raw_pid());
     let entries = match fs::read_dir(&path) {
@@ -164,7 +165,7 @@ pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(InjectError::Gone { pid }),
         Err(error) => return Err(InjectError::Unreadable { path, error }),
     };
-    // An error amid the list is of a process that ends.
+    // A read error within the list means that the process is ending.
     let tids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().and_then(Pid::from_raw));
     let mut found: Vec<Candidate> = tids.filter_map(|tid| Candidate::read(pid, tid)).collect();
     found.sort_by_key(|candidate| candidate.rank);
@@ -177,14 +178,14 @@ pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
     Ok(found)
 }
 
-/// What to say after all threads have refused.
+/// Returns the error to report after all threads have been refused.
 pub(super) fn worst(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> InjectError {
     let threads = refusals.len();
     let is_busy = |refusal: &Refusal| matches!(refusal.error, InjectError::NotStopped { .. });
     if refusals.iter().any(is_busy) {
         return InjectError::NotStopped { pid, threads, limit };
     }
-    // Each has its own reason; that of the best candidate says as much as any. One that has ended says the least.
+    // Each thread has its own reason; that of the best candidate is as good as any. An ended thread says the least.
     let (ended, others): (Vec<_>, Vec<_>) = refusals
         .into_iter()
         .partition(|refusal| matches!(refusal.error, InjectError::Gone { .. }));
@@ -192,7 +193,7 @@ pub(super) fn worst(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> Inject
     first.map_or(InjectError::Gone { pid }, |refusal| refusal.error)
 }
 
-/// What the kernel asks for of who traces (ptrace(2), "Ptrace access mode checking").
+/// Returns the rights that the kernel requires of a tracer (ptrace(2), "Ptrace access mode checking").
 pub(super) fn rights_needed() -> String {
     let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
     let scope = scope
@@ -209,7 +210,7 @@ pub(super) fn rights_needed() -> String {
     }
 }
 
-/// `tracer` is a thread.
+/// Returns the refusal of a thread that is traced by thread `tracer`.
 fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
     let status = fs::read_to_string(format!("/proc/{tracer}/status")).unwrap_or_default();
     let tgid = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
@@ -221,13 +222,13 @@ fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
         name.trim_end().to_owned()
     };
     let error = InjectError::Traced { pid, tid, by, by_pid };
-    // We ourselves: another injection, or an attempt whose thread has not quite ended. A tracer that is not there any
-    // more is about to be detached.
+    // Temporary if the tracer is this process: another injection, or an attempt whose thread has not quite ended. A
+    // tracer that has disappeared is about to be detached.
     let passes = by_pid == getpid().as_raw_pid() || status.is_empty();
     Refusal { error, passes }
 }
 
-/// The name of the program that a process runs: of its file, or, if that is not to be had, the one that it gives itself.
+/// Returns the name of the program file that a process runs or, if that is unavailable, the process's own name.
 fn program(pid: Pid, tid: Pid) -> String {
     let folder = folder(pid, tid);
     let of_file = fs::read_link(format!("{folder}/exe")).ok();
@@ -241,27 +242,28 @@ fn program(pid: Pid, tid: Pid) -> String {
     })
 }
 
-/// By the class in the ELF header (elf(5)). What cannot be read is found to be out of reach later.
+/// Returns true for a 32-bit program, by the class in the ELF header (elf(5)). A file that cannot be read is reported
+/// later.
 fn is_32_bit(pid: Pid, tid: Pid) -> bool {
     let mut start = [0; 5];
     let exe = File::open(format!("{}/exe", folder(pid, tid)));
     exe.and_then(|mut exe| exe.read_exact(&mut start)).is_ok() && start == *b"\x7fELF\x01"
 }
 
-/// The number of the system call that a thread waits in; none if it is in none.
+/// Returns the number of the system call in which a thread waits, or `None` if it is in no call.
 fn call(folder: &str) -> Option<i64> {
     let call = fs::read_to_string(format!("{folder}/syscall")).ok()?;
     let number = call.split(' ').next()?.trim_end().parse().ok()?;
     (number >= 0).then_some(number)
 }
 
-/// Whether a thread is of the process but never runs its code: a worker of io_uring or vhost.
+/// Returns true if the thread belongs to the process but never runs its code: a worker of io_uring or vhost.
 fn is_of_kernel(folder: &str) -> Option<bool> {
     const PF_IO_WORKER: u64 = 0x10;
     const PF_USER_WORKER: u64 = 0x4000;
     let stat = fs::read_to_string(format!("{folder}/stat")).ok()?;
-    // The name, in parentheses, may have any characters. After it: state, parent, group, session, terminal, its group, flags
-    // (proc(5)).
+    // The name, in parentheses, may contain any characters. After it: state, parent, group, session, terminal, its
+    // group, flags (proc(5)).
     let (_, fields) = stat.rsplit_once(") ")?;
     let flags: u64 = fields.split(' ').nth(6)?.parse().ok()?;
     Some(flags & (PF_IO_WORKER | PF_USER_WORKER) != 0)

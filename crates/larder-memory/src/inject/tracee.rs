@@ -1,4 +1,4 @@
-//! A thread that is traced by the thread that we are on: the requests of ptrace(2), and the stops that they lead to.
+//! A thread traced by the current thread: the requests of ptrace(2), and the resulting stops.
 
 use std::ffi::c_void;
 use std::io;
@@ -13,20 +13,20 @@ use rustix::process::Pid;
 use super::error::InjectError;
 use super::memory;
 
-// Not in libc for all C libraries (linux/ptrace.h).
+// Constants that libc lacks for some C libraries (linux/ptrace.h).
 const PTRACE_EVENT_STOP: i32 = 128;
 const PTRACE_GET_SYSCALL_INFO: libc::c_uint = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: libc::c_uint = 0x4211;
 const PTRACE_SYSCALL_INFO_ENTRY: u8 = 1;
 
-/// The kernel's signal mask, in bytes.
+/// Size of the kernel's signal mask, in bytes.
 const MASK_BYTES: usize = 8;
 
-/// For so long a stop is looked for without a pause, as it comes within some 10 us if it comes at once.
+/// Time to poll for a stop without a pause. A stop without delay comes within some 10 us.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// The thread. It must be used on the thread of ours that has made it only, to which ptrace binds it; it is not `Send`.
+/// The traced thread. ptrace binds it to the thread of this process that has seized it, so the type is not `Send`.
 #[derive(Debug)]
 pub(super) struct Tracee {
     pub(super) pid: Pid,
@@ -34,30 +34,30 @@ pub(super) struct Tracee {
     _on_this_thread: std::marker::PhantomData<*const ()>,
 }
 
-/// Where a thread has stopped.
+/// Kind of a stop.
 #[derive(Debug)]
 pub(super) enum Stop {
-    /// On its way to user mode, before signals and the restart of a call: because of [`Tracee::interrupt`], or because
-    /// the process is stopped or continued by a signal.
+    /// On the way to user mode, before signals and the restart of a call: because of [`Tracee::interrupt`], or
+    /// because a signal stops or continues the process.
     Event,
-    /// A signal is about to be delivered. It is by [`Tracee::resume`] with its number, with all that came with it.
+    /// A signal is about to be delivered. [`Tracee::resume`] with its number delivers it, with all of its data.
     Signal(i32),
-    /// It enters or leaves a system call.
+    /// Entry to or exit from a system call.
     SystemCall,
-    /// It has ended.
+    /// The thread has ended.
     Ended,
-    /// None of it in time.
+    /// No stop in time.
     NotYet,
 }
 
-/// How a thread goes on.
+/// Mode of resuming a thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Resume {
     Freely,
     ToSystemCall,
 }
 
-/// Where a thread's restartable sequences are described (linux/ptrace.h).
+/// Location of a thread's restartable sequences (linux/ptrace.h).
 #[repr(C)]
 #[derive(Default)]
 struct SequenceSetup {
@@ -68,7 +68,7 @@ struct SequenceSetup {
     padding: u32,
 }
 
-/// What is used of the description of one (linux/rseq.h).
+/// Used part of the description of a restartable sequence (linux/rseq.h).
 #[repr(C)]
 #[derive(Default)]
 struct Sequence {
@@ -79,12 +79,12 @@ struct Sequence {
     abort: u64,
 }
 
-/// Where in its area a thread says which sequence it is in (linux/rseq.h).
+/// Offset of a thread's pointer to its current sequence (linux/rseq.h).
 const SEQUENCE_POINTER_AT: u64 = 8;
 
 impl Tracee {
-    /// Begins to trace a thread, which goes on meanwhile. It goes on as well when the thread of ours that called this
-    /// ends, or our process.
+    /// Starts to trace a thread, which keeps running. When the tracing thread or this process ends, the kernel
+    /// detaches it.
     pub(super) fn seize(pid: Pid, tid: Pid) -> Result<Self, Errno> {
         let tracee = Self {
             pid,
@@ -104,7 +104,7 @@ impl Tracee {
         self.explain("PTRACE_INTERRUPT", done)
     }
 
-    /// Lets the stopped thread go on, with a signal if it is not 0.
+    /// Resumes the stopped thread, with a signal if `signal` is not 0.
     pub(super) fn resume(&self, how: Resume, signal: i32) -> Result<(), InjectError> {
         let (request, name) = match how {
             Resume::Freely => (libc::PTRACE_CONT, "PTRACE_CONT"),
@@ -115,7 +115,7 @@ impl Tracee {
         self.explain(name, done)
     }
 
-    /// Lets the stopped thread go on, for good.
+    /// Resumes the stopped thread, and ends tracing it.
     pub(super) fn detach(&self) -> Result<(), InjectError> {
         // SAFETY: PTRACE_DETACH takes no pointers, but a signal's number in the place of one, 0 for none.
         let done = unsafe { self.raw(libc::PTRACE_DETACH as _, ptr::null_mut(), ptr::null_mut()) };
@@ -146,10 +146,11 @@ impl Tracee {
         }
     }
 
-    /// Where the thread stands, if it does.
+    /// Returns the current stop of the thread, if it is stopped.
     ///
-    /// This is not asked of waitpid(2), which tells of a stop once: a signal that it has told of is lost if we are killed
-    /// then, and if the process is a child of ours, whoever waits for its end may be told instead.
+    /// Does not use waitpid(2), which reports a stop only once: a reported signal would be lost if this process is
+    /// killed then. And if the process is a child of this one, other code that waits for its end could receive the
+    /// report.
     fn stop(&self) -> Result<Option<Stop>, InjectError> {
         // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
         let (done, told) = unsafe {
@@ -164,9 +165,9 @@ impl Tracee {
         }
     }
 
-    /// Whether the thread has ended. If so, it is left to be told to whoever started it.
+    /// Returns true if the thread has ended. The exit status stays available for its parent.
     fn has_ended(&self) -> Result<bool, InjectError> {
-        // Not those of other threads of ours, which trace for themselves.
+        // Only children traced by the current thread: others of this process trace for themselves.
         let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL | libc::__WNOTHREAD;
         // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
         let (done, told) = unsafe {
@@ -175,7 +176,7 @@ impl Tracee {
             (done, told)
         };
         if done == 0 {
-            // Otherwise it told of a stop just now, or of nothing.
+            // Any other code means a stop, or no change.
             return Ok(matches!(
                 told.si_code,
                 libc::CLD_EXITED | libc::CLD_KILLED | libc::CLD_DUMPED
@@ -183,15 +184,15 @@ impl Tracee {
         }
         match last_errno() {
             Errno::INTR => Ok(false),
-            // It has become the main thread of another program (execve), under another number.
+            // The thread has become the main thread of another program (execve), with another number.
             Errno::CHILD => Ok(true),
             errno => Err(self.failed("waitid", errno)),
         }
     }
 
-    /// Whether the thread, which stands at a system call, is about to make it.
+    /// Returns true if the thread, which is stopped at a system call, is about to make it.
     pub(super) fn is_entering(&self) -> Result<bool, InjectError> {
-        // `struct ptrace_syscall_info` begins with what it is; the kernel cuts it to the size given.
+        // `struct ptrace_syscall_info` begins with its kind; the kernel truncates it to the given size.
         let mut operation = [0_u8; 8];
         // SAFETY: the kernel writes up to `size_of` bytes, the address argument, to `operation`.
         let done = unsafe {
@@ -202,7 +203,8 @@ impl Tracee {
         Ok(operation[0] == PTRACE_SYSCALL_INFO_ENTRY)
     }
 
-    /// The signals that the stopped thread has blocked; in a call that waits with others (`ppoll`), those from before.
+    /// Returns the blocked signals of the stopped thread. In a call with a temporary mask (`ppoll`), returns the
+    /// original mask.
     pub(super) fn signal_mask(&self) -> Result<u64, InjectError> {
         let mut mask = 0_u64;
         // SAFETY: the kernel writes MASK_BYTES to `mask`.
@@ -224,13 +226,14 @@ impl Tracee {
         self.explain("PTRACE_SETSIGMASK", done)
     }
 
-    /// Reads a set of registers of the stopped thread, as much as there is; returns how many bytes that is.
+    /// Reads a register set of the stopped thread, as much of it as exists, and returns the number of bytes.
     pub(super) fn register_set(&self, kind: usize, to: &mut [u8]) -> Result<usize, InjectError> {
         let mut part = libc::iovec {
             iov_base: to.as_mut_ptr().cast(),
             iov_len: to.len(),
         };
-        // SAFETY: the kernel writes to what `part` describes, which is `to`, and to `part` how much.
+        // SAFETY: the kernel writes to the buffer that `part` describes, which is `to`, and writes the length to
+        // `part`.
         let done = unsafe {
             let part = ptr::from_mut(&mut part).cast();
             self.raw(libc::PTRACE_GETREGSET as _, kind as *mut c_void, part)
@@ -239,13 +242,14 @@ impl Tracee {
         Ok(part.iov_len)
     }
 
-    /// Writes a set of registers of the stopped thread.
+    /// Writes a register set of the stopped thread.
     pub(super) fn set_register_set(&self, kind: usize, from: &[u8]) -> Result<(), InjectError> {
         let mut part = libc::iovec {
             iov_base: from.as_ptr().cast_mut().cast(),
             iov_len: from.len(),
         };
-        // SAFETY: the kernel reads from what `part` describes, which is `from`, and writes to `part` how much.
+        // SAFETY: the kernel reads from the buffer that `part` describes, which is `from`, and writes the length to
+        // `part`.
         let done = unsafe {
             let part = ptr::from_mut(&mut part).cast();
             self.raw(libc::PTRACE_SETREGSET as _, kind as *mut c_void, part)
@@ -253,21 +257,23 @@ impl Tracee {
         self.explain("PTRACE_SETREGSET", done)
     }
 
-    /// Whether calls from strange code are signals in the stopped thread (syscall user dispatch), as in emulators.
+    /// Returns true if calls from some code raise signals in the stopped thread (syscall user dispatch), as in
+    /// emulators.
     pub(super) fn has_calls_dispatched(&self) -> bool {
-        // `struct ptrace_sud_config`: a mode, 0 for off, the address of a selector, and the range of code that may call.
+        // `struct ptrace_sud_config`: a mode, 0 for off, the address of a selector, and the range of code that may
+        // call.
         let mut setup = [0_u64; 4];
         // SAFETY: the kernel writes `size_of` bytes, the address argument, to `setup`.
         let done = unsafe {
             let (size, to) = (size_of_val(&setup) as *mut c_void, setup.as_mut_ptr().cast());
             self.raw(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, size, to)
         };
-        // Before Linux 6.4 it is not known.
+        // Unknown before Linux 6.4.
         done.is_ok() && setup[0] != 0
     }
 
-    /// Whether the stopped thread, about to go on at `instruction`, is in a restartable sequence. Any other code run
-    /// there would let it go on afterwards where it should begin again.
+    /// Returns true if the stopped thread, about to continue at `instruction`, is in a restartable sequence. After
+    /// any other code has run, the thread would continue in the middle of a sequence that it should restart.
     pub(super) fn is_in_sequence(&self, instruction: u64) -> Result<bool, InjectError> {
         let mut setup = SequenceSetup::default();
         // SAFETY: the kernel writes up to the size given to `setup`, which is of plain numbers.
@@ -278,7 +284,7 @@ impl Tracee {
             );
             self.raw(PTRACE_GET_RSEQ_CONFIGURATION, size, to)
         };
-        // Before Linux 5.13, or without rseq, it is not known; libc itself has no such sequences.
+        // Unknown before Linux 5.13, and absent without rseq. libc itself has no such sequences.
         if done.is_err() || setup.area == 0 {
             return Ok(false);
         }
@@ -298,6 +304,8 @@ impl Tracee {
         Ok(instruction.wrapping_sub(start) < bytes)
     }
 
+    /// Makes a request of ptrace(2).
+    ///
     /// # Safety
     /// `address` and `data` must be what the request takes.
     unsafe fn raw(&self, request: libc::c_uint, address: *mut c_void, data: *mut c_void) -> Result<(), Errno> {
@@ -312,7 +320,7 @@ impl Tracee {
 
     fn failed(&self, tried: &'static str, errno: Errno) -> InjectError {
         match errno {
-            // A stopped thread is there until it is killed.
+            // A stopped thread exists until it is killed.
             Errno::SRCH => InjectError::Gone { pid: self.pid },
             errno => InjectError::Request {
                 pid: self.pid,
@@ -324,7 +332,7 @@ impl Tracee {
     }
 }
 
-/// By what the kernel says of a stop (ptrace(2)): of those that are no signals, a code that no signal has.
+/// Decodes the kernel's description of a stop (ptrace(2)). Stops that are not signals have a code that no signal has.
 fn decode(signal: i32, code: i32) -> Stop {
     match (signal, code) {
         (_, code) if code >> 8 == PTRACE_EVENT_STOP => Stop::Event,

@@ -1,5 +1,5 @@
-//! What of it is x86_64: registers, the code that is needed in the other process, and the signal frame by which a
-//! thread restores itself.
+//! Support for x86_64: registers, the machine code that is needed in the other process, and the signal frame with
+//! which a thread restores itself.
 
 use std::arch::x86_64::__cpuid_count;
 use std::mem::size_of;
@@ -11,14 +11,14 @@ use super::tracee::Tracee;
 
 pub(super) const IS_SUPPORTED: bool = true;
 
-/// Below the stack pointer code may keep data that no signal touches (System V ABI, 3.2.2).
+/// Size of the area below the stack pointer that signals do not touch (System V ABI, 3.2.2).
 pub(super) const RED_ZONE_BYTES: u64 = 128;
 
-/// Code of which all others that are needed are made: what, and how it is called.
+/// Machine code that must be found in the process: variants, and a description of each.
 pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [
     // syscall; ret
     (&[&[0x0f, 0x05, 0xc3]], "a system call that returns"),
-    // mov $15, %rax or %eax; syscall. With glibc and musl every program has one of them, to return from signals.
+    // mov $15, %rax or %eax; syscall. Every program with glibc or musl has one of them, to return from signals.
     (
         &[
             &[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05],
@@ -28,20 +28,20 @@ pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [
     ),
 ];
 
-/// Sets of registers (linux/elf.h).
+/// Register sets (linux/elf.h).
 const NT_PRSTATUS: usize = 1;
 const NT_PRFPREG: usize = 2;
 const NT_X86_XSTATE: usize = 0x202;
 
-/// More than all vector registers take: AVX-512 and AMX are 11 KiB.
+/// Upper bound of the size of the vector registers: AVX-512 and AMX have 11 KiB.
 const VECTORS_BYTES_MAX: usize = 32 << 10;
 
-/// The code segment of 64-bit programs.
+/// Code segment of 64-bit programs.
 const USER_CS: u64 = 0x33;
 
 const EINTR: u64 = -(libc::EINTR as i64) as u64;
 
-/// How a call that was interrupted is to go on (linux/errno.h).
+/// Internal error numbers that tell how an interrupted call is restarted (linux/errno.h).
 const ERESTARTSYS: i64 = 512;
 const ERESTARTNOINTR: i64 = 513;
 const ERESTARTNOHAND: i64 = 514;
@@ -49,12 +49,12 @@ const ERESTART_RESTARTBLOCK: i64 = 516;
 
 const REGISTERS_BYTES: usize = size_of::<libc::user_regs_struct>();
 
-/// Bytes that are not in two pages.
+/// Bytes that do not cross a page boundary.
 #[repr(align(256))]
 struct InOnePage([u8; REGISTERS_BYTES]);
 const _: () = assert!(size_of::<InOnePage>() == 256);
 
-/// The general registers of a stopped thread.
+/// General registers of a stopped thread.
 #[derive(Clone, Copy)]
 pub(super) struct Registers(libc::user_regs_struct);
 
@@ -62,8 +62,8 @@ impl Registers {
     pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
         let mut bytes = [0_u8; REGISTERS_BYTES];
         tracee.register_set(NT_PRSTATUS, &mut bytes)?;
-        // SAFETY: the struct is of plain numbers, which any bytes make; it is as long as `bytes`. The kernel writes
-        // fewer for a 32-bit thread, which `is_64_bit` tells: zeros are no code segment.
+        // SAFETY: the struct consists of plain numbers, for which any bytes are valid, and is as long as `bytes`. The
+        // kernel writes fewer bytes for a 32-bit thread, which `is_64_bit` detects: zeros are no code segment.
         Ok(Self(unsafe {
             std::mem::transmute::<[u8; REGISTERS_BYTES], libc::user_regs_struct>(bytes)
         }))
@@ -72,8 +72,9 @@ impl Registers {
     pub(super) fn write(&self, tracee: &Tracee) -> Result<(), InjectError> {
         // SAFETY: the struct is of numbers of 8 bytes each, without padding, and as long as the array.
         let bytes = unsafe { std::mem::transmute::<libc::user_regs_struct, [u8; REGISTERS_BYTES]>(self.0) };
-        // The kernel copies one register after the other. If we are killed meanwhile, it still finishes, unless it finds
-        // a page of ours missing: in one page, which was just written to, all is there or nothing.
+        // The kernel copies one register after the other. If this process is killed meanwhile, the kernel still
+        // finishes, unless it finds a page of the buffer missing. The buffer is in one page that was just written to,
+        // so all of it is copied or nothing.
         let in_one_page = InOnePage(bytes);
         tracee.set_register_set(NT_PRSTATUS, &in_one_page.0)
     }
@@ -90,19 +91,20 @@ impl Registers {
         self.0.rip
     }
 
-    /// What a call has returned; none if it was interrupted and is to be made again.
+    /// Returns the result of a call, or `None` if the call was interrupted and will be restarted.
     pub(super) fn returned(&self) -> Option<i64> {
         let returned = self.0.rax as i64;
         (!(-ERESTART_RESTARTBLOCK..=-ERESTARTSYS).contains(&returned)).then_some(returned)
     }
 
-    /// These, but about to make a call by the code at `instruction`, which returns to what is on the stack at `stack`.
+    /// Returns these registers, set to make a call with the code at `instruction`, which returns to the address on
+    /// the stack at `stack`.
     pub(super) fn calling(&self, number: i64, arguments: [u64; 6], instruction: u64, stack: u64) -> Self {
         let mut registers = self.0;
         registers.rip = instruction;
         registers.rsp = stack;
         registers.rax = number as u64;
-        // The kernel is not to make any call again.
+        // The kernel must not restart any call.
         registers.orig_rax = u64::MAX;
         [
             registers.rdi,
@@ -115,17 +117,17 @@ impl Registers {
         Self(registers)
     }
 
-    /// These, but as after a call that has returned to the frame at `frame_at`.
+    /// Returns these registers, set as after a call that has returned to the frame at `frame_at`.
     pub(super) fn caught(&self, give_back: u64, frame_at: u64) -> Self {
         self.calling(0, [0; 6], give_back, frame_at + 8)
     }
 
-    /// Whether the call goes on by what the kernel has noted of it.
+    /// Returns true if the call is restarted with restart information that the kernel keeps for the thread.
     pub(super) fn go_on_by_note(&self) -> bool {
         self.0.orig_rax as i64 >= 0 && self.0.rax as i64 == -ERESTART_RESTARTBLOCK
     }
 
-    /// These, but such a call goes on without that.
+    /// Returns these registers, changed so that the call does not need that restart information.
     pub(super) fn without_note(&self) -> Self {
         if !self.go_on_by_note() {
             return *self;
@@ -135,9 +137,9 @@ impl Registers {
         Self(registers)
     }
 
-    /// As the kernel leaves them on the way to user mode (`arch_do_signal_or_restart` in arch/x86/kernel/signal.c), but
-    /// for a call that goes on by what the kernel has noted of it: `rt_sigreturn` forgets that, so it is as with a
-    /// signal that is handled.
+    /// Returns the registers as the kernel leaves them on the way to user mode (`arch_do_signal_or_restart` in
+    /// arch/x86/kernel/signal.c). A call that needs restart information is different: `rt_sigreturn` discards it, so
+    /// the call ends as with a signal that is handled.
     fn on_return(&self) -> libc::user_regs_struct {
         let mut registers = self.0;
         if (registers.orig_rax as i64) < 0 {
@@ -148,7 +150,7 @@ impl Registers {
                 registers.rax = registers.orig_rax;
                 registers.rip -= 2;
             }
-            // Its time is that of a clock (as with all that waits for a condition): it may as well begin again.
+            // Its timeout is absolute (as in all waits for condition variables), so the call can begin again.
             ERESTART_RESTARTBLOCK if is_futex_until(&registers) => {
                 registers.rax = registers.orig_rax;
                 registers.rip -= 2;
@@ -165,26 +167,26 @@ fn is_futex_until(registers: &libc::user_regs_struct) -> bool {
     registers.orig_rax == libc::SYS_futex as u64 && operation == libc::FUTEX_WAIT_BITSET
 }
 
-/// The vector registers of a stopped thread.
+/// Vector registers of a stopped thread.
 pub(super) enum Vectors {
-    /// As XSAVE writes them (Intel SDM 1, 13.4: the standard format), in a place large enough for all that the processor
-    /// has.
+    /// In the standard format of XSAVE (Intel SDM 1, 13.4), in a buffer large enough for all features of the
+    /// processor.
     Xsave(Vec<u8>),
-    /// As FXSAVE writes them (Intel SDM 1, 10.5): x87 and SSE. A processor without XSAVE (QEMU's models qemu64 and kvm64) has
-    /// no others.
+    /// In the format of FXSAVE (Intel SDM 1, 10.5): x87 and SSE. A processor without XSAVE (QEMU's models qemu64 and
+    /// kvm64) has no others.
     Fxsave(Vec<u8>),
 }
 
-/// Where in it software may leave notes, and where XSAVE tells what of it is in use.
+/// Offsets of the bytes for software use, and of the bitmap in which XSAVE reports the features in use.
 const NOTES_AT: usize = 464;
 const IN_USE_AT: usize = 512;
 const FXSAVE_BYTES: usize = 512;
 
-/// The kernel's notes in a signal frame (`struct _fpx_sw_bytes`, asm/sigcontext.h).
+/// Magic numbers of the kernel in a signal frame (`struct _fpx_sw_bytes`, asm/sigcontext.h).
 const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
 const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
 
-/// The registers of AMX, for which the kernel makes room only in threads that use them.
+/// Registers of AMX, for which the kernel allocates space only in threads that use them.
 const AMX_TILES: u64 = 1 << 18;
 
 impl Vectors {
@@ -206,7 +208,7 @@ impl Vectors {
     fn in_frame(&self) -> Vec<u8> {
         match self {
             Self::Xsave(bytes) => xsave_in_frame(bytes),
-            // The kernel takes a frame without notes for this form on any processor.
+            // The kernel takes a frame without software bytes for this form, on any processor.
             Self::Fxsave(bytes) => {
                 let mut bytes = bytes.clone();
                 bytes.resize(FXSAVE_BYTES, 0);
@@ -232,17 +234,17 @@ fn read_set(tracee: &Tracee, kind: usize, bytes_max: usize) -> Result<Vec<u8>, I
     Ok(bytes)
 }
 
-/// The registers, notes that say what and how long they are, and a mark at their end.
+/// Returns the registers, with software bytes that describe their features and length, and a magic number at the end.
 fn xsave_in_frame(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
-    // The kernel puts the processor's features where its notes in a frame belong.
+    // The kernel reports the processor's features at the offset where a frame has its software bytes.
     let all = number_at(&bytes, NOTES_AT);
     let ordinary = all & !AMX_TILES;
     let uses_tiles = number_at(&bytes, IN_USE_AT) & AMX_TILES != 0;
     let features = if uses_tiles { all } else { ordinary };
-    // The kernel looks for the mark where *this thread's* room for vector registers ends (since 6.8), or where the
-    // notes say that they do (before). A thread that has used tiles, but does not now, has the larger room: the mark
-    // is there, too.
+    // The kernel expects the magic number where *this thread's* space for vector registers ends (since 6.8), or where
+    // the software bytes say (before). A thread that has used AMX tiles before, but does not now, has the larger
+    // space, so the magic number is written there, too.
     let (shorter, longer) = (vectors_bytes(ordinary), bytes.len());
     let length = if uses_tiles { longer } else { shorter.min(longer) };
     bytes.resize(longer + size_of::<u32>(), 0);
@@ -267,10 +269,10 @@ fn number_at(bytes: &[u8], at: usize) -> u64 {
         .map_or(0, u64::from_ne_bytes)
 }
 
-/// How long the registers of these features are in the standard format (CPUID leaf 0xd, Intel SDM 1, 13.2).
+/// Returns the length of the registers of these features in the standard format (CPUID leaf 0xd, Intel SDM 1, 13.2).
 fn vectors_bytes(features: u64) -> usize {
     let parts = (2..63).filter(|part| features & (1 << part) != 0).map(|part| {
-        // SAFETY: leaf 0xd is there where XSAVE is, of which the features are.
+        // SAFETY: leaf 0xd exists where XSAVE does, from which the features come.
         #[allow(unused_unsafe, reason = "safe in newer versions of Rust")]
         let found = unsafe { __cpuid_count(0xd, part) };
         (found.ebx + found.eax) as usize
@@ -278,14 +280,14 @@ fn vectors_bytes(features: u64) -> usize {
     parts.fold(512 + 64, usize::max)
 }
 
-/// What lies on the stack of a thread for it to restore itself: the address of `rt_sigreturn`'s code, and the rest of a
-/// `struct rt_sigframe` (arch/x86/include/asm/sigframe.h).
+/// Frame on the stack of a thread with which it restores itself: the address of the `rt_sigreturn` code, and the rest
+/// of a `struct rt_sigframe` (arch/x86/include/asm/sigframe.h).
 pub(super) struct Frame {
     pub(super) at: u64,
     pub(super) bytes: Vec<u8>,
 }
 
-// Before what is of the frame's end: the return address, `struct ucontext`, `struct siginfo`.
+// Parts of the frame before the vector registers: the return address, `struct ucontext`, `struct siginfo`.
 const CONTEXT_BYTES: usize = 304;
 const SIGNAL_INFO_BYTES: usize = 128;
 const FRAME_BYTES: usize = 8 + CONTEXT_BYTES + SIGNAL_INFO_BYTES;
@@ -294,15 +296,15 @@ const UC_FP_XSTATE: u64 = 1;
 const UC_SIGCONTEXT_SS: u64 = 2;
 const UC_STRICT_RESTORE_SS: u64 = 4;
 
-/// No mode of an alternate stack: `rt_sigreturn` leaves the thread's as it is.
+/// Invalid mode of an alternate stack: `rt_sigreturn` then leaves the thread's alternate stack unchanged.
 const NO_STACK_MODE: u64 = 0x7fff_ffff;
 
 impl Frame {
-    /// A frame that ends at or below `top`, by which a thread gets back registers, vector registers and signal mask.
+    /// Makes a frame that ends at or below `top`, and that restores registers, vector registers and signal mask.
     pub(super) fn new(registers: &Registers, vectors: &Vectors, mask: u64, top: u64, give_back: u64) -> Option<Self> {
         let form = vectors.frame_flags();
         let vectors = vectors.in_frame();
-        // As the kernel aligns them: XRSTOR takes 64.
+        // The alignment that the kernel uses: XRSTOR needs 64 bytes.
         let vectors_at = top.checked_sub(vectors.len() as u64)? & !63;
         let at = (vectors_at.checked_sub(FRAME_BYTES as u64)? & !15).checked_sub(8)?;
 
@@ -351,9 +353,9 @@ impl Frame {
 mod tests {
     use super::*;
 
-    /// As of a processor without XSAVE, where the kernel expects the registers alone.
+    /// Frame of a processor without XSAVE, where the kernel expects the registers alone.
     #[test]
-    fn fxsave_frame_has_no_notes() {
+    fn fxsave_frame_has_no_software_bytes() {
         let vectors = Vectors::Fxsave(vec![0xff; FXSAVE_BYTES]);
         // SAFETY: the struct is of plain numbers.
         let registers = Registers(unsafe { std::mem::zeroed() });

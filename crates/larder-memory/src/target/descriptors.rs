@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_and_buffers_are_read_from_fdinfo() {
+    fn fdinfo_flags_and_buffers_are_parsed() {
         let info = "pos:\t0\nflags:\t02140002\nmnt_id:\t17\nUserFiles:\t3\nUserBufs:\t2\n    0: 0x7f73a7b39000/8192\n";
         assert_eq!(flags(info), Some(0o2140002));
         assert_eq!(user_buffers(info), Some(2));

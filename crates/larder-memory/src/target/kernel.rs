@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn mount_option_with_huge_pages_is_found() {
+    fn huge_mount_option_is_found() {
         let mounts = "30 24 0:26 / /dev/shm rw - tmpfs tmpfs rw,size=1k,huge=within_size\n\
             31 24 0:27 / /run rw shared:4 - tmpfs tmpfs rw\n\
             32 24 0:28 / /mnt rw - tmpfs tmpfs rw,huge=never\n";
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn file_of_small_pages_has_no_huge() {
+    fn small_pages_are_not_counted_huge() {
         let memory = rustix::fs::memfd_create("small", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         let file = File::from(memory);
         file.set_len(8 << 20).expect("room");

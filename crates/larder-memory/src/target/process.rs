@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_name_may_contain_brackets_and_blanks() {
+    fn stat_name_may_contain_brackets() {
         let numbers: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
         let stat = [b"1234 (a) \xff 5 (b) R ", numbers.join(" ").as_bytes()].concat();
         let expected = Stat {
