@@ -1,11 +1,12 @@
-//! Random inputs for whatever reads what the kernel says, and what a disk or an earlier pager has: a small part of what
-//! `testbed/fuzz.sh` does.
+//! Random inputs for code that reads kernel messages, and data of a disk or of an earlier pager: a small part of
+//! `testbed/fuzz.sh`.
 
 mod fuzz_inputs;
 
 use fuzz_inputs::{adopted, log, state, stored, told};
 
-/// Inputs from a fixed sequence, of many lengths, with more zeros and small numbers than chance would give.
+/// Runs `run` with inputs from a fixed sequence, of many lengths, with more zeros and small numbers than uniform
+/// ones.
 fn each(count: u64, mut run: impl FnMut(&[u8])) {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -28,36 +29,37 @@ fn each(count: u64, mut run: impl FnMut(&[u8])) {
 }
 
 #[test]
-fn any_segment_entry_and_encoded_page_is_read_without_harm() {
+fn arbitrary_segments_are_parsed_safely() {
     each(5_000, log::run);
 }
 
+/// A page whose copy is damaged has its old content, or cannot be read.
 #[test]
-fn a_page_whose_copy_is_damaged_is_what_it_was_or_cannot_be_read() {
+fn damaged_copy_yields_no_wrong_page() {
     each(1_000, stored::run);
 }
 
 #[test]
-fn any_state_is_opened_or_refused() {
+fn arbitrary_state_is_opened_or_refused() {
     each(5_000, state::run);
 }
 
 #[test]
-fn a_successor_outlives_any_state() {
+fn successor_survives_arbitrary_state() {
     each(1_000, adopted::run);
 }
 
 #[test]
-fn a_pager_outlives_any_messages() {
+fn pager_survives_arbitrary_messages() {
     each(1_000, told::messages);
 }
 
 #[test]
-fn any_tables_of_the_kernel_are_read() {
+fn arbitrary_kernel_tables_are_parsed() {
     each(20_000, told::tables);
 }
 
-/// A successor of a killed pager that could not reach a disk server yet.
+/// Successor of a killed pager that cannot reach a disk server yet.
 #[test]
 fn paused_pager_evicts_nothing() {
     stored::paused();

@@ -1,7 +1,7 @@
-//! System calls are made in real processes, by threads in each kind of wait and at work, under signals, stops and kills.
-//! The processes look themselves whether anything of theirs has changed.
+//! System calls are made in real processes, by threads that wait in each kind of call or compute, under signals,
+//! stops and kills. The processes check themselves that nothing of theirs has changed.
 
-// There is nothing yet that makes calls on others.
+// Other architectures are not supported yet.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "inject/death.rs"]
@@ -35,8 +35,8 @@ use process::{Chance, Killed, Target, Watchdog, is_same_file, pause};
 /// Longer than any wait for a thread on a busy machine.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What an attachment does: calls that return something, a descriptor given, taken back, and closed. Returns the thread
-/// that made them, and for how long it stood still.
+/// Makes typical calls: some that return a value, and descriptors that are given, taken back, and closed. Returns the
+/// thread that made them, and the maximum time that it was stopped.
 pub(crate) fn make_calls(pid: Pid) -> Result<(Pid, Duration), InjectError> {
     let (mut ours, theirs) = std::io::pipe().expect("a pipe");
     let (tid, stood_still) = with_stopped_thread(pid, LIMIT, |thread| {
@@ -56,13 +56,13 @@ pub(crate) fn make_calls(pid: Pid) -> Result<(Pid, Duration), InjectError> {
     })?;
     drop(theirs);
     let mut read = Vec::new();
-    // Its end is here as well: none is open in the process any more, nor on the way there.
+    // Its end of file is reached: no writer is open in the process any more, nor in transit to it.
     ours.read_to_end(&mut read).expect("a pipe");
     assert_eq!(read, b"x");
     Ok((tid, stood_still))
 }
 
-/// Makes calls in a process in this state until it has gone through `rounds` rounds of it, under signals or without.
+/// Makes calls in a process in this state until it has finished `rounds` rounds, with or without a rain of signals.
 fn exercise(state: &str, calls: u64, rounds: u64, rains: bool) {
     let role = if rains {
         format!("{state} interrupted")
@@ -86,7 +86,7 @@ fn exercise(state: &str, calls: u64, rounds: u64, rains: bool) {
         let mut turns = 0;
         while !calls.is_finished() {
             turns += 1;
-            // In showers, so that a wait comes to its end in between.
+            // In bursts, so that a wait can end in between.
             if rains && turns % 128 < 64 {
                 for (count, signal) in sent.iter_mut().zip(target::rain()) {
                     target.send(signal, *count);
@@ -129,8 +129,9 @@ const STATES: [&str; 11] = [
     "sigwaitinfo",
 ];
 
+/// An interrupted call continues with its remaining time, or is restarted, in each kind of wait.
 #[test]
-fn a_thread_goes_on_in_its_call_as_if_nothing_had_been() {
+fn thread_resumes_its_call_unchanged() {
     let _watchdog = Watchdog::new();
     for state in STATES {
         exercise(state, 60, 20, false);
@@ -138,21 +139,23 @@ fn a_thread_goes_on_in_its_call_as_if_nothing_had_been() {
 }
 
 #[test]
-fn memory_below_the_stack_pointer_stays_as_it_is() {
+fn memory_below_stack_pointer_is_unchanged() {
     let _watchdog = Watchdog::new();
     exercise("spin-deep", 200, 20, false);
 }
 
+/// No signal is lost, duplicated, or handled during an injected call.
 #[test]
-fn no_signal_is_lost_or_doubled_or_handled_amid_a_call() {
+fn signals_are_handled_once_between_calls() {
     let _watchdog = Watchdog::new();
     for state in STATES {
         exercise(state, 80, 20, true);
     }
 }
 
+/// The target continues unharmed when the injecting process is killed at a random time.
 #[test]
-fn whoever_makes_calls_may_be_killed_at_any_time() {
+fn target_survives_injector_killed_anytime() {
     let _watchdog = Watchdog::new();
     let mut chance = Chance::new();
     for (state, kills) in STATES.iter().zip([100, 30, 30, 30, 30, 30, 30, 30, 30, 60, 30]) {
@@ -186,8 +189,10 @@ fn whoever_makes_calls_may_be_killed_at_any_time() {
     }
 }
 
+/// The injecting process is killed before each of its requests to the kernel in turn, just after it has sent the
+/// target a signal.
 #[test]
-fn whoever_makes_calls_may_die_at_every_step_as_a_signal_comes() {
+fn target_survives_injector_killed_at_step() {
     let _watchdog = Watchdog::new();
     for state in ["spin", "read", "nanosleep", "sigsuspend", "ppoll"] {
         let role = format!("{state} interrupted");
@@ -195,7 +200,7 @@ fn whoever_makes_calls_may_die_at_every_step_as_a_signal_comes() {
         let pid = target.pid().as_raw_pid();
         let mut steps = 0;
         loop {
-            // In `sigsuspend` the signal is what it waits for: it must wake, and is sent once.
+            // The signal is the one that `sigsuspend` waits for: it must end the wait, and is sent once.
             let wakes = state == "sigsuspend";
             let signal = if wakes { target::WAKE } else { target::rain()[1] };
             let value = if wakes { 0 } else { steps };
@@ -232,7 +237,7 @@ fn whoever_makes_calls_may_die_at_every_step_as_a_signal_comes() {
 }
 
 #[test]
-fn a_kill_under_signals_loses_none() {
+fn killed_injector_loses_no_signals() {
     let _watchdog = Watchdog::new();
     let mut chance = Chance::new();
     for state in ["spin", "sigsuspend", "read"] {
@@ -263,7 +268,7 @@ fn a_kill_under_signals_loses_none() {
     }
 }
 
-/// The letter in the state of a process.
+/// Returns the state letter of a process.
 fn letter(target: &Target) -> char {
     target.status("State").chars().next().unwrap()
 }
@@ -280,7 +285,7 @@ fn wait_for_letter(target: &mut Target, is_wanted: impl Fn(char) -> bool) {
 }
 
 #[test]
-fn a_stopped_process_stays_stopped_until_it_is_continued() {
+fn stopped_process_stays_stopped_after_calls() {
     let _watchdog = Watchdog::new();
     for state in ["spin", "nanosleep", "read", "futex"] {
         let mut target = Target::start(state);
@@ -290,7 +295,7 @@ fn a_stopped_process_stays_stopped_until_it_is_continued() {
             let rounds = target.rounds();
             for _ in 0..2 {
                 make_calls(target.pid()).unwrap();
-                // It is on its way to a stop for a moment yet.
+                // The process is still on its way to the stop for a moment.
                 wait_for_letter(&mut target, |letter| letter == 'T');
             }
             assert_eq!(target.rounds(), rounds, "it has gone on");
@@ -302,7 +307,7 @@ fn a_stopped_process_stays_stopped_until_it_is_continued() {
 }
 
 #[test]
-fn a_process_that_is_stopped_while_calls_are_made_stays_stopped() {
+fn process_stopped_during_calls_stays_stopped() {
     let _watchdog = Watchdog::new();
     for state in ["spin", "nanosleep", "read"] {
         let mut target = Target::start(state);
@@ -337,7 +342,7 @@ fn a_process_that_is_stopped_while_calls_are_made_stays_stopped() {
 }
 
 #[test]
-fn a_stopped_process_whose_injector_is_killed_stays_stopped() {
+fn killed_injector_leaves_process_stopped() {
     let _watchdog = Watchdog::new();
     let mut chance = Chance::new();
     let role = "spin";
@@ -359,7 +364,7 @@ fn a_stopped_process_whose_injector_is_killed_stays_stopped() {
 }
 
 #[test]
-fn a_thread_in_a_fault_is_stopped_and_waits_again() {
+fn thread_in_fault_stops_and_refaults() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("fault");
     for round in 0..10 {
@@ -377,7 +382,7 @@ fn a_thread_in_a_fault_is_stopped_and_waits_again() {
     }
 }
 
-/// Gives the target the memory that it waits for, until it has gone on.
+/// Fills the memory that the target waits for, until the target has finished its round.
 fn answer(target: &mut Target, userfaultfd: &Userfaultfd, rounds: u64) {
     let at = target.page.fault_at.load(Ordering::SeqCst);
     while target.rounds() < rounds {
@@ -387,8 +392,9 @@ fn answer(target: &mut Target, userfaultfd: &Userfaultfd, rounds: u64) {
     }
 }
 
+/// A fault of the kernel, during a system call, cannot be interrupted.
 #[test]
-fn a_thread_in_a_fault_amid_a_call_is_left_alone() {
+fn thread_faulting_in_call_is_skipped() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("fault-in-call");
     let pid = target.pid();
@@ -407,7 +413,8 @@ fn a_thread_in_a_fault_amid_a_call_is_left_alone() {
     answer(&mut target, &Userfaultfd::new(userfaultfd), 1);
 }
 
-/// [`with_stopped_thread`], tried until the thread does stop: on a busy machine it may not run for longer than `limit`.
+/// Calls [`with_stopped_thread`] until the thread does stop: on a busy machine it may not run for longer than
+/// `limit`.
 fn once_stopped(
     pid: Pid,
     limit: Duration,
@@ -421,19 +428,20 @@ fn once_stopped(
     }
 }
 
-/// However short the limit is, and busy the machine: a thread that was left in such a call would stand still for good.
+/// A thread left in such a call would be stopped forever, so the call is interrupted however short the limit is and
+/// however busy the machine.
 #[test]
-fn a_call_that_hangs_is_left_and_the_thread_goes_on() {
+fn hanging_call_is_interrupted() {
     let _watchdog = Watchdog::new();
     for state in ["nanosleep", "spin", "futex-timed", "read"] {
         let role = format!("{state} interrupted");
         let mut target = Target::start(&role);
         for _ in 0..5 {
-            // Two calls that the kernel makes again, and goes on with, after an interruption.
+            // Two calls that the kernel restarts, or continues, after an interruption.
             for number in [libc::SYS_pause, libc::SYS_poll] {
                 let failed = once_stopped(target.pid(), Duration::from_millis(1), |thread| {
                     let hangs = thread.system_call(number, [0, 0, 3_600_000, 0, 0, 0]);
-                    // No more calls by this thread.
+                    // This thread accepts no more calls.
                     let refused = thread.system_call(libc::SYS_getpid, [0; 6]);
                     assert!(matches!(refused, Err(InjectError::Hangs { .. })), "{refused:?}");
                     hangs.map(drop)
@@ -446,8 +454,9 @@ fn a_call_that_hangs_is_left_and_the_thread_goes_on() {
     }
 }
 
+/// Code of this process that waits for the child may receive reports of its stops.
 #[test]
-fn stops_of_a_child_of_ours_may_be_told_to_others() {
+fn waitpid_in_parent_may_see_stops() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("spin");
     let pid = target.pid();
@@ -471,7 +480,7 @@ fn stops_of_a_child_of_ours_may_be_told_to_others() {
 }
 
 #[test]
-fn work_that_fails_or_panics_lets_the_thread_go_on() {
+fn failed_or_panicking_work_resumes_thread() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("read");
     let failed = with_stopped_thread(target.pid(), LIMIT, |thread| thread.close(54_321));
@@ -531,14 +540,14 @@ fn descriptors_are_given_all_or_none() {
 }
 
 #[test]
-fn a_process_that_runs_another_program_meanwhile_is_not_harmed() {
+fn exec_during_calls_is_harmless() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("execute 0");
     let mut done = 0;
     while done < 30 || target.rounds() < 30 {
         match make_calls(target.pid()) {
             Ok(_) => done += 1,
-            // It has no descriptors of ours after execve, between calls it does not run another program.
+            // Given descriptors are closed by execve, and the process runs no other program between two calls.
             Err(InjectError::Gone { .. }) => {}
             Err(error) => panic!("{error}"),
         }
@@ -548,13 +557,13 @@ fn a_process_that_runs_another_program_meanwhile_is_not_harmed() {
 }
 
 #[test]
-fn a_thread_that_cannot_be_interrupted_is_left_alone() {
+fn uninterruptible_thread_is_skipped() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("vfork");
     for _ in 0..5 {
         wait_for_letter(&mut target, |letter| letter == 'D');
         match with_stopped_thread(target.pid(), Duration::from_millis(30), |_| Ok(())) {
-            // The other one is the kernel's.
+            // The other thread is a kernel thread.
             Err(InjectError::NotStopped { threads: 1, .. }) => {}
             other => panic!("{other:?}"),
         }
@@ -564,7 +573,7 @@ fn a_thread_that_cannot_be_interrupted_is_left_alone() {
 }
 
 #[test]
-fn a_process_of_another_pid_namespace_is_no_hindrance() {
+fn calls_work_in_other_pid_namespace() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start_in_namespace("read");
     let pid = target.grandchild();
@@ -584,7 +593,7 @@ fn a_process_of_another_pid_namespace_is_no_hindrance() {
 }
 
 #[test]
-fn threads_that_come_and_go_are_no_hindrance() {
+fn calls_work_among_short_lived_threads() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("threads");
     for _ in 0..150 {
@@ -595,8 +604,8 @@ fn threads_that_come_and_go_are_no_hindrance() {
     target.finish("threads");
 }
 
-/// Makes calls in a QEMU from before its guest boots until that has done its work. Returns for how long a thread stood
-/// still each time.
+/// Makes calls in a QEMU, from before its guest boots until the guest has done its work. Returns the maximum time
+/// that a thread was stopped at each call.
 fn make_calls_in_a_guest(rounds: u32, calls: usize, arguments: &[&str]) -> Vec<Duration> {
     let guest = Guest::start(rounds, arguments);
     let mut pauses = Vec::new();
@@ -617,13 +626,13 @@ fn make_calls_in_a_guest(rounds: u32, calls: usize, arguments: &[&str]) -> Vec<D
 }
 
 #[test]
-fn a_guest_of_a_qemu_with_filtered_calls_does_not_notice() {
+fn sandboxed_qemu_guest_runs_undisturbed() {
     let _watchdog = Watchdog::new();
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     make_calls_in_a_guest(10, 20, &["-sandbox", sandbox]);
 }
 
-/// Under the next test.
+/// Run by the next test, in a guest.
 #[test]
 #[ignore = "run in a guest"]
 fn registers_are_kept() {
@@ -632,9 +641,9 @@ fn registers_are_kept() {
     }
 }
 
-/// As those of QEMU's models qemu64 and kvm64, which have no registers but x87's and SSE's.
+/// A processor like QEMU's models qemu64 and kvm64 has only the registers of x87 and SSE.
 #[test]
-fn processor_without_xsave_is_no_hindrance() {
+fn calls_work_on_processor_without_xsave() {
     let check = "if grep -qw xsave /proc/cpuinfo; then exit 1; fi";
     guest::run_in_guest("registers_are_kept", check, &["-cpu", "qemu64,-xsave"]);
 }
@@ -647,7 +656,7 @@ fn refusal(pid: Pid) -> String {
 }
 
 #[test]
-fn a_process_that_has_ended_is_gone() {
+fn ended_process_is_reported_gone() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("read");
     let pid = target.pid();
@@ -662,14 +671,14 @@ fn a_process_that_has_ended_is_gone() {
         Ok(())
     });
     assert_eq!(killed.unwrap_err().to_string(), gone);
-    // Nobody has waited for it yet.
+    // The process is a zombie, which has not been waited for.
     assert_eq!(refusal(pid), gone);
     drop(target);
     assert_eq!(refusal(pid), gone);
 }
 
 #[test]
-fn a_process_that_another_traces_is_left_alone() {
+fn traced_process_is_refused() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("read");
     let pid = target.pid();
@@ -682,7 +691,7 @@ fn a_process_that_another_traces_is_left_alone() {
 }
 
 #[test]
-fn without_the_rights_to_trace_it_is_said_what_it_takes() {
+fn missing_right_to_trace_is_named() {
     let _watchdog = Watchdog::new();
     assert!(rustix::process::geteuid().is_root(), "this test needs root");
     let mut target = Target::start("read");
@@ -695,7 +704,7 @@ fn without_the_rights_to_trace_it_is_said_what_it_takes() {
 }
 
 #[test]
-fn a_process_with_a_filter_of_calls_is_left_alone() {
+fn process_with_syscall_filter_is_refused() {
     let _watchdog = Watchdog::new();
     for role in ["filtered", "strict", "dispatched"] {
         let mut target = Target::start(role);
@@ -706,7 +715,7 @@ fn a_process_with_a_filter_of_calls_is_left_alone() {
 }
 
 #[test]
-fn a_32_bit_program_is_refused() {
+fn program_of_32_bits_is_refused() {
     let _watchdog = Watchdog::new();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("program");
@@ -733,7 +742,7 @@ fn a_32_bit_program_is_refused() {
     let mut child = loop {
         match Command::new(&path).spawn() {
             Ok(child) => break child,
-            // Another test has started a process meanwhile, which has the file open until it runs its own program.
+            // Another test is starting a process, which has the file open until it runs its own program.
             Err(error) if error.kind() == ErrorKind::ExecutableFileBusy => pause(),
             Err(error) => panic!("a 32-bit program: {error}"),
         }
@@ -745,7 +754,7 @@ fn a_32_bit_program_is_refused() {
 }
 
 #[test]
-fn a_static_program_is_no_hindrance() {
+fn calls_work_in_static_program() {
     let _watchdog = Watchdog::new();
     let folder = tempfile::tempdir().unwrap();
     let (source, path) = (folder.path().join("program.c"), folder.path().join("program"));

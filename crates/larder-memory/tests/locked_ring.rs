@@ -1,6 +1,6 @@
-//! A ring that holds a userfaultfd in another process: what pagers can do with it, and what that process cannot.
+//! A ring that holds a userfaultfd in another process: operations of pagers, and of that process.
 
-// There is nothing yet that makes calls on others.
+// Other architectures are not supported yet.
 #![cfg(target_arch = "x86_64")]
 
 use std::fs;
@@ -18,7 +18,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A process in which a ring is made.
+/// A process in which a ring was made.
 struct Held {
     process: Child,
     pidfd: OwnedFd,
@@ -27,7 +27,8 @@ struct Held {
 }
 
 impl Held {
-    /// `cat` has the ring and a read-only descriptor of its memory, and nothing else of a userfaultfd of this process.
+    /// Starts `cat`, which gets the ring and a read-only descriptor of its memory, and no other descriptor of
+    /// `userfaultfd`.
     fn new(userfaultfd: &Userfaultfd) -> Self {
         let mut process = Command::new("cat");
         let process = process.stdin(Stdio::piped()).stdout(Stdio::null()).spawn();
@@ -58,7 +59,7 @@ impl Held {
         pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()).expect("it is open there")
     }
 
-    /// As a successor finds it.
+    /// Opens the ring as a successor does.
     fn open(&self, ring: OwnedFd) -> io::Result<LockedRing> {
         LockedRing::open(SharedMemory::open(self.descriptor(self.memory).as_fd())?, ring)
     }
@@ -75,7 +76,7 @@ fn inode(file: &impl std::os::fd::AsFd) -> u64 {
     rustix::fs::fstat(file.as_fd()).expect("fstat").st_ino
 }
 
-/// The descriptor is closed here and was never open there: the ring alone keeps the userfaultfd.
+/// The descriptor is closed here and was never open there: only the ring keeps the userfaultfd.
 #[test]
 fn userfaultfd_outlives_its_descriptors_in_ring() {
     let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
@@ -96,7 +97,7 @@ fn userfaultfd_outlives_its_descriptors_in_ring() {
     }
 }
 
-/// The process replaces its ring, so that a pager would carry out its requests.
+/// The process replaces its ring, so that a pager would execute its requests.
 #[test]
 fn another_ring_is_refused() {
     let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
@@ -112,7 +113,7 @@ fn another_ring_is_refused() {
     );
 }
 
-/// What the process itself has of the ring allows nothing: descriptors of the ring and, for reading, of its memory.
+/// The descriptors that the process has, of the ring and, read-only, of its memory, permit no operation.
 #[test]
 fn ring_allows_its_process_nothing() {
     let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
@@ -122,7 +123,7 @@ fn ring_allows_its_process_nothing() {
     // Up to IORING_REGISTER_ENABLE_RINGS, which all kernels know that have such rings.
     for operation in 0..=12 {
         for (argument, count) in [(buffer.as_ptr(), 1), (std::ptr::null(), 0)] {
-            // SAFETY: the kernel reads at most 4096 bytes of what it is to register once.
+            // SAFETY: the kernel reads at most 4096 bytes of the argument once.
             let done = unsafe {
                 libc::syscall(
                     libc::SYS_io_uring_register,
@@ -140,7 +141,7 @@ fn ring_allows_its_process_nothing() {
             );
         }
     }
-    // The queue of submissions, of completions, and the requests.
+    // The submission queue, the completion queue, and the requests.
     for offset in [0, 0x800_0000, 0x1000_0000] {
         // SAFETY: a new mapping at an address that the kernel chooses.
         let mapped = unsafe {
@@ -174,9 +175,9 @@ fn ring_allows_its_process_nothing() {
     assert_eq!(mode, 0o600, "others may open it for writing");
 }
 
-/// Gives this thread descriptors of its own, of which it closes all but one.
+/// Gives this thread a descriptor table of its own, in which it closes all descriptors but one.
 fn keep_only(number: RawFd) {
-    // SAFETY: what is closed is closed in this thread alone, which uses nothing of it.
+    // SAFETY: the descriptors are closed in this thread alone, which uses none of them.
     unsafe {
         assert_eq!(libc::unshare(libc::CLONE_FILES), 0, "{}", io::Error::last_os_error());
         assert_eq!(libc::close_range(3, number as u32 - 1, 0), 0);
@@ -184,10 +185,10 @@ fn keep_only(number: RawFd) {
     }
 }
 
-/// Threads that submit whatever is queued, all the time, as code that has taken the process over could: a request has its
-/// effect in the caller. The threads have descriptors of their own, as another process has.
+/// Threads constantly submit all queued requests, as code that has taken over the process could: a request takes
+/// effect in the caller. The threads have descriptor tables of their own, like another process.
 #[test]
-fn process_that_submits_all_the_time_gets_nothing() {
+fn constant_submission_steals_no_userfaultfd() {
     let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
     let wanted = inode(&userfaultfd);
     let held = Held::new(&userfaultfd);

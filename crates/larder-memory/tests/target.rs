@@ -1,4 +1,4 @@
-//! Real processes are looked at: each thing that is in the way of managing their memory is found and told.
+//! Inspections of real processes: each obstacle to managing their memory is found and reported.
 
 #[path = "target/helper.rs"]
 mod helper;
@@ -15,7 +15,7 @@ use helper::{Helper, Qemu};
 
 const MIB: u64 = 1 << 20;
 
-/// What the other tests look at.
+/// Process that the other tests inspect.
 #[test]
 #[ignore = "started by the other tests"]
 fn helper() {
@@ -39,7 +39,7 @@ fn only_obstacle(pid: Pid) -> Obstacle {
     found.remove(0)
 }
 
-/// A file in tmpfs.
+/// Makes a file in tmpfs.
 fn in_tmpfs(mib: u64) -> tempfile::NamedTempFile {
     let file = tempfile::Builder::new()
         .prefix("larder test ")
@@ -50,7 +50,7 @@ fn in_tmpfs(mib: u64) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn the_memory_of_a_qemu_with_a_shared_memfd_is_found() {
+fn qemu_shared_memfd_is_found() {
     let memfd = "memory-backend-memfd,id=m,size=64M,share=on";
     let qemu = Qemu::start(&["-machine", "q35,memory-backend=m", "-object", memfd]);
     let target = examine(qemu.pid()).unwrap();
@@ -67,7 +67,7 @@ fn the_memory_of_a_qemu_with_a_shared_memfd_is_found() {
 }
 
 #[test]
-fn the_memory_of_a_qemu_with_a_file_in_tmpfs_is_found() {
+fn qemu_file_in_tmpfs_is_found() {
     let file = in_tmpfs(64);
     let path = file.path().to_str().unwrap();
     let object = format!("memory-backend-file,id=m,size=64M,share=on,mem-path={path}");
@@ -76,13 +76,13 @@ fn the_memory_of_a_qemu_with_a_file_in_tmpfs_is_found() {
     assert_eq!(target.memories.len(), 1);
     assert_eq!(target.memories[0].name, path);
     assert_eq!(target.memories[0].place.inode, file.as_file().metadata().unwrap().ino());
-    // Also when the file has no name any more.
+    // A file without a name is found, too.
     file.close().unwrap();
     assert_eq!(examine(qemu.pid()).unwrap().memories[0].place, target.memories[0].place);
 }
 
 #[test]
-fn a_qemu_with_private_memory_is_told_how_to_share_it() {
+fn private_memory_error_explains_sharing() {
     for arguments in [
         &["-machine", "q35", "-m", "64M"][..],
         &[
@@ -104,7 +104,7 @@ fn a_qemu_with_private_memory_is_told_how_to_share_it() {
 }
 
 #[test]
-fn a_process_without_memory_to_speak_of_is_no_vm() {
+fn process_without_large_memory_is_refused() {
     let mut helper = Helper::new(&["memfd small 8"]);
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
     let small = Options {
@@ -117,7 +117,7 @@ fn a_process_without_memory_to_speak_of_is_no_vm() {
 }
 
 #[test]
-fn private_memory_beside_shared_memory_is_only_mentioned() {
+fn extra_private_memory_is_a_warning() {
     let helper = Helper::new(&["memfd ram 32", "private 200"]);
     let cautions = examine(helper.pid()).unwrap().cautions;
     assert!(
@@ -127,7 +127,7 @@ fn private_memory_beside_shared_memory_is_only_mentioned() {
 }
 
 #[test]
-fn memory_that_another_process_maps_is_refused() {
+fn memory_mapped_by_other_is_refused() {
     let file = in_tmpfs(32);
     let open = format!("open {}", file.path().display());
     let target = Helper::new(&[&open, "map 32"]);
@@ -142,12 +142,13 @@ fn memory_that_another_process_maps_is_refused() {
     examine(target.pid()).unwrap();
 }
 
+/// Disjoint mappings of two parts of a file are accepted.
 #[test]
-fn memory_that_is_mapped_twice_is_refused_but_two_parts_of_a_file_are_not() {
+fn overlapping_mappings_of_file_are_refused() {
     let mut helper = Helper::new(&["memfd ram 64"]);
     for again in ["map 64", "map 1", "copy 32"] {
         helper.tell(again);
-        // Two of them, where both are large enough to be memory.
+        // Both mappings are reported if both are large enough to be memory.
         let found = obstacles(helper.pid());
         assert!(
             found.iter().all(|found| matches!(found, Obstacle::MappedTwice { .. })),
@@ -164,7 +165,7 @@ fn memory_that_is_mapped_twice_is_refused_but_two_parts_of_a_file_are_not() {
 }
 
 #[test]
-fn all_obstacles_are_told_at_once() {
+fn all_obstacles_are_reported_together() {
     let mut helper = Helper::new(&["memfd ram 32", "map 1", "seal", "lock", "io_uring", "register"]);
     let userfaultfd: i32 = helper.tell("userfaultfd").parse().unwrap();
     let error = examine(helper.pid()).unwrap_err();
@@ -196,21 +197,22 @@ fn all_obstacles_are_told_at_once() {
 }
 
 #[test]
-fn an_io_uring_without_registered_buffers_is_none() {
+fn io_uring_without_buffers_is_accepted() {
     let helper = Helper::new(&["memfd ram 32", "io_uring"]);
     examine(helper.pid()).unwrap();
 }
 
 #[test]
 fn huge_pages_are_refused() {
-    // None are needed for that: none is touched.
+    // The host needs no huge pages for this, because none is touched.
     let helper = Helper::new(&["huge 32"]);
     let found = only_obstacle(helper.pid());
     assert!(matches!(found, Obstacle::HugePages { .. }), "{found}");
 }
 
+/// The file is ignored if there is other memory.
 #[test]
-fn memory_on_a_disk_is_refused_and_left_alone_beside_other_memory() {
+fn memory_in_disk_file_is_refused() {
     // Not in /tmp, which may be tmpfs.
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     file.as_file().set_len(32 * MIB).unwrap();
@@ -232,7 +234,7 @@ fn memory_on_a_disk_is_refused_and_left_alone_beside_other_memory() {
 }
 
 #[test]
-fn a_file_shorter_than_the_memory_is_refused() {
+fn file_shorter_than_mapping_is_refused() {
     let helper = Helper::new(&["memfd ram 32", "shorten 31"]);
     let found = only_obstacle(helper.pid());
     assert!(
@@ -242,11 +244,11 @@ fn a_file_shorter_than_the_memory_is_refused() {
 }
 
 #[test]
-fn who_traces_the_process_is_told() {
+fn tracer_is_reported() {
     let helper = Helper::new(&["memfd ram 32"]);
     let pid = helper.pid();
     let none = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: neither takes an address of ours; the helper is our child.
+    // SAFETY: neither takes an address of this process; the helper is its child.
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid.as_raw_pid(), none, none) };
     assert_eq!(seized, 0);
     match only_obstacle(pid) {
@@ -258,7 +260,7 @@ fn who_traces_the_process_is_told() {
 }
 
 #[test]
-fn files_open_for_direct_io_are_seen() {
+fn files_for_direct_io_are_detected() {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut helper = Helper::new(&["memfd ram 32"]);
     assert!(!examine(helper.pid()).unwrap().direct_io);
@@ -266,8 +268,9 @@ fn files_open_for_direct_io_are_seen() {
     assert!(examine(helper.pid()).unwrap().direct_io);
 }
 
+/// The state of an earlier pager is not an obstacle.
 #[test]
-fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
+fn state_of_earlier_pager_is_found() {
     let mut helper = Helper::new(&["memfd ram 32"]);
     let pages = helper.tell("memfd larder-pages 32").parse().unwrap();
     let target = examine(helper.pid()).unwrap();
@@ -290,7 +293,7 @@ fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
     assert_eq!(target.memories.len(), 1);
 }
 
-/// A killed pager's successor, which may not use /proc/PID/map_files.
+/// Successor of a killed pager, which may not use /proc/PID/map_files.
 #[test]
 fn unopenable_memory_allows_successor() {
     let mut looked_at = Helper::unprivileged(&["memfd ram 32", "memfd larder-pages 1", "memfd more 32", "close"]);
@@ -305,7 +308,7 @@ fn unopenable_memory_allows_successor() {
 }
 
 #[test]
-fn memory_that_comes_and_goes_is_told_once() {
+fn memory_changes_are_reported_once() {
     let mut helper = Helper::new(&["memfd ram 32"]);
     let options = Options::default();
     let mut target = examine(helper.pid()).unwrap();
@@ -326,7 +329,7 @@ fn memory_that_comes_and_goes_is_told_once() {
         ("plugged", 64 * MIB)
     );
     assert!(changes.gone.is_empty() && changes.refused.is_empty());
-    // The kernel shows it as two from now on.
+    // From here on the kernel shows it as two mappings.
     helper.tell("split");
     is_quiet(&mut target);
 
@@ -352,14 +355,14 @@ fn memory_that_comes_and_goes_is_told_once() {
 }
 
 #[test]
-fn a_process_that_ends_at_any_time_is_told_as_ended() {
+fn process_exit_is_reported_at_anytime() {
     for _ in 0..30 {
         let mut helper = Helper::new(&["memfd ram 32"]);
         let pid = helper.pid();
         let looking = std::thread::spawn(move || examine(pid));
         helper.kill();
         let found = looking.join().unwrap();
-        // What it has found before counts; what was missed amid the end does not.
+        // A complete result from before the end is valid; an incomplete one must not be returned.
         assert!(matches!(found, Ok(_) | Err(TargetError::Ended { .. })), "{found:?}");
         helper.wait();
         assert!(matches!(examine(pid), Err(TargetError::NoSuchProcess { .. })));
@@ -367,7 +370,7 @@ fn a_process_that_ends_at_any_time_is_told_as_ended() {
 }
 
 #[test]
-fn who_has_no_right_is_told_so() {
+fn missing_rights_are_reported() {
     let mut looks = Helper::unprivileged(&[]);
     let answer = looks.tell("examine 1");
     assert!(
@@ -376,8 +379,9 @@ fn who_has_no_right_is_told_so() {
     );
 }
 
+/// An unprivileged process of the same user opens memory through a descriptor of the target.
 #[test]
-fn the_same_user_without_privileges_gets_the_memory_by_a_descriptor() {
+fn unprivileged_user_needs_open_descriptor() {
     let mut looked_at = Helper::unprivileged(&["memfd ram 32"]);
     let mut looks = Helper::unprivileged(&[]);
     let examine = format!("examine {}", looked_at.pid());
@@ -392,7 +396,7 @@ fn the_same_user_without_privileges_gets_the_memory_by_a_descriptor() {
 }
 
 #[test]
-fn the_process_behind_a_qmp_socket_is_found() {
+fn qmp_socket_leads_to_process() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a qmp");
     let monitor = format!("unix:{},server=on,wait=off", path.display());
@@ -408,8 +412,9 @@ fn the_process_behind_a_qmp_socket_is_found() {
     ));
 }
 
+/// The socket's path is relative, and its process is in another network namespace and working directory.
 #[test]
-fn the_process_behind_a_qmp_socket_is_found_in_another_network_and_folder() {
+fn qmp_process_is_found_across_namespaces() {
     let folder = tempfile::tempdir().unwrap();
     let mut unshare = Command::new("unshare");
     unshare.args(["--net", "qemu-system-x86_64"]).current_dir(folder.path());
@@ -418,7 +423,7 @@ fn the_process_behind_a_qmp_socket_is_found_in_another_network_and_folder() {
 }
 
 #[test]
-fn what_is_no_qmp_socket_is_told_so() {
+fn invalid_qmp_path_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("there");
     assert!(matches!(pid_of_qmp(&path), Err(QmpError::NoFile { .. })));

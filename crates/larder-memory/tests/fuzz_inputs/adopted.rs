@@ -1,4 +1,4 @@
-//! A successor that finds a state of any bytes, if it is one at all: it goes on.
+//! A successor that finds a state of arbitrary bytes. If the state can be opened, the successor runs without a panic.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -159,7 +159,7 @@ impl Backing for Guest {
     }
 }
 
-/// Does every job at once.
+/// Worker that does every job immediately.
 pub struct AtOnce {
     hands: RefCell<Hands>,
     done: RefCell<VecDeque<Done>>,

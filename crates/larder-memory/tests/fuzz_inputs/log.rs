@@ -1,4 +1,4 @@
-//! Segments, entries and encoded pages of any bytes.
+//! Segments, entries and encoded pages of arbitrary bytes.
 
 use larder_codec::{Codec, Decoder, PAGE};
 use larder_memory::entry::{Location, Word};
@@ -6,7 +6,7 @@ use larder_memory::log::{SEGMENT_HEADER, SegmentIndex, Segments, data_at, object
 
 use super::Input;
 
-/// Reads `data` as a part of a segment from any byte on, as encoded pages, and as entries.
+/// Parses `data` as a part of a segment from an arbitrary byte on, as encoded pages, and as entries.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let segment = SegmentIndex::new(u32::from(input.word()));
@@ -42,7 +42,7 @@ fn decoders(bytes: &[u8]) {
             let mut page = [fill; PAGE];
             decoder.decode(codec, bytes, &mut page).is_ok().then_some(page)
         };
-        // Nothing of what was there before is in a page that was decoded.
+        // A decoded page contains nothing of the previous content of the buffer.
         let (first, second) = (decode(&mut decoder, 0), decode(&mut decoder, 0xff));
         assert!(first == second, "codec {number} leaves some of the page as it was");
     }

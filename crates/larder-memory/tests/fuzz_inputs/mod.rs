@@ -1,5 +1,5 @@
-//! What is done with any bytes: by the fuzzer (`fuzz/`), and by a test with random ones. Each function must return,
-//! whatever it is given.
+//! Functions that process arbitrary bytes, for the fuzzer (`fuzz/`) and for a test with random bytes. Each function
+//! must return for any input.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod adopted;
@@ -9,7 +9,7 @@ pub mod state;
 pub mod stored;
 pub mod told;
 
-/// Takes an input apart from its start on. Behind its end everything is 0.
+/// Reader of an input. Past the end of the input, all bytes are 0.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {

@@ -1,4 +1,4 @@
-//! What an earlier pager has left, of any bytes.
+//! State of an earlier pager, of arbitrary bytes.
 
 use larder_memory::entry::Tier;
 use larder_memory::shared::SharedMemory;
@@ -8,12 +8,12 @@ use std::sync::atomic::Ordering;
 
 use super::Input;
 
-/// What is behind the regions.
+/// Offset of the entries, which follow the regions.
 pub const ENTRIES_AT: usize = 72 << 10;
-/// Entries that there is room for.
+/// Number of entries that fit in the memory.
 pub const CAPACITY: u32 = 64;
 
-/// Memory whose parts begin as `input` says, by default with a sound header.
+/// Makes memory whose parts begin with bytes of `input`. Some bits of `input` select a valid size and header.
 pub fn memory(input: &mut Input<'_>) -> SharedMemory {
     let flags = input.byte();
     let bytes = ENTRIES_AT + CAPACITY as usize * 16;
@@ -60,7 +60,7 @@ pub fn memory(input: &mut Input<'_>) -> SharedMemory {
     memory
 }
 
-/// Opens it, and looks at all that it says.
+/// Opens the state, and reads all of it.
 pub fn run(data: &[u8]) {
     let memory = memory(&mut Input(data));
     let state = match State::open(memory, 1) {

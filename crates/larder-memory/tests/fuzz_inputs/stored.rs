@@ -1,5 +1,5 @@
-//! A pager whose copies of pages are damaged, in compressed RAM, on a disk, enciphered or not: a page that it brings back is
-//! what it was, or cannot be read.
+//! A pager whose copies of pages are damaged, in compressed RAM or on a disk, encrypted or not: a page that is paged
+//! in has its old content, or cannot be read.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -18,9 +18,9 @@ use larder_memory::worker::Hands;
 use super::Input;
 use super::guest::{AtOnce, Disk, Guest, Page};
 
-/// Pages of the memory; a part of them is stored in each tier.
+/// Number of pages of the memory. Half of them are stored in each tier.
 pub const PAGES: u32 = 48;
-/// Where the process has it.
+/// Address of the memory in the process.
 pub const ADDRESS: u64 = 0x7000_0000_0000;
 
 pub fn options() -> Options {
@@ -34,12 +34,12 @@ pub fn options() -> Options {
     }
 }
 
-/// What a page was when it was evicted.
+/// Returns the content that a page had when it was evicted.
 fn content(page: u32) -> [u8; PAGE] {
     let mut state = u64::from(page) + 1;
     std::array::from_fn(|at| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Every third is such that it cannot be compressed.
+        // Every third page is incompressible.
         if page.is_multiple_of(3) || at % 8 < 3 {
             (state >> 33) as u8
         } else {
@@ -48,7 +48,7 @@ fn content(page: u32) -> [u8; PAGE] {
     })
 }
 
-/// Appends a page, by the codec that its number gives.
+/// Appends a page, with the codec that its number selects.
 fn append(encoder: &mut Encoder, appender: &mut Appender<'_>, page: u32) -> Stored {
     let content = content(page);
     let into = appender.next_data();
@@ -64,7 +64,7 @@ fn append(encoder: &mut Encoder, appender: &mut Appender<'_>, page: u32) -> Stor
     }
 }
 
-/// A fault on a page, as the kernel tells of it.
+/// Returns the kernel's message about a fault.
 pub fn fault(address: u64, write: bool) -> [u8; 32] {
     let mut message = [0; 32];
     message[0] = 0x12;
@@ -73,7 +73,7 @@ pub fn fault(address: u64, write: bool) -> [u8; 32] {
     message
 }
 
-/// A state with one region, of which nothing is stored yet.
+/// Makes a state with one region, of which nothing is stored yet.
 fn new_state(is_encrypted: bool) -> State {
     let state = State::create(PAGES + 16, 1).expect("a state");
     if is_encrypted {
@@ -91,7 +91,7 @@ fn new_state(is_encrypted: bool) -> State {
     state
 }
 
-/// Compressed RAM and a disk, and where they have each page.
+/// Compressed RAM and a disk, and the location of each page.
 struct Copies {
     compressed: SharedMemory,
     disk: Vec<u8>,
@@ -106,7 +106,7 @@ impl Copies {
         let mut disk = vec![0; 4 * SEGMENT];
         let mut stored = Vec::new();
         {
-            // SAFETY: in the mapping, and nobody else uses it yet.
+            // SAFETY: in the mapping, and no other code uses it yet.
             let ram = unsafe { std::slice::from_raw_parts_mut(compressed.at(0, SEGMENT).as_ptr(), SEGMENT) };
             let segment = SegmentIndex::new(0);
             let mut in_ram = Appender::new(segment, 0, ram, 1);
@@ -140,7 +140,7 @@ impl Copies {
         }
     }
 
-    /// A pager that takes over the state and its copies, with no page in memory.
+    /// Makes a pager that takes over the state and its copies, with no page in memory.
     fn take_over(self, state: State, options: Options) -> (Guest, Pager<Guest, AtOnce>) {
         let guest = Guest::new(PAGES);
         let (state, compressed) = (Arc::new(state), Arc::new(self.compressed));
@@ -159,8 +159,8 @@ impl Copies {
     }
 }
 
-/// Reads every page while evictions are paused, with a limit of one page: none is evicted, and no copy of one in memory is
-/// valid, since another process may write to it unseen.
+/// Reads every page while evictions are paused, with a limit of one page. No page is evicted, and no copy of a page
+/// in memory is valid, since another process may write to the page without a fault.
 pub fn paused() {
     let state = new_state(false);
     let options = Options {
@@ -184,7 +184,7 @@ pub fn paused() {
     assert!(pager.present_pages() < PAGES);
 }
 
-/// Damages copies as `data` says, then has every page brought back.
+/// Damages copies as `data` says, then pages in every page.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let state = new_state(input.byte() & 1 != 0);
@@ -194,7 +194,7 @@ pub fn run(data: &[u8]) {
         disk,
         stored,
     } = &mut copies;
-    // What is damaged: bytes of what is stored, and entries.
+    // Damages bytes of stored objects, and entries.
     let mut is_entry_changed = [false; PAGES as usize];
     while input.0.len() > 4 && input.byte() & 7 != 0 {
         let (what, value) = (input.byte(), input.byte());
@@ -208,7 +208,7 @@ pub fn run(data: &[u8]) {
                 is_entry_changed[page as usize] = true;
             }
             (Tier::Ram, value) => {
-                // SAFETY: in the mapping, and nobody else uses it yet.
+                // SAFETY: in the mapping, and no other code uses it yet.
                 unsafe { *compressed.at(at, 1).as_ptr() ^= value };
             }
             (_, value) => disk[at] ^= value,

@@ -1,5 +1,5 @@
-//! What the kernel tells: messages of a userfaultfd, of any bytes, to a pager with some pages in memory and some stored; and
-//! its tables of mappings and sockets.
+//! Input from the kernel: userfaultfd messages of arbitrary bytes, for a pager with some pages in memory and some
+//! stored; and tables of mappings and sockets.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use super::Input;
 use super::guest::{AtOnce, Guest};
 use super::stored::{ADDRESS, PAGES, fault, options};
 
-/// Tells a pager messages of these bytes, half of them of the memory that there is.
+/// Passes messages of these bytes to a pager, half of them about existing memory.
 pub fn messages(data: &[u8]) {
     let mut input = Input(data);
     let state = State::create(PAGES, 1).expect("a state");
@@ -78,7 +78,7 @@ pub fn messages(data: &[u8]) {
         let _ = RawMessage::from_bytes(message).decode();
         guest.tell(message);
         if kind & 16 != 0 {
-            // So that some go, and some come back.
+            // Small limits make pages leave and return.
             pager.set_limit(1 << (12 + kind % 16), 1 << 20);
         }
         for _ in 0..64 {
@@ -90,7 +90,7 @@ pub fn messages(data: &[u8]) {
     assert!(pager.present_pages() <= PAGES && pager.pages() == PAGES);
 }
 
-/// Reads the kernel's tables.
+/// Parses the kernel's tables.
 pub fn tables(data: &[u8]) {
     larder_memory::target::read_tables(data);
 }

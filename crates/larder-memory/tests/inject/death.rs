@@ -1,17 +1,19 @@
-//! Dies amid making calls in another process, before a certain request to the kernel.
+//! Kills this process before a chosen request to the kernel, while it makes calls in another process.
 //!
-//! What the linker finds here takes the place of the C library's: every request about another process comes by.
+//! The linker prefers the functions of this file to those of the C library, so every request about another process
+//! passes through here.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 static REQUESTS: AtomicU64 = AtomicU64::new(0);
-/// Before which request to die; 0 for none.
+/// Number of the request before which the process dies; 0 for none.
 static AT: AtomicU64 = AtomicU64::new(0);
-/// What to send before, to whom, and with what.
+/// Signal to send before that: PID, signal number, and value.
 static LAST_WORDS: [AtomicU64; 3] = [AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)];
 
-/// From here on, dies before the request of this number, the first one being 1, having sent a signal with a value.
+/// Makes this process die before request number `request`, counted from 1. Just before, it sends `signal` with
+/// `value` to `pid`.
 pub(crate) fn at(request: u64, pid: i32, signal: i32, value: u64) {
     for (word, content) in LAST_WORDS.iter().zip([pid as u64, signal as u64, value]) {
         word.store(content, Ordering::SeqCst);
@@ -33,7 +35,7 @@ fn step() {
         assert_eq!(libc::sigqueue(pid as i32, signal as i32, value), 0);
         libc::kill(libc::getpid(), libc::SIGKILL);
     }
-    // Other threads of ours may still run.
+    // Other threads of this process may still run.
     loop {
         std::hint::spin_loop();
     }
@@ -41,7 +43,7 @@ fn step() {
 
 #[unsafe(no_mangle)]
 extern "C" fn ptrace(request: libc::c_uint, pid: libc::pid_t, address: *mut c_void, data: *mut c_void) -> i64 {
-    // It is asked time and again whether the process has stopped.
+    // Not counted, because it polls whether the process has stopped.
     if request != libc::PTRACE_GETSIGINFO as libc::c_uint {
         step();
     }

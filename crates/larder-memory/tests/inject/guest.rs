@@ -1,4 +1,4 @@
-//! A QEMU that runs a guest: the test bed's kernel and initramfs, with a script of the test's own.
+//! A QEMU that runs a guest: the test bed's kernel and initramfs, with a script of the test.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -10,7 +10,7 @@ use std::thread;
 
 use rustix::process::Pid;
 
-/// What the guest does: it copies and compares, and says how often it has.
+/// Work of the guest: it copies and compares files, and reports each round.
 const SCRIPT: &str = "\
 set -e
 for round in $(seq 1 ROUNDS); do
@@ -21,7 +21,7 @@ for round in $(seq 1 ROUNDS); do
 done
 ";
 
-/// It is killed when this is dropped.
+/// A running QEMU. It is killed when this is dropped.
 pub(crate) struct Guest {
     qemu: Child,
     rounds: Arc<AtomicU32>,
@@ -35,7 +35,7 @@ impl Guest {
         Self::boot(&SCRIPT.replace("ROUNDS", &rounds.to_string()), &[], arguments)
     }
 
-    /// Boots a guest in which these files are, at the same paths, and that ends as the script does.
+    /// Boots a guest that contains these files, at the same paths, and that runs the script.
     fn boot(text: &str, files: &[PathBuf], arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (script, initrd) = (folder.path().join("test.sh"), folder.path().join("initrd"));
@@ -79,7 +79,7 @@ impl Guest {
                 console.push('\n');
             }
         });
-        // Before it has become QEMU it has no memory of a guest.
+        // Until it has become QEMU, the process has no guest memory.
         while !fs::read_link(format!("/proc/{}/exe", guest.qemu.id()))
             .is_ok_and(|exe| exe.ends_with("qemu-system-x86_64"))
         {
@@ -92,18 +92,18 @@ impl Guest {
         Pid::from_child(&self.qemu)
     }
 
-    /// How often it has done its work.
+    /// Returns the number of finished rounds.
     pub(crate) fn rounds(&self) -> u32 {
         self.rounds.load(Ordering::SeqCst)
     }
 
-    /// Whether QEMU has ended.
+    /// Returns true if QEMU has ended.
     pub(crate) fn has_ended(&self) -> bool {
         let status = fs::read_to_string(format!("/proc/{}/status", self.qemu.id())).unwrap();
         status.contains("State:\tZ")
     }
 
-    /// Waits for its end, which is to be a good one.
+    /// Waits until QEMU ends, and checks that it and the guest were successful.
     pub(crate) fn finish(mut self) {
         while !self.has_ended() {
             super::pause();
@@ -124,7 +124,7 @@ impl Drop for Guest {
     }
 }
 
-/// Runs a test of this program in a guest, by itself.
+/// Runs a single test of this program in a guest.
 pub(crate) fn run_in_guest(test: &str, before: &str, arguments: &[&str]) {
     let program = std::env::current_exe().unwrap();
     let libraries = Command::new("ldd").arg(&program).output().unwrap();

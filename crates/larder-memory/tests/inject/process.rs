@@ -1,4 +1,4 @@
-//! Starting the programs of the tests, and looking at them.
+//! Starts and observes the programs of the tests.
 
 use std::fs::{self, File};
 use std::io::{self, PipeWriter, Write as _};
@@ -15,7 +15,7 @@ use rustix::process::Pid;
 
 use super::target::{self, Page, ROLE};
 
-/// What ends a test that hangs, and all its processes with it.
+/// Aborts a test that hangs, together with all its processes.
 pub(crate) struct Watchdog(#[expect(dead_code, reason = "its end is what is waited for")] mpsc::Sender<()>);
 
 impl Watchdog {
@@ -25,7 +25,7 @@ impl Watchdog {
         let name = thread::current().name().unwrap_or_default().to_owned();
         thread::spawn(move || {
             if ended.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-                // Not by eprintln, which the test runner keeps to itself until the test ends.
+                // Not with eprintln, whose output the test runner holds back until the test ends.
                 let _ = writeln!(io::stderr(), "{name} has not ended within {LIMIT:?}");
                 std::process::abort();
             }
@@ -39,37 +39,37 @@ pub(crate) struct Target {
     pub(crate) child: Child,
     pub(crate) page: &'static Page,
     input: Input,
-    /// How often it was given what a round waits for.
+    /// Number of inputs that the process was given, one for each round.
     pub(crate) fed: u64,
 }
 
-/// What the program reads.
+/// Source from which the program reads.
 enum Input {
     Pipe(PipeWriter),
     Socket(tempfile::TempDir),
 }
 
 impl Target {
-    /// Starts one in a role, and waits until it is ready.
+    /// Starts a process in a role, and waits until it is ready.
     pub(crate) fn start(role: &str) -> Self {
         let (command, page) = command(role);
         Self::of(command, page, role)
     }
 
-    /// Starts one in a PID namespace of its own. The child of ours is `unshare`.
+    /// Starts a process in a PID namespace of its own. The direct child is `unshare`.
     pub(crate) fn start_in_namespace(role: &str) -> Self {
         let (command, page) = command_by(Command::new("unshare"), role, &["--pid", "--fork", "--kill-child"]);
         Self::of(command, page, role)
     }
 
-    /// The process that a child of ours has started.
+    /// Returns the process that the direct child has started.
     pub(crate) fn grandchild(&self) -> Pid {
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
         Pid::from_raw(children.trim().parse().unwrap()).unwrap()
     }
 
-    /// Starts one in a role in which it only says something.
+    /// Starts a process in a role that only prints something, and returns the output.
     pub(crate) fn start_and_read(role: &str) -> String {
         let (mut command, _) = command(role);
         String::from_utf8(command.output().unwrap().stdout).unwrap()
@@ -110,7 +110,7 @@ impl Target {
         self.page.rounds.load(Ordering::SeqCst)
     }
 
-    /// Gives it what its next round waits for, if it waits for anything of ours.
+    /// Gives the process the input that its next round waits for, if it waits for any.
     pub(crate) fn feed(&mut self, role: &str) {
         let rounds = self.rounds();
         if rounds < self.fed {
@@ -145,14 +145,14 @@ impl Target {
         };
         // SAFETY: takes no pointers, but a number in the place of one.
         while unsafe { libc::sigqueue(self.child.id() as i32, signal, value) } != 0 {
-            // As many are queued as the user may have.
+            // The user's limit of queued signals is reached.
             let error = io::Error::last_os_error();
             assert_eq!(error.raw_os_error(), Some(libc::EAGAIN), "{error}");
             pause();
         }
     }
 
-    /// A line of `/proc/PID/status`.
+    /// Returns the value of a line of `/proc/PID/status`.
     pub(crate) fn status(&self, key: &str) -> String {
         let text = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = text
@@ -165,7 +165,7 @@ impl Target {
         fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap().count()
     }
 
-    /// Waits until it has done `count` rounds more.
+    /// Waits until the process has finished `count` more rounds.
     pub(crate) fn wait_for_rounds(&mut self, role: &str, count: u64) {
         let goal = self.rounds() + count;
         while self.rounds() < goal {
@@ -175,7 +175,7 @@ impl Target {
         }
     }
 
-    /// Has it end by itself, having found nothing wrong.
+    /// Makes the process end by itself, and checks that it has found nothing wrong.
     pub(crate) fn finish(&mut self, role: &str) {
         self.page.stop.store(1, Ordering::SeqCst);
         while self.status("State").as_bytes()[0] != b'Z' {
@@ -198,14 +198,14 @@ impl Drop for Target {
     }
 }
 
-/// This program once more, in a role, and the page that is shared with it.
+/// Returns a command that runs this program in a role, and the page shared with it.
 pub(crate) fn command(role: &str) -> (Command, &'static Page) {
     command_by(Command::new(std::env::current_exe().unwrap()), role, &[])
 }
 
-/// The same, started by another program, to which these arguments are for.
+/// Returns such a command, started through another program that gets these arguments.
 fn command_by(mut command: Command, role: &str, arguments: &[&str]) -> (Command, &'static Page) {
-    // SAFETY: the name is a string that ends.
+    // SAFETY: the name is a terminated string.
     let number = unsafe { libc::memfd_create(c"larder test".as_ptr(), libc::MFD_CLOEXEC) };
     assert!(number >= 0);
     // SAFETY: just made.
@@ -220,7 +220,7 @@ fn command_by(mut command: Command, role: &str, arguments: &[&str]) -> (Command,
     (command, page)
 }
 
-/// Has a program started with a descriptor of ours, by this number.
+/// Passes a descriptor to a new program, with this number.
 fn hand(command: &mut Command, descriptor: &OwnedFd, number: i32) {
     let ours = descriptor.try_clone().unwrap();
     let dup = move || {
@@ -236,7 +236,7 @@ fn hand(command: &mut Command, descriptor: &OwnedFd, number: i32) {
     unsafe { command.pre_exec(dup) };
 }
 
-/// Starts a role that is killed sooner or later.
+/// A process in a role, which is killed sooner or later.
 pub(crate) struct Killed {
     child: Child,
     pub(crate) page: &'static Page,
@@ -254,30 +254,30 @@ impl Killed {
         Self { child, page }
     }
 
-    /// Waits until it has ended by itself.
+    /// Waits until the process has ended by itself.
     pub(crate) fn wait(mut self) -> ExitStatus {
         self.child.wait().unwrap()
     }
 
-    /// Kills it, which it must not have been before.
+    /// Kills the process, which must not have been killed before.
     pub(crate) fn kill(mut self) -> ExitStatus {
         self.child.kill().unwrap();
         self.child.wait().unwrap()
     }
 }
 
-/// A file that is open in both processes is one.
+/// Returns true if both descriptors refer to the same file.
 pub(crate) fn is_same_file(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
     let key = |file: BorrowedFd<'_>| rustix::fs::fstat(file).map(|stat| (stat.st_dev, stat.st_ino)).unwrap();
     key(one) == key(other)
 }
 
-/// For others to go on, before looking again.
+/// Gives other processes time before the next check.
 pub(crate) fn pause() {
     thread::sleep(Duration::from_micros(200));
 }
 
-/// Numbers as if by chance.
+/// Pseudo-random numbers.
 pub(crate) struct Chance(u64);
 
 impl Chance {

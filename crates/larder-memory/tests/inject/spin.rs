@@ -1,16 +1,16 @@
-//! A loop that holds a pattern in every register there is, and finds out whether one has changed.
+//! A loop that holds a pattern in all registers, and detects any change of them.
 
 use std::arch::{asm, is_x86_feature_detected};
 
-/// How much below the stack pointer is filled and looked at: what no signal touches, or more than a call made from
-/// outside needs.
+/// Bytes below the stack pointer that are filled and checked: the area that signals do not touch, or more than an
+/// injected call needs.
 pub(crate) const RED_ZONE_BYTES: usize = 128;
 pub(crate) const DEEP_BYTES: usize = 24 << 10;
 
 const VECTORS_BYTES: usize = 32 * 64;
 
-/// Puts patterns that follow from `seed` into the general registers, the vector registers and `below` bytes below the
-/// stack pointer, spins for a while, and checks them all.
+/// Puts patterns derived from `seed` into the general registers, the vector registers and `below` bytes below the
+/// stack pointer, spins for a while, and checks all of them.
 pub(crate) fn hold(seed: u64, below: usize) {
     let mut pattern = [0_u8; VECTORS_BYTES];
     for (at, byte) in pattern.iter_mut().enumerate() {
@@ -28,15 +28,15 @@ pub(crate) fn hold(seed: u64, below: usize) {
     assert!(found[..bytes] == pattern[..bytes], "a vector register has changed");
 }
 
-/// How often the inner loop goes round.
+/// Number of iterations of the inner loop.
 const SPINS: u64 = 100_000;
 
 macro_rules! hold {
     ($pattern:ident, $found:ident, $below:ident, [$($load:literal)*], [$($store:literal)*]) => {{
         let wrong: u64;
-        // SAFETY: `$pattern` and `$found` are as long as what is loaded and stored. What is written below the stack
-        // pointer is nobody's, as the block is not marked to leave the stack alone, and is within the stack, of which
-        // far less is in use. All registers that are written and that the compiler may use are told.
+        // SAFETY: `$pattern` and `$found` are as long as the loads and stores. The memory below the stack pointer is
+        // unused, as the block is not marked to leave the stack alone, and is within the stack, of which far less is
+        // in use. All registers that are written and that the compiler may use are declared.
         unsafe {
             asm!(
                 $($load,)*
@@ -152,7 +152,7 @@ fn hold_avx(pattern: &[u8; VECTORS_BYTES], found: &mut [u8; VECTORS_BYTES], belo
     )
 }
 
-// The compiler makes no use of zmm16 to zmm31 here: it builds for all processors.
+// The compiler does not use zmm16 to zmm31 here, because it builds for all processors.
 #[rustfmt::skip]
 fn hold_avx512(pattern: &[u8; VECTORS_BYTES], found: &mut [u8; VECTORS_BYTES], below: usize) -> u64 {
     hold!(

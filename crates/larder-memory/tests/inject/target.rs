@@ -1,5 +1,5 @@
-//! Programs that the tests start: this test's own file once more, which plays a role before anything of a test runs, in a
-//! process with one thread.
+//! Programs that the tests start: this test program itself, which plays a role before any test runs, in a process
+//! with one thread.
 
 use std::io;
 use std::mem::{MaybeUninit, zeroed};
@@ -13,55 +13,55 @@ use rustix::process::Pid;
 
 use super::{death, spin};
 
-/// Which role, and what it needs to know.
+/// Environment variable with the name of the role and its arguments.
 pub(crate) const ROLE: &str = "LARDER_TEST_ROLE";
 
-/// By what numbers a role has the page that it shares with the test, and the file that it reads.
+/// Descriptor numbers of the page shared with the test, and of the file that a role reads.
 pub(crate) const PAGE: i32 = 100;
 pub(crate) const INPUT: i32 = 101;
 
-/// What a role and its test tell each other.
+/// Memory that a role shares with its test.
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct Page {
-    /// The role is set up.
+    /// Set when the role is ready.
     pub(crate) ready: AtomicU32,
-    /// The role is to end after its round.
+    /// Set to make the role end after its round.
     pub(crate) stop: AtomicU32,
-    /// What it has done so far.
+    /// Number of finished rounds.
     pub(crate) rounds: AtomicU64,
-    /// What it waits for to change.
+    /// Word whose change the role waits for.
     pub(crate) word: AtomicU32,
-    /// Signals handled, of the kinds that are sent at any time.
+    /// Numbers of handled signals, of the two kinds that are sent at any time.
     pub(crate) handled: [AtomicU64; 2],
-    /// The signals of [`WAKE`] handled.
+    /// Number of handled signals of [`WAKE`].
     pub(crate) woken: AtomicU64,
-    /// Nobody who makes calls in the role is killed, so no signal may come amid one.
+    /// Set if the injecting process is never killed, so that no signal may arrive during an injected call.
     pub(crate) calls_end: AtomicU32,
-    /// Where memory is that a test must give it.
+    /// Address of memory that the test must fill.
     pub(crate) fault_at: AtomicU64,
-    /// The userfaultfd for that.
+    /// Descriptor number of the userfaultfd of that memory.
     pub(crate) fault_by: AtomicU32,
 }
 
-/// The signals that are sent at any time: one whose handler lets calls be restarted, one whose handler does not and has a
-/// stack of its own. Each carries how many were sent before.
+/// Returns the signals that are sent at any time: one whose handler allows calls to be restarted, and one whose
+/// handler does not and has a stack of its own. Each signal carries the number of those sent before.
 pub(crate) fn rain() -> [i32; 2] {
     [libc::SIGRTMIN() + 2, libc::SIGRTMIN() + 3]
 }
 
-/// Blocked, but in `sigsuspend`.
+/// Blocked, except in `sigsuspend`.
 pub(crate) const WAKE: i32 = libc::SIGUSR1;
 
-/// Blocked, and taken by `sigwaitinfo`. Carries how many were sent before.
+/// Returns the signal that is blocked, and received by `sigwaitinfo`. It carries the number of those sent before.
 pub(crate) fn queued() -> i32 {
     libc::SIGRTMIN() + 4
 }
 
-/// How long what has a limit waits for nothing.
+/// Timeout of calls that have one, in which nothing arrives.
 const WAIT: Duration = Duration::from_millis(5);
 
-// Before `main`, so that there is one thread only, which is the one that calls are made by.
+// Runs before `main`, so that there is only one thread, with which the calls are made.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = before_main;
@@ -69,7 +69,7 @@ static BEFORE_MAIN: extern "C" fn() = before_main;
 extern "C" fn before_main() {
     if let Ok(role) = std::env::var(ROLE) {
         play(&role);
-        // SAFETY: nothing is to be cleaned up.
+        // SAFETY: there is nothing to clean up.
         unsafe { libc::_exit(0) };
     }
 }
@@ -88,7 +88,7 @@ pub(crate) fn page(number: i32) -> &'static Page {
 fn play(role: &str) {
     // SAFETY: takes no pointers. The role ends with its test.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-    // What is left of a sleep would have the slack of the timer in it. SAFETY: takes no pointers.
+    // The remaining time of a sleep would include the slack of the timer. SAFETY: takes no pointers.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
     let words: Vec<&str> = role.split(' ').collect();
     let page = page(PAGE);
@@ -133,7 +133,7 @@ fn play(role: &str) {
 struct State {
     page: &'static Page,
     round: u64,
-    /// By signals, or because whoever makes calls in this process is killed.
+    /// Calls may be interrupted, by signals or because the injecting process is killed.
     may_be_interrupted: bool,
 }
 
@@ -154,7 +154,7 @@ impl State {
             ss_size: 128 << 10,
         };
         HANDLERS_PAGE.store(ptr::from_ref(self.page) as u64, Ordering::SeqCst);
-        // SAFETY: what is pointed to is alive and of the right kind; the stack is for ever.
+        // SAFETY: the pointers are valid and of the right kind; the stack is never freed.
         unsafe {
             assert_eq!(libc::sigaltstack(&stack, ptr::null_mut()), 0);
             for (signal, handler, flags) in handlers {
@@ -183,7 +183,7 @@ impl State {
             "vfork" => worker(),
             "dispatched" => {
                 static SELECTOR: u8 = 0;
-                // SAFETY: the selector is there for ever, and allows all calls.
+                // SAFETY: the selector is never freed, and allows all calls.
                 let done = unsafe { libc::prctl(59, 1, 0_usize, 0_usize, &raw const SELECTOR) };
                 assert_eq!(done, 0, "{}", io::Error::last_os_error());
             }
@@ -191,7 +191,7 @@ impl State {
         }
     }
 
-    /// One round; whether it came to its end.
+    /// Plays one round. Returns true if it was finished.
     fn play(&mut self, name: &str) -> bool {
         let began = Instant::now();
         let waited = || assert!(began.elapsed() >= WAIT, "a wait of {WAIT:?} ended too soon");
@@ -218,7 +218,7 @@ impl State {
                 waited();
             }
             "ppoll" => {
-                // SAFETY: what is pointed to is alive.
+                // SAFETY: the pointers are valid.
                 let done = unsafe {
                     let unblocked = set_of(&[]);
                     libc::ppoll(ptr::null_mut(), 0, &timespec(WAIT), &unblocked)
@@ -296,14 +296,14 @@ impl State {
                 assert_eq!(value, self.round, "a signal is lost or doubled");
             }
             "fault" => {
-                // SAFETY: it is mapped; the test answers.
+                // SAFETY: it is mapped; the test resolves the fault.
                 let value = unsafe { (self.page.fault_at.load(Ordering::SeqCst) as *const u64).read_volatile() };
                 assert_eq!(value, 0);
                 self.forget_fault();
             }
             "fault-in-call" => {
                 let at = self.page.fault_at.load(Ordering::SeqCst);
-                // SAFETY: it is mapped; the test answers.
+                // SAFETY: it is mapped; the test resolves the fault.
                 let done = unsafe { libc::syscall(libc::SYS_getrandom, at, 8, 0) };
                 assert_eq!(done, 8);
                 self.forget_fault();
@@ -320,7 +320,7 @@ impl State {
         true
     }
 
-    /// Reads a byte, which is to be the number of the round.
+    /// Reads a byte, and checks that it is the number of the round.
     fn read(&self, from: i32) -> bool {
         let mut byte = 0_u8;
         // SAFETY: there is room for one byte.
@@ -336,7 +336,7 @@ impl State {
         true
     }
 
-    /// Whether a call has been done; else it may have been interrupted.
+    /// Returns true if a call was successful, and checks that it was interrupted otherwise.
     fn is_done(&self, returned: i64) -> bool {
         let is_timeout = errno() == libc::ETIMEDOUT;
         if returned == -1 && !is_timeout {
@@ -377,19 +377,19 @@ impl State {
     }
 }
 
-/// Of the role's page, for its handlers.
+/// Address of the role's page, for the signal handlers.
 static HANDLERS_PAGE: AtomicU64 = AtomicU64::new(0);
 
 fn handlers_page() -> &'static Page {
-    // SAFETY: set before there are handlers, to a page that stays.
+    // SAFETY: set before there are handlers, to a page that stays mapped.
     unsafe { &*(HANDLERS_PAGE.load(Ordering::SeqCst) as *const Page) }
 }
 
 extern "C" fn handle<const KIND: usize>(_: i32, told: *const libc::siginfo_t, context: *const libc::c_void) {
-    // SAFETY: the kernel's, sent with a value.
+    // SAFETY: the kernel passes a valid pointer; the signal was sent with a value.
     let value = unsafe { (*told).si_value().sival_ptr as u64 };
-    // SAFETY: the kernel's: the address that a handler returns to, then the context. No handler interrupts another one,
-    // so what it interrupts has a word on its stack.
+    // SAFETY: the kernel passes a valid context, with the handler's return address before it. No handler interrupts
+    // another one, so the interrupted code has a word on its stack.
     let (returns_to, interrupted) = unsafe {
         let stack = (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RSP as usize];
         (*context.cast::<u64>().sub(1), *(stack as *const u64))
@@ -398,7 +398,7 @@ extern "C" fn handle<const KIND: usize>(_: i32, told: *const libc::siginfo_t, co
     assert!(!is_amid, "a signal is handled amid a call made from outside");
     let before = handlers_page().handled[KIND].fetch_add(1, Ordering::SeqCst);
     assert_eq!(value, before, "a signal is lost or doubled");
-    // What a handler does to the registers is undone.
+    // The signal return must undo this change of the registers.
     spin_vectors();
 }
 
@@ -407,7 +407,7 @@ extern "C" fn wake(_: i32, _: *const libc::siginfo_t, _: *const libc::c_void) {
 }
 
 fn spin_vectors() {
-    // SAFETY: all registers that are changed are told.
+    // SAFETY: all registers that are changed are declared.
     unsafe {
         std::arch::asm!(
             "vpcmpeqd xmm0, xmm0, xmm0", "vpcmpeqd xmm7, xmm7, xmm7", "vpcmpeqd xmm15, xmm15, xmm15",
@@ -431,7 +431,7 @@ fn epoll() {
     }
 }
 
-/// A filter of system calls that allows all.
+/// Installs a filter that allows all system calls.
 fn filter() {
     let mut allow = libc::sock_filter {
         code: 0x06,
@@ -450,10 +450,10 @@ fn filter() {
     }
 }
 
-/// Has a thread of the kernel's among those of the process: a ring's that is polled (IORING_SETUP_SQPOLL).
+/// Adds a kernel thread to the process: that of a polled ring (IORING_SETUP_SQPOLL).
 fn worker() {
     const IDLE_MS: u32 = 1;
-    // `struct io_uring_params`: how many entries, twice, flags, a processor, when idle.
+    // `struct io_uring_params`: two numbers of entries, flags, a processor, idle time.
     let mut parameters = [0_u32; 30];
     (parameters[2], parameters[4]) = (2, IDLE_MS);
     // SAFETY: parameters of the right length, which live for the call.
@@ -463,7 +463,7 @@ fn worker() {
     assert_eq!(threads, 2);
 }
 
-/// Waits, as nothing but a fatal signal ends a wait, until a byte comes.
+/// Waits until a byte arrives, in a wait that only a fatal signal can end.
 fn vfork() {
     extern "C" fn wait(_: *mut libc::c_void) -> i32 {
         let mut byte = 0_u8;
@@ -472,7 +472,7 @@ fn vfork() {
     }
     let mut stack = vec![0_u128; 4096];
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
-    // SAFETY: the new process has a stack of its own, and has ended when this goes on.
+    // SAFETY: the new process has a stack of its own, and has ended when this continues.
     unsafe {
         let child = libc::clone(wait, stack.as_mut_ptr_range().end.cast(), flags, ptr::null_mut());
         assert!(child > 0, "{}", io::Error::last_os_error());
@@ -482,7 +482,7 @@ fn vfork() {
     }
 }
 
-/// Makes calls in another process until it is killed.
+/// Makes calls in another process until this process is killed.
 fn inject(page: &Page, pid: &str) {
     let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
     page.ready.store(1, Ordering::SeqCst);
@@ -492,7 +492,7 @@ fn inject(page: &Page, pid: &str) {
     }
 }
 
-/// Tries without rights, and tells what comes of it.
+/// Tries to inject without rights, and prints the result.
 fn inject_as_nobody(_: &Page, pid: &str) {
     // SAFETY: takes no pointers.
     unsafe {
@@ -519,7 +519,7 @@ fn trace(page: &Page, pid: &str) {
     }
 }
 
-/// Runs itself anew, again and again.
+/// Executes this program again and again.
 fn execute(page: &Page, round: &str) {
     use std::os::unix::process::CommandExt as _;
     let round: u64 = round.parse().unwrap();
@@ -528,7 +528,7 @@ fn execute(page: &Page, round: &str) {
     if page.stop.load(Ordering::SeqCst) != 0 {
         return;
     }
-    // The time it takes to find its code, more or less.
+    // About the time that it takes to find the program's code.
     thread::sleep(Duration::from_millis(round % 16));
     let mut next = std::process::Command::new("/proc/self/exe");
     panic!("{}", next.env(ROLE, format!("execute {}", round + 1)).exec());

@@ -1,4 +1,4 @@
-//! Processes to look at: this test's own program once more, which does what it is told, and QEMU.
+//! Processes to inspect: this test program itself, which executes commands, and QEMU.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use larder_memory::target::{Options, Target};
 use rustix::process::Pid;
 
-/// A process that does what it is told until it is dropped.
+/// A process that executes commands until it is dropped.
 pub(crate) struct Helper {
     child: Child,
     to: ChildStdin,
@@ -19,12 +19,12 @@ pub(crate) struct Helper {
 }
 
 impl Helper {
-    /// One that has done `commands`.
+    /// Starts a process, which executes `commands`.
     pub(crate) fn new(commands: &[&str]) -> Self {
         Self::start(Command::new(std::env::current_exe().unwrap()), commands)
     }
 
-    /// One without root's rights.
+    /// Starts a process without root's rights.
     pub(crate) fn unprivileged(commands: &[&str]) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         if rustix::process::geteuid().is_root() {
@@ -45,7 +45,7 @@ impl Helper {
         helper
     }
 
-    /// Has it do something; what it answers.
+    /// Executes a command in the process, and returns its answer.
     pub(crate) fn tell(&mut self, command: &str) -> String {
         writeln!(self.to, "{command}").unwrap();
         loop {
@@ -65,7 +65,7 @@ impl Helper {
         Pid::from_child(&self.child)
     }
 
-    /// Ends it without taking notice, so that it is a zombie.
+    /// Kills the process without waiting for it, so that it is a zombie.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
     }
@@ -82,7 +82,7 @@ impl Drop for Helper {
     }
 }
 
-/// What the process does, until nobody is there to tell it.
+/// Executes commands until the test closes the pipe.
 pub(crate) fn obey() {
     let mut held = Held::default();
     for command in std::io::stdin().lines() {
@@ -104,10 +104,10 @@ impl Held {
         match words[..] {
             ["memfd", name, mib] => self.memfd(name, mib, libc::MFD_ALLOW_SEALING),
             ["huge", mib] => self.memfd("huge", mib, libc::MFD_HUGETLB),
-            // A path may have blanks.
+            // A path may contain blanks.
             ["open", ..] => self.open(&command["open ".len()..], 0),
             ["direct", ..] => self.open(&command["direct ".len()..], libc::O_DIRECT),
-            // Of the file that was opened last.
+            // Maps the file that was opened last.
             ["map", mib] => self.map(bytes(mib), 0, libc::MAP_SHARED),
             ["map", mib, "from", offset] => self.map(bytes(mib), bytes(offset), libc::MAP_SHARED),
             ["copy", mib] => self.map(bytes(mib), 0, libc::MAP_PRIVATE),
@@ -124,7 +124,7 @@ impl Held {
             }
             ["unmap"] => {
                 let (at, bytes) = self.mappings.pop().unwrap();
-                // SAFETY: nobody uses it.
+                // SAFETY: no code uses it.
                 assert_eq!(unsafe { libc::munmap(at as *mut _, bytes) }, 0);
             }
             ["close"] => drop(self.descriptors.pop().unwrap()),
@@ -136,7 +136,7 @@ impl Held {
             // Changes a flag of the second half, at which the kernel splits the mapping.
             ["split"] => {
                 let (at, bytes) = self.mappings[0];
-                // SAFETY: it is mapped; nothing becomes of its contents.
+                // SAFETY: it is mapped, and its contents do not change.
                 let done = unsafe { libc::madvise((at + bytes / 2) as *mut _, bytes / 2, libc::MADV_DONTFORK) };
                 assert_eq!(done, 0);
             }
@@ -178,7 +178,7 @@ impl Held {
 
     fn memfd(&mut self, name: &str, mib: &str, flags: libc::c_uint) {
         let name = CString::new(name).unwrap();
-        // SAFETY: the name is a string that ends.
+        // SAFETY: the name is a terminated string.
         let number = unsafe { libc::memfd_create(name.as_ptr(), flags | libc::MFD_CLOEXEC) };
         self.hold(number.into());
         rustix::fs::ftruncate(self.descriptors.last().unwrap(), bytes(mib) as u64).unwrap();
@@ -187,7 +187,7 @@ impl Held {
 
     fn map(&mut self, bytes: usize, offset: usize, kind: i32) {
         let file = self.descriptors.last().unwrap().as_raw_fd();
-        // SAFETY: new memory where the kernel chooses, which nobody touches.
+        // SAFETY: new memory where the kernel chooses, which no code touches.
         let at = unsafe {
             let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, kind | libc::MAP_NORESERVE);
             libc::mmap(std::ptr::null_mut(), bytes, prot, flags, file, offset as i64)
@@ -203,7 +203,7 @@ impl Held {
         self.hold(number);
     }
 
-    /// One page of memory with the io_uring that was made last (`IORING_REGISTER_BUFFERS`).
+    /// Registers one page of memory with the io_uring that was made last (`IORING_REGISTER_BUFFERS`).
     fn register(&mut self) {
         let ring = self.descriptors.last().unwrap().as_raw_fd();
         let page = Box::leak(Box::new([0u8; 4096]));
@@ -211,7 +211,7 @@ impl Held {
             iov_base: page.as_mut_ptr().cast(),
             iov_len: page.len(),
         };
-        // SAFETY: one buffer of memory that stays, described by an iovec that lives for the call.
+        // SAFETY: one buffer of memory that is never freed, described by an iovec that lives for the call.
         let done = unsafe { libc::syscall(libc::SYS_io_uring_register, ring, 0, &raw const buffer, 1) };
         assert_eq!(done, 0, "{}", last_error());
     }
@@ -236,15 +236,15 @@ impl Qemu {
         Self::by(Command::new("qemu-system-x86_64"), arguments)
     }
 
-    /// Started by `command`, which becomes QEMU.
+    /// Starts `command`, which becomes QEMU.
     pub(crate) fn by(mut command: Command, arguments: &[&str]) -> Self {
         command
             .args("-accel tcg -S -display none -nodefaults -qmp stdio".split(' '))
             .args(arguments);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut monitor = BufReader::new(child.stdout.take().unwrap());
-        // A thread of the monitor's own greets, before the machine exists or after; the answer comes from the main loop,
-        // which runs when all is set up.
+        // The greeting comes from a thread of the monitor, at any time before or after the machine exists. The answer
+        // comes from the main loop, which runs when the machine is complete.
         let mut input = child.stdin.as_ref().unwrap();
         input.write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
         for what in ["QMP", "return"] {
