@@ -4,9 +4,9 @@
 //! The process holds a few descriptors, which it never uses:
 //!
 //! - a ring that holds the userfaultfd, or the userfaultfd itself where no ring is possible ([`crate::locked_ring`]).
-//!   It outlives the pager: when the last descriptor of a userfaultfd is closed, the kernel lets missing pages read
-//!   as zeros;
-//! - read-only descriptors of the state and of compressed RAM, which so live as long as the memory that they
+//!   The userfaultfd must outlive the pager, because the kernel lets missing pages read as zeros when its last
+//!   descriptor is closed;
+//! - read-only descriptors of the state and of compressed RAM, which therefore live as long as the memory that they
 //!   describe;
 //! - for each file of its memory, a descriptor that holds a lock on it. The lock marks the memory as managed for the
 //!   VM's disk servers, even while no pager runs ([`larder_export::view`]).

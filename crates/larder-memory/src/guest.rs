@@ -24,7 +24,8 @@ pub trait GuestMemory {
     fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize>;
 
     /// Puts pages in place, from `first` on, until one fails, and wakes the threads that wait for them. Returns the
-    /// number of pages, and the result of the last one. With `protect` the pages are write-protected.
+    /// number of pages put in place, and either [`Filled::Done`] or the reason why the next one failed. With
+    /// `protect` the pages are write-protected.
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled);
 
     /// Puts a page of zeros in place.

@@ -183,12 +183,12 @@ pub struct Pager<G, W> {
     stored: StoredPages,
     /// Reason why nothing can be evicted, with the time of the last attempt.
     stuck: Option<(Stuck, Instant)>,
-    /// Number of unsuccessful attempts since then.
+    /// Number of retries since evictions became impossible.
     stuck_tries: u32,
     told_stuck: Option<(Stuck, Instant)>,
     /// No allocation is tried before this time, because one has failed.
     no_memory_until: Option<Instant>,
-    /// Time of the last log message about that.
+    /// Time of the last log message about a failed allocation.
     no_memory_logged: Option<Instant>,
     /// No eviction is tried before this time, because write-protection has failed.
     no_eviction_until: Option<Instant>,
@@ -520,8 +520,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         &self.regions
     }
 
-    /// Adds a region that the state has and whose faults are reported already. `present` are its pages that are in
-    /// memory, in rising order.
+    /// Adds a region that is recorded in the state, and whose faults are reported already. `present` are its pages
+    /// that are in memory, in rising order.
     pub fn add_region(&mut self, region: Region, present: &[PageRun]) {
         let pages = region.first.get() + region.pages;
         self.phases.0.resize(pages as usize, 0);

@@ -32,6 +32,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(2);
 const TICK_QUARANTINED: Duration = Duration::from_millis(20);
 /// Interval of turns while pages wait for disk requests to end.
 const TICK_IO: Duration = Duration::from_millis(2);
+/// Interval of turns at all other times.
 const TICK: Duration = Duration::from_millis(500);
 
 /// Number of pages that a detach pages in between two checks for faults.

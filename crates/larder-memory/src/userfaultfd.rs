@@ -78,8 +78,7 @@ const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMo
 /// Ioctl on /dev/userfaultfd that makes a userfaultfd of its caller (`USERFAULTFD_IOC_NEW`, Linux 6.1).
 const IOC_NEW: u64 = 0xaa00;
 
-/// Opens /dev/userfaultfd, with which other processes can make userfaultfds without the necessary rights of their
-/// own.
+/// Opens /dev/userfaultfd. A process that receives the descriptor can make userfaultfds without rights of its own.
 ///
 /// # Errors
 /// Errors of open(2).
@@ -373,8 +372,9 @@ impl Userfaultfd {
         self.ioctl(UFFDIO_WAKE, &mut range)
     }
 
-    /// Puts pages in place, from the first on, until one fails. Returns the number of pages that were put in place,
-    /// and the result of the next one. With `protect` they are write-protected.
+    /// Puts pages in place, from the first on, until one fails. Returns the number of pages put in place, and
+    /// [`Filled::Done`] if there is at least one, else the reason of the failure. With `protect` the pages are
+    /// write-protected.
     ///
     /// # Panics
     /// If `content` is not whole pages.

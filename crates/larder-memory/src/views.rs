@@ -332,7 +332,7 @@ pub struct Views {
     lost: Cell<bool>,
 }
 
-/// Grace periods, in which the pager waits for requests that began before.
+/// Counters of grace periods. In each, the pager waits for the requests that began before it.
 #[derive(Clone, Copy, Default)]
 struct Grace {
     begun: u64,

@@ -179,7 +179,7 @@ pub struct Copied {
     pub to: Stored,
 }
 
-/// Executor of jobs, in the order in which they are given.
+/// Executes jobs, in the order in which they are given.
 pub trait Worker {
     /// Queues a job.
     fn give(&self, job: Job);

@@ -275,8 +275,8 @@ impl StoppedThread {
                     // The call was interrupted because the process is stopped or continued. The kernel restarts it.
                     self.note_is_lost |= registers.go_on_by_note();
                 }
-                // The process is stopped or continued. This thread stays stopped for the tracer, and follows the
-                // change later.
+                // A signal stops or continues the process. The thread finishes the injected call all the same, and
+                // follows the signal afterwards.
                 Stop::Event => {}
                 // The code is missing, or has a breakpoint. These are not sent signals, which are all blocked.
                 Stop::Signal(raised @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS)) => {

@@ -14,7 +14,7 @@ use super::error::InjectError;
 pub(super) struct Candidate {
     pub(super) pid: Pid,
     pub(super) tid: Pid,
-    /// The lower, the less a stop disturbs the process, and the faster it is.
+    /// Priority, the lowest first. A stop of a thread with a low rank is fast, and disturbs the process little.
     rank: u8,
     /// Waits for memory during a system call: see [`Candidate::read`].
     is_in_fault: bool,
@@ -85,7 +85,7 @@ impl Candidate {
         let rank = match (status.state, call) {
             _ if in_fault => 8,
             (b'S', Some(libc::SYS_futex)) => is_main,
-            // Usually the ioctl that runs a vCPU, or the thread was between two calls of it.
+            // Usually a vCPU in KVM_RUN.
             (b'S', Some(libc::SYS_ioctl)) => 4 + is_main,
             (b'S', _) => 2 + is_main,
             (b'R', _) => 6 + is_main,

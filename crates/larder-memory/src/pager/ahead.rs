@@ -6,7 +6,8 @@
 //!
 //! Prefetched pages are put in the process's memory, write-protected. One page in the middle of each read is the
 //! marker: it stays in a buffer of the pager until it is touched, which shows that the stream continues. The process
-//! may have given up such a page a moment ago, and the message is not read yet: `given_up` removes the page again.
+//! may have given up a prefetched page a moment ago, in a message that is not read yet: `given_up` then removes the
+//! page again.
 //!
 //! Pages that were never written to form streams, too. Zeros are put in place after the wanted page.
 //!
@@ -36,9 +37,9 @@ const GAP: u32 = 16;
 const NEIGHBOURS: u32 = 16;
 /// Maximum distance on a disk, in bytes, of pages that were evicted together.
 const TOGETHER: u64 = 64 << 10;
-/// One of this many faults that can prefetch neighbours keeps one of them as a sample.
+/// Sampling interval: one in this many faults with neighbours keeps one of them as a sample.
 const SAMPLE_EVERY: u32 = 4;
-/// The sampling interval while neighbours are not used.
+/// Sampling interval while neighbours are not useful.
 const SAMPLE_USELESS_EVERY: u32 = 32;
 /// Neighbours are useful if more than one of this many samples is wanted.
 const USED_SHARE: u32 = 3;

@@ -69,9 +69,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             .saturating_sub(self.batches.leaving() + self.punching)
     }
 
-    /// Returns the number of pages to evict because an allocation has failed although the limit allows it. In a full
-    /// tmpfs they free the same number of pages; where the host or a control group is short of memory, they free
-    /// some.
+    /// Returns the number of pages to evict because an allocation has failed although the limit allows it. Evicting
+    /// pages makes room for as many others in a full tmpfs, and frees some memory where the host or a control group
+    /// is short of it.
     fn pages_to_make_room(&self) -> usize {
         let is_far_below = self.used_bytes() <= self.options.limit_bytes / MAKE_ROOM_SHARE_MIN;
         match self.no_memory_until.is_some() && !is_far_below {
@@ -121,7 +121,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn evict(&mut self, now: Instant) -> bool {
         let excess = self.excess_pages();
         if excess == 0 {
-            // Pages in progress may still be kept.
+            // Evictions in progress may still fail.
             if self.batches.leaving() + self.punching == 0 {
                 self.is_stuck_no_more();
             }
@@ -199,8 +199,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Returns true if eviction may be retried. The pager counts as stuck until a page has been evicted, and each
-    /// unsuccessful attempt doubles the delay: every attempt stops writes to many pages in vain.
+    /// Returns true if eviction may be retried. The pager counts as stuck until a page has been evicted. Each
+    /// unsuccessful attempt doubles the delay, because it stops writes to many pages for nothing.
     fn may_try_again(&mut self) -> bool {
         let Some((why, since)) = self.stuck else { return true };
         let later = |after: Duration| (after * (1 << self.stuck_tries)).min(TRY_AGAIN_MAX);

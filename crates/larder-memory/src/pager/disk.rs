@@ -51,7 +51,7 @@ pub(super) const AHEAD_PAGES: usize = 32;
 #[derive(Default)]
 struct Filling {
     copied: Vec<Copied>,
-    /// Segments that have no other objects left to be moved.
+    /// Segments whose last live objects are in this buffer.
     origins: Vec<Moved>,
 }
 
@@ -358,7 +358,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 if disk.writes.len() >= WRITES_MAX {
                     return false;
                 }
-                // A read that began before the segment was free must not be taken for its new contents.
+                // Data of a read that began before the segment became free must not be taken for its new contents.
                 let reads = self.disks.reads.values();
                 let reads = reads.chain(self.disks.again.iter().map(|(_, reading)| reading));
                 let is_read = |segment: SegmentIndex| {
@@ -409,7 +409,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 } => {
                     filling.origins.push(Moved::Disk(tier, segment));
                     self.disks.give_back(bytes);
-                    // The next segment may use the rest of a buffer that is not full.
+                    // The next segment to be cleaned may fill the rest of the buffer.
                     if let Some(of) = self.disks.index_of(tier) {
                         self.disks.all[of].is_cleaning = false;
                     }

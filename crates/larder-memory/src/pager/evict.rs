@@ -168,7 +168,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         });
     }
 
-    /// Returns the time at which the quarantine of the next pages ends, or `None` while the worker has the lease.
+    /// Returns the time at which the quarantine of the next batch ends. `None` if there is no batch, or while the
+    /// worker has the lease.
     fn next_due(&self) -> Option<Instant> {
         let at = self.batches.next()?.protected_at?;
         (!self.lease_is_out).then(|| at + self.options.quarantine)
@@ -420,7 +421,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             true => self.kept_in_row + kept.len() as u32,
             false => 0,
         };
-        // The segment is sealed after its new objects are counted: a sealed segment without live objects is free.
+        // The segment is sealed after its new objects are counted: a sealed segment without live objects would be
+        // freed.
         self.return_lease(lease, !rest.is_empty() && failed.is_none());
         for run in runs(kept) {
             self.unprotect(run);

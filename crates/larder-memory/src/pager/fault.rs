@@ -131,7 +131,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Puts an absent page in place. `write`: the waiting thread wants to write.
+    /// Puts an absent page in place. `write` is set if the waiting thread wants to write.
     pub(super) fn put_in_place(&mut self, page: PageIndex, write: bool) -> Put {
         let word = self.state.word(page);
         let (source, queue, filled) = match word.decode() {
@@ -181,8 +181,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let queue = self.queue_of_returned(page);
         let write = write || self.are_evictions_paused;
         if !write {
-            // The entry is marked before the page is put in place. So a page in memory without the mark is never one
-            // that was put in place write-protected and then given up.
+            // The entry is set to *clean* before the page is put in place. So a page that is in memory without that
+            // bit was never put in place write-protected and then given up.
             self.set_word(page, word.with_clean(true));
         }
         let filled = self.guest.fill(page, &*self.content, !write).1;
@@ -428,7 +428,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.figures.removed += 1;
             }
             if self.state.word(page).decode() == Some(Location::Lost) {
-                // The poison marker in the page table stays when a page is given up. A successor clears it.
+                // The poison marker in the page table survives the give-up. The page is cleared later, by this pager
+                // or its successor.
                 self.set_word(page, Word::of(Location::Lost).with_clean(true));
                 self.to_clear.push(page);
                 continue;
@@ -467,7 +468,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         worked
     }
 
-    /// Cancels the eviction of a page whose write-protection was removed by the process.
+    /// Drops the copy of a page that is about to be mapped without write-protection, and cancels its eviction.
     fn stays_unprotected(&mut self, page: PageIndex, phase: Phase) {
         self.drop_copy(page);
         if matches!(phase, Phase::Leaving(_)) {
