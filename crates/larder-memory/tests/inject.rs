@@ -547,7 +547,8 @@ fn exec_during_calls_is_harmless() {
     while done < 30 || target.rounds() < 30 {
         match make_calls(target.pid()) {
             Ok(_) => done += 1,
-            // Given descriptors are closed by execve, and the process runs no other program between two calls.
+            // The thread ends with execve, which also closes the descriptors that were given. No program starts
+            // between two calls.
             Err(InjectError::Gone { .. }) => {}
             Err(error) => panic!("{error}"),
         }

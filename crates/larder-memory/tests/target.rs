@@ -355,7 +355,7 @@ fn memory_changes_are_reported_once() {
 }
 
 #[test]
-fn process_exit_is_reported_at_anytime() {
+fn process_exit_anytime_is_reported() {
     for _ in 0..30 {
         let mut helper = Helper::new(&["memfd ram 32"]);
         let pid = helper.pid();
