@@ -64,7 +64,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if self.disks.reads() > 0 {
             return false;
         }
-        // Pages that could not be put in place, or whose read failed, are found in the next pass.
+        // Pages that were given up and stored again, or could not be put in place, are found in the next pass.
         self.brought_back = 0;
         if std::mem::take(&mut self.is_unmarked) {
             return false;
