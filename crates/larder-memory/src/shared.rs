@@ -75,8 +75,8 @@ impl SharedMemory {
                 0,
             )?
         };
-        // Keys and the guest's data must not be in core dumps. SAFETY: the mapping was just made, and its content is
-        // not changed.
+        // Keys and the guest's data must not be in core dumps.
+        // SAFETY: the mapping was just made, and its content is not changed.
         let _ = unsafe { rustix::mm::madvise(base, bytes, rustix::mm::Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self {
