@@ -421,8 +421,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             true => self.kept_in_row + kept.len() as u32,
             false => 0,
         };
-        // The segment is sealed after its new objects are counted: a sealed segment without live objects would be
-        // freed.
+        // Sealed only now: a sealed segment without counted live objects would be freed.
         self.return_lease(lease, !rest.is_empty() && failed.is_none());
         for run in runs(kept) {
             self.unprotect(run);
