@@ -4,8 +4,8 @@
 //! QEMU --unix--> send: look through, encode --TCP, TLS--> receive: decode, order --unix--> QEMU
 //! ```
 //!
-//! What QEMU's migration says is carried byte for byte ([`send`], [`receive`]); where pages of guest memory lie in it is
-//! known from [`stream`], and is only a hint for what to do with them.
+//! The bytes of QEMU's migration stream are carried unchanged ([`send`], [`receive`]). The parser in [`stream`] finds
+//! the pages of guest memory in them; its findings only guide the encoding.
 
 pub mod base;
 pub mod batch;

@@ -1,14 +1,14 @@
-//! What goes over the connections between a sender and a receiver ([bytes](../../../docs/migration-wire.md)).
+//! Wire format between a sender and a receiver ([bytes](../../../docs/migration-wire.md)).
 //!
-//! Everything is little-endian. A connection begins with a [`Hello`] of the sender and a [`Welcome`] of the receiver.
-//! One connection, the *control*, then carries [`Message`]s both ways; the others, the *lanes*, carry frames
-//! ([`FrameHeader`], then its sections) from the sender to the receiver. All of them together are a *link*; a session goes
-//! on over another one when one is lost.
+//! All numbers are little-endian. A connection begins with a [`Hello`] from the sender and a [`Welcome`] from the
+//! receiver. One connection, the *control* connection, then carries [`Message`]s both ways. The others, the *lanes*,
+//! carry frames ([`FrameHeader`], then its sections) from the sender to the receiver. All of them together are a
+//! *link*. When a link is lost, the session continues over a new one.
 //!
 //! Invariants:
-//! - No length that a peer says is believed before it is checked against a constant of this module or a limit of the
-//!   session, and nothing is allocated by it.
-//! - What is read has a magic or a known type and a right checksum, or the session ends with an error.
+//! - A length sent by a peer is not used before it is checked against a constant of this module or a limit of the
+//!   session, and it never determines an allocation.
+//! - Everything that is read has a magic or a known type and a valid checksum, or the session ends with an error.
 
 mod chain;
 mod frame_header;
@@ -24,86 +24,86 @@ pub use self::frame_header::FrameHeader;
 pub use self::greeting::{Hello, Role, Welcome};
 pub use self::message::{Kind, Message};
 
-/// The version of all that this module describes. Another one is refused by both sides.
+/// Version of the wire format that this module describes. Both sides refuse any other version.
 pub const VERSION: u16 = 1;
 
-/// Bytes of a channel that one frame stands for, at most: 64 pages with their headers, and room for what is no page.
+/// Maximum bytes of a channel in one frame: 64 pages with their headers, and room for other bytes.
 pub const FRAME_RAW_MAX: usize = 272 << 10;
-/// Pages of one frame, at most.
+/// Maximum pages of one frame.
 pub const FRAME_PAGES_MAX: usize = 64;
-/// Bytes of a frame's operations, at most.
+/// Maximum bytes of a frame's operations.
 pub const FRAME_OPERATIONS_MAX: usize = 64 << 10;
-/// Bytes of a frame's deltas, at most: each is shorter than its page.
+/// Maximum bytes of a frame's deltas: each delta is shorter than its page.
 pub const FRAME_DELTAS_MAX: usize = FRAME_PAGES_MAX * larder_codec::PAGE;
-/// Bytes that a control message carries, at most.
+/// Maximum bytes of a control message's body.
 pub const BODY_MAX: usize = 64 << 10;
-/// Channels of a session, at most, whatever a receiver offers.
+/// Maximum channels of a session, whatever a receiver offers.
 pub const CHANNELS_MAX: u16 = 256;
-/// Lanes of a session, at most, whatever a receiver offers.
+/// Maximum lanes of a session, whatever a receiver offers.
 pub const LANES_MAX: u16 = 64;
-/// Frames of a channel that may have been sent and not yet been taken by QEMU, at most: many small ones would take more
-/// memory than the window says.
+/// Maximum frames of a channel that are sent and not yet taken by QEMU. The window bounds bytes; many small frames
+/// would take more memory than that.
 pub const CHANNEL_FRAMES_MAX: usize = 1024;
 
-/// What names a session: chosen by the receiver at random, shown by each connection but the first.
+/// Identifier of a session: chosen by the receiver at random, sent on each connection but the first.
 pub type SessionId = [u8; 16];
 
-/// Why what a peer sent is not understood.
+/// Reasons to reject bytes received from a peer.
 #[derive(Debug, Error)]
 pub enum WireError {
-    /// The connection broke, or ended in the middle of something.
+    /// The connection broke, or ended inside a message.
     #[error("{what}: {source}")]
     Io {
-        /// What was being read or written.
+        /// Name of the item that was being read or written.
         what: &'static str,
-        /// As the system says it.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// It is something else than a Larder.
+    /// The peer is not a Larder.
     #[error("{what}: the other side does not speak Larder's migration protocol (it sent {found:02x?})")]
     Magic {
-        /// What was being read.
+        /// Name of the item that was being read.
         what: &'static str,
-        /// Its first bytes.
+        /// First bytes received.
         found: [u8; 8],
     },
-    /// It expects to be spoken to by TLS.
+    /// The peer expects TLS.
     #[error("{what}: it speaks TLS: give --tls here as well")]
     Tls {
-        /// What was being read.
+        /// Name of the item that was being read.
         what: &'static str,
     },
-    /// It is a Larder of another time.
+    /// The peer uses another version of the wire format.
     #[error(
         "the other side speaks version {found} of Larder's migration protocol, this one {VERSION}: use the same version of Larder on both hosts"
     )]
     Version {
-        /// What it says.
+        /// Version that the peer sent.
         found: u16,
     },
-    /// Bytes changed on the way.
+    /// The bytes were damaged in transit.
     #[error("{what}: its checksum is {found:#010x} and should be {expected:#010x}: damaged on the way")]
     Checksum {
-        /// What was read.
+        /// Name of the item that was read.
         what: &'static str,
-        /// As it came.
+        /// Checksum received.
         found: u32,
-        /// As computed.
+        /// Checksum computed.
         expected: u32,
     },
     /// A field has a value that no Larder writes.
     #[error("{what}: {field} is {value}, and may be {allowed}")]
     Field {
-        /// What was read.
+        /// Name of the item that was read.
         what: &'static str,
-        /// Of it.
+        /// Name of the field.
         field: &'static str,
-        /// As it came.
+        /// Value received.
         value: u64,
-        /// What would be right.
+        /// Description of the valid values.
         allowed: &'static str,
     },
-    /// The receiver does not take part.
+    /// The receiver refuses the connection, with this reason.
     #[error("the receiver refuses: {0}")]
     Refused(String),
 }
@@ -122,7 +122,7 @@ impl WireError {
     }
 }
 
-/// Puts the CRC32C of all bytes before the last four into those.
+/// Writes the CRC32C of all bytes but the last four into the last four.
 fn seal(bytes: &mut [u8]) {
     let at = bytes.len() - 4;
     let crc = crc32c::crc32c(&bytes[..at]);
@@ -140,7 +140,7 @@ fn check_seal(bytes: &[u8], what: &'static str) -> Result<(), WireError> {
     }
 }
 
-/// What a peer says, fit for a terminal.
+/// Returns text received from a peer, with control characters replaced so that it is safe to print.
 fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .chars()

@@ -1,27 +1,27 @@
-//! Who opened a session shows that it is the same one each time that it connects again.
+//! Hash chain by which the opener of a session authenticates each later link.
 //!
-//! Without TLS whoever listens on the way knows the number of a session. So the sender says one more number with each
-//! link, of which only the next one can be told from it: the SHA-256 of the next link's proof is this link's (Lamport,
-//! "Password authentication with insecure communication", 1981). What was overheard is of no use for a later link. Whoever
-//! can change what goes by unencrypted needs none of it.
+//! Without TLS, an eavesdropper learns the number of a session. So the sender shows one more number on each link: the
+//! SHA-256 of the next link's proof is this link's proof (Lamport, "Password authentication with insecure
+//! communication", 1981). A proof that was overheard verifies the next one, but does not reveal it. The chain does
+//! not protect from an attacker who can modify unencrypted traffic.
 
 use ring::digest;
 use ring::rand::SecureRandom;
 
-/// Links of a session, at most: times that its connections were made, or tried to be.
+/// Maximum links of a session: the number of times that its connections are made or tried.
 pub const LINKS_MAX: u32 = 1 << 13;
 
-/// What a control connection shows.
+/// Proof that a control connection shows.
 pub type Proof = [u8; 32];
 
-/// The proofs of a session's links.
+/// Proofs of a session's links.
 pub struct Chain {
-    /// The last one, of link [`LINKS_MAX`].
+    /// Proof of the last link, [`LINKS_MAX`].
     last: Proof,
 }
 
 impl Chain {
-    /// A new one; `None` if the system has no random numbers.
+    /// Draws a new chain at random; returns `None` if the system has no random numbers.
     #[must_use]
     pub fn new() -> Option<Self> {
         let mut last = [0; 32];
@@ -29,14 +29,14 @@ impl Chain {
         Some(Self { last })
     }
 
-    /// That of this link, up to [`LINKS_MAX`].
+    /// Returns the proof of `link`, which is at most [`LINKS_MAX`].
     #[must_use]
     pub fn proof(&self, link: u32) -> Proof {
         hashed(self.last, LINKS_MAX.saturating_sub(link))
     }
 }
 
-/// Whether the proof of link `to` is by whoever has shown that of link `from`.
+/// Returns true if the proof of link `to` comes from the same chain as the proof of the earlier link `from`.
 #[must_use]
 pub fn continues((from, before): (u32, &Proof), (to, proof): (u32, &Proof)) -> bool {
     from < to && to <= LINKS_MAX && hashed(*proof, to - from) == *before
@@ -54,12 +54,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_began_can_go_on() {
+    fn only_session_opener_can_continue() {
         let chain = Chain::new().expect("random numbers");
         let (first, third) = (chain.proof(0), chain.proof(3));
         assert!(continues((0, &first), (3, &third)));
         assert!(continues((3, &third), (LINKS_MAX, &chain.proof(LINKS_MAX))));
-        // What was heard before, as another link, or by somebody else.
+        // Replayed, given for a wrong link, or from another chain.
         assert!(!continues((0, &first), (3, &chain.proof(2))));
         assert!(!continues((3, &third), (3, &third)));
         assert!(!continues((3, &third), (0, &first)));

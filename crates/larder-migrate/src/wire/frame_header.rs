@@ -1,4 +1,4 @@
-//! What lies before each frame.
+//! Header of a frame.
 
 use super::{
     FRAME_DELTAS_MAX, FRAME_OPERATIONS_MAX, FRAME_RAW_MAX, WireError, check_seal, get_u16, get_u32, get_u64, put_u16,
@@ -7,42 +7,42 @@ use super::{
 
 const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"LFRM");
 
-/// Before each frame: 64 bytes.
+/// Header before each frame: 64 bytes.
 ///
 /// ```text
 ///  0  magic "LFRM"                                32  raw u32, bytes of the channel it stands for
 ///  4  channel u16                                 36  bytes of the operations u32
 ///  6  method of the pages u8, 0 as they are       40  bytes of the literals u32
-///  7  0                                           44  bytes of the pages, encoded, u32
-///  8  number u64, of all frames in order          48  bytes of the deltas u32
-/// 16  after u64: frames below are decoded first   52  CRC32C of the raw bytes
+///  7  0                                           44  bytes of the encoded pages u32
+///  8  number u64, counts all frames               48  bytes of the deltas u32
+/// 16  after u64: decode frames below it first     52  CRC32C of the raw bytes
 /// 24  offset u64 in the channel                   56  0 u32
 ///                                                 60  CRC32C of the 60 bytes before
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Of which channel.
+    /// Number of the channel.
     pub channel: u16,
-    /// The number of the method that the pages are encoded by; 0: they lie there as they are.
+    /// Number of the method that the pages are encoded with; 0: they are not encoded.
     pub method: u8,
-    /// Frames are numbered from 0 in the order in which they were cut, over all channels.
+    /// Number of the frame. Frames are numbered from 0 in the order in which they were cut, across all channels.
     pub number: u64,
-    /// All frames with lower numbers must be decoded first: this one takes something from the old pages that one of them
-    /// has changed, or changes what one of them takes. At most `number`.
+    /// All frames with lower numbers than this must be decoded first: this frame uses an old page that one of them
+    /// has changed, or changes one that they use. At most `number`.
     pub after: u64,
-    /// Bytes of the channel before this frame's.
+    /// Offset of the frame's first byte in the channel.
     pub offset: u64,
-    /// Bytes of the channel that it stands for, 1 to [`FRAME_RAW_MAX`].
+    /// Bytes of the channel in this frame, 1 to [`FRAME_RAW_MAX`].
     pub raw_len: u32,
-    /// Bytes of its first section, [`crate::frame`]'s operations.
+    /// Bytes of the first section, the operations of [`crate::frame`].
     pub operations_len: u32,
-    /// Bytes of the second, those of the channel that are no pages.
+    /// Bytes of the second section, the channel's bytes that are not pages.
     pub literals_len: u32,
-    /// Bytes of the third, the encoded pages.
+    /// Bytes of the third section, the encoded pages.
     pub pages_len: u32,
-    /// Bytes of the fourth, the deltas.
+    /// Bytes of the fourth section, the deltas.
     pub deltas_len: u32,
-    /// Of the raw bytes, so that what was encoded and decoded is known to be the same.
+    /// CRC32C of the raw bytes, which verifies that encoding and decoding have preserved them.
     pub raw_crc: u32,
 }
 
@@ -51,7 +51,7 @@ impl FrameHeader {
     pub const LEN: usize = 64;
     const WHAT: &'static str = "a frame's header";
 
-    /// Its bytes.
+    /// Returns the header's bytes.
     #[must_use]
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
@@ -71,10 +71,10 @@ impl FrameHeader {
         bytes
     }
 
-    /// Checks and reads it.
+    /// Parses a header and validates it.
     ///
     /// # Errors
-    /// It is none, is damaged, or has lengths that no frame has.
+    /// The bytes are no header, are damaged, or have lengths that no frame has.
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Result<Self, WireError> {
         if get_u32(bytes, 0) != FRAME_MAGIC {
             let found = *bytes.first_chunk().expect("64 bytes");
@@ -134,7 +134,7 @@ impl FrameHeader {
         Ok(())
     }
 
-    /// Bytes that follow it.
+    /// Returns the number of bytes that follow the header.
     #[must_use]
     pub fn body_len(&self) -> usize {
         (self.operations_len + self.literals_len + self.pages_len + self.deltas_len) as usize

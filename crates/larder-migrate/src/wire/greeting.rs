@@ -1,4 +1,4 @@
-//! What each connection begins with.
+//! Greetings at the beginning of each connection.
 
 use std::io::{Read, Write};
 
@@ -11,44 +11,44 @@ use super::{
 const HELLO_MAGIC: [u8; 8] = *b"LARDMIG\x01";
 const WELCOME_MAGIC: [u8; 8] = *b"LARDMIG\x02";
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The first one of a link. That of link 0 opens a session; others go on with one.
+    /// Control connection, the first one of a link. That of link 0 opens a session; those of later links resume it.
     Control,
-    /// One that carries frames, and its number.
+    /// Lane with this number, which carries frames.
     Lane(u16),
 }
 
-/// The sender's first bytes on each connection: 96 of them.
+/// First bytes of the sender on each connection: 96 of them.
 ///
 /// ```text
 ///  0  magic "LARDMIG\1"          32  delta memory u64, bytes that the sender would use
 ///  8  version u16                40  lanes u16, that the sender would open
 /// 10  role u8: 0 control 1 lane  42  lane u16, its number
-/// 11  0                          44  patience u32, milliseconds
-/// 12  link u32                   48  received u64, messages of the receiver's that have come whole
+/// 11  0                             44  patience u32, milliseconds
+/// 12  link u32                      48  received u64, messages of the receiver received in full
 /// 16  session, or zeros          56  proof, 32 bytes
 ///                                88  0 u32
 ///                                92  CRC32C of the 92 bytes before
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub role: Role,
-    /// How often the connections of the session were made before, or tried to be.
+    /// Number of the link: how often the session's connections were made, or tried, before.
     pub link: u32,
-    /// Zeros where there is none yet.
+    /// Identifier of the session, or zeros where none is open yet.
     pub session: SessionId,
-    /// Bytes of old pages that the sender would keep; where a session is opened.
+    /// Bytes of delta memory that the sender would use; valid where a session is opened.
     pub delta_memory: u64,
-    /// How many lanes it would open; where a session is opened.
+    /// Number of lanes that the sender would open; valid where a session is opened.
     pub lanes: u16,
-    /// How long it tries to connect again, in milliseconds; 0: it does not. Where a session is opened.
+    /// Time in milliseconds for which the sender tries to reconnect; 0: it does not. Valid where a session is opened.
     pub patience_ms: u32,
-    /// Messages of the receiver's that have come whole; of a control connection.
+    /// Number of the receiver's messages received in full; valid on a control connection.
     pub received: u64,
-    /// That it is the sender that opened the session; of a control connection.
+    /// Proof that this sender opened the session; valid on a control connection.
     pub proof: Proof,
 }
 
@@ -56,7 +56,7 @@ impl Hello {
     const LEN: usize = 96;
     const WHAT: &'static str = "the greeting of a sender";
 
-    /// Writes it.
+    /// Writes the greeting.
     ///
     /// # Errors
     /// The connection broke.
@@ -81,10 +81,10 @@ impl Hello {
             .map_err(WireError::io(Self::WHAT))
     }
 
-    /// Reads it.
+    /// Reads and validates a greeting.
     ///
     /// # Errors
-    /// The connection broke, or what came is no greeting of this version.
+    /// The connection broke, or the bytes received are no greeting of this version.
     pub fn read(from: &mut impl Read) -> Result<Self, WireError> {
         let bytes: [u8; Self::LEN] = read_greeting(from, Self::WHAT, HELLO_MAGIC)?;
         let role = match bytes[10] {
@@ -112,33 +112,33 @@ impl Hello {
     }
 }
 
-/// The receiver's answer to a [`Hello`]: 72 bytes, and a reason if it refuses.
+/// Answer of the receiver to a [`Hello`]: 72 bytes, and a reason if it refuses.
 ///
 /// ```text
 ///  0  magic "LARDMIG\2"        44  lanes u16
 ///  8  version u16              46  channels u16
-/// 10  refused u8               48  methods u32, a bit for each number that it decodes
+/// 10  refused u8               48  methods u32, bit n: method n is decoded
 /// 11  0                        52  0 u32
-/// 12  bytes of the reason u32  56  received u64, messages, or frames of the lane, that have come whole
+/// 12  bytes of the reason u32  56  received u64, messages or frames received in full
 /// 16  session                  64  0 u32
 /// 32  delta memory u64         68  CRC32C of the 68 bytes before
 /// 40  window u32               72  the reason, UTF-8, at most 1,024 bytes
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Welcome {
-    /// What the session's lanes must show.
+    /// Identifier that the session's lanes must show.
     pub session: SessionId,
-    /// Bytes of old pages that both sides keep, at most.
+    /// Maximum bytes of delta memory on each side.
     pub delta_memory: u64,
-    /// Bytes of each channel that may have been sent and not yet been taken by QEMU.
+    /// Maximum bytes of each channel that are sent and not yet taken by QEMU.
     pub window: u32,
-    /// How many lanes may be opened.
+    /// Maximum number of lanes.
     pub lanes: u16,
-    /// How many channels may be opened.
+    /// Maximum number of channels.
     pub channels: u16,
-    /// Bit n: the receiver decodes the method with the number n.
+    /// Set of methods: bit n is set if the receiver decodes the method with the number n.
     pub methods: u32,
-    /// Of a control connection, messages of the sender's that have come whole; of a lane, its frames.
+    /// Number of items received in full: the sender's messages on a control connection, its frames on a lane.
     pub received: u64,
 }
 
@@ -147,7 +147,7 @@ impl Welcome {
     const REASON_MAX: usize = 1024;
     const WHAT: &'static str = "the answer of the receiver";
 
-    /// Writes it.
+    /// Writes the answer.
     ///
     /// # Errors
     /// The connection broke.
@@ -166,7 +166,7 @@ impl Welcome {
             .map_err(WireError::io(Self::WHAT))
     }
 
-    /// Tells a sender that it is not wanted, and why.
+    /// Refuses a sender, with the reason.
     ///
     /// # Errors
     /// The connection broke.
@@ -182,10 +182,10 @@ impl Welcome {
             .map_err(WireError::io(Self::WHAT))
     }
 
-    /// Reads it.
+    /// Reads and validates an answer.
     ///
     /// # Errors
-    /// The connection broke, what came is no answer of this version, or the receiver refuses.
+    /// The connection broke, the bytes received are no answer of this version, or the receiver refuses.
     pub fn read(from: &mut impl Read) -> Result<Self, WireError> {
         let bytes: [u8; Self::LEN] = read_greeting(from, Self::WHAT, WELCOME_MAGIC)?;
         if bytes[10] != 0 {
@@ -231,10 +231,10 @@ impl Welcome {
         Ok(welcome)
     }
 
-    /// Whether it is an answer to this greeting.
+    /// Checks that the answer fits the greeting that it replies to.
     ///
     /// # Errors
-    /// It has the sender keep more old pages than that was ready to.
+    /// The answer demands more delta memory than the sender offered.
     pub fn answers(&self, hello: &Hello) -> Result<(), WireError> {
         if self.delta_memory <= hello.delta_memory {
             return Ok(());
@@ -255,7 +255,8 @@ impl Welcome {
     }
 }
 
-/// Reads a greeting of `LEN` bytes: magic first, so that a stranger is told apart before its version is believed.
+/// Reads a greeting of `LEN` bytes. The magic is checked first, so that a foreign protocol is recognised before its
+/// bytes are taken for a version.
 fn read_greeting<const LEN: usize>(
     from: &mut impl Read,
     what: &'static str,
@@ -264,7 +265,8 @@ fn read_greeting<const LEN: usize>(
     let mut bytes = [0; LEN];
     let (found, rest) = bytes.split_at_mut(8);
     let read = from.read_exact(found);
-    // One that wants TLS closes the connection after an alert of 7 bytes; one that speaks it begins with its hello.
+    // A peer that requires TLS closes the connection after an alert of 7 bytes; one that starts TLS sends its
+    // ClientHello.
     if matches!(found[..2], [0x15 | 0x16, 3]) {
         return Err(WireError::Tls { what });
     }

@@ -1,4 +1,4 @@
-//! What the control connection carries.
+//! Messages of the control connection.
 
 use std::fmt;
 
@@ -6,29 +6,30 @@ use super::{BODY_MAX, WireError, get_u16, get_u32, get_u64, printable, put_u16, 
 
 const MESSAGE_MAGIC: u16 = u16::from_le_bytes(*b"LM");
 
-/// What a control message is about; its numbers never change.
+/// Kind of a control message. The numbers never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Sender: QEMU has opened this channel; the receiver opens it to the other QEMU, in the order of these messages.
+    /// From the sender: QEMU has opened this channel. The receiver opens it to the other QEMU, in the order of these
+    /// messages.
     Open = 1,
-    /// Sender: QEMU has closed this channel after the bytes that `value` says.
+    /// From the sender: QEMU has closed this channel after `value` bytes.
     Close = 2,
-    /// Receiver: QEMU has taken `value` bytes of this channel, from its beginning.
+    /// From the receiver: QEMU has taken the first `value` bytes of this channel.
     Delivered = 3,
-    /// Both: bytes that go the other way, from the destination's QEMU to the source's.
+    /// From the receiver: bytes in the reverse direction, from the destination's QEMU to the source's.
     Return = 4,
-    /// Receiver: the destination's QEMU has closed this channel, or does not read it any more.
+    /// From the receiver: the destination's QEMU has closed this channel, or no longer reads it.
     Closed = 5,
-    /// Both: I am here, and have received `value` messages whole, but for those of this kind and [`Self::Received`].
+    /// From both: keep-alive, with the number of messages received in full, except this kind and [`Self::Received`].
     Alive = 6,
-    /// Both: the session is over, for the reason in the body.
+    /// From both: the session has failed, for the reason in the body.
     Failed = 7,
-    /// Both: something for those who move the VM, which the carrying of streams does not look into.
+    /// From both: a message of the movers' protocol, which the carrier does not interpret.
     Note = 8,
-    /// Sender: all channels are closed and nothing will follow. The receiver answers with the same.
+    /// From the sender: all channels are closed and nothing follows. The receiver answers with the same kind.
     End = 9,
-    /// Receiver: `value` frames of the lane with the number in `channel` have come whole.
+    /// From the receiver: `value` frames of the lane numbered `channel` have been received in full.
     Received = 10,
 }
 
@@ -46,7 +47,8 @@ impl Kind {
         Self::Received,
     ];
 
-    /// Whether it is told again after a loss. The others say what is so now, and the next one says it better.
+    /// Returns true if the message is kept and sent again after a loss. The other kinds report a current state, which
+    /// the next message of the kind supersedes.
     #[must_use]
     pub const fn is_kept(self) -> bool {
         !matches!(self, Self::Alive | Self::Received)
@@ -62,13 +64,13 @@ impl Kind {
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct Message {
-    /// What it is about.
+    /// Kind of the message.
     pub kind: Kind,
-    /// Of which channel; 0 where it is about none.
+    /// Number of the channel; 0 where the kind concerns none.
     pub channel: u16,
-    /// A count of bytes, where the kind says so.
+    /// Count of bytes or messages, where the kind has one.
     pub value: u64,
-    /// At most [`BODY_MAX`] bytes.
+    /// Body, at most [`BODY_MAX`] bytes.
     pub body: Vec<u8>,
 }
 
@@ -90,7 +92,7 @@ impl Message {
     pub const HEADER_LEN: usize = 24;
     const WHAT: &'static str = "a control message";
 
-    /// Without a body.
+    /// Creates a message without a body.
     #[must_use]
     pub const fn new(kind: Kind, channel: u16, value: u64) -> Self {
         Self {
@@ -101,7 +103,7 @@ impl Message {
         }
     }
 
-    /// With a reason or a note; what is longer than [`BODY_MAX`] is cut off.
+    /// Creates a message whose body is a reason or a note. A body longer than [`BODY_MAX`] is truncated.
     #[must_use]
     pub fn with_body(kind: Kind, channel: u16, body: &[u8]) -> Self {
         Self {
@@ -112,19 +114,19 @@ impl Message {
         }
     }
 
-    /// The body as words to show.
+    /// Returns the body as printable text.
     #[must_use]
     pub fn text(&self) -> String {
         printable(&self.body)
     }
 
-    /// Bytes that it takes.
+    /// Returns the number of bytes of the encoded message.
     #[must_use]
     pub fn wire_len(&self) -> usize {
         Self::HEADER_LEN + self.body.len()
     }
 
-    /// Appends its bytes.
+    /// Appends the encoded message to `out`.
     pub fn append_to(&self, out: &mut impl Extend<u8>) {
         let mut header = [0; Self::HEADER_LEN];
         put_u16(&mut header, 0, MESSAGE_MAGIC);
@@ -138,10 +140,11 @@ impl Message {
         out.extend(self.body.iter().copied());
     }
 
-    /// The message at the front of `bytes` and how many of them it takes; `None` while it is not whole.
+    /// Parses the message at the front of `bytes` and returns it with its length; returns `None` while it is
+    /// incomplete.
     ///
     /// # Errors
-    /// It is none, or damaged.
+    /// The bytes are no message, or are damaged.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
         let Some(header) = bytes.first_chunk::<{ Self::HEADER_LEN }>() else {
             return Ok(None);
