@@ -1,4 +1,4 @@
-//! The old versions of pages that deltas are made against, which sender and receiver hold alike.
+//! Old versions of pages that deltas are encoded against. Sender and receiver hold identical copies.
 //!
 //! ```text
 //! sender   Index: page -> slot, which to replace         receiver
@@ -6,14 +6,14 @@
 //!          Frontier: in which order                       Frontier: in which order
 //! ```
 //!
-//! The sender alone decides which slot a page has; the receiver does what the frames say. A frame that takes or changes
-//! a slot says which frames must have done so before it ([`crate::wire::FrameHeader::after`]), and both sides wait for
-//! those, so that a slot goes through the same versions on both, however the frames run beside one another.
+//! The sender alone decides which slot a page has; the receiver follows the frames. A frame that uses or changes a
+//! slot names the frames that must have done so before it ([`crate::wire::FrameHeader::after`]), and both sides wait
+//! for those. So a slot goes through the same versions on both sides, although frames are processed concurrently.
 //!
-//! No cycle of waiting: a frame waits for frames with lower numbers only; each lane carries frames in the order of their
-//! numbers; and a receiver decodes a frame without waiting for QEMU to take an earlier one.
+//! The waits cannot deadlock: a frame waits for frames with lower numbers only; each lane carries frames in the order
+//! of their numbers; and a receiver decodes a frame without waiting for QEMU to take an earlier one.
 //!
-//! What a slot holds is not believed: a frame has a checksum of what it becomes.
+//! The content of a slot is not trusted: each frame carries a checksum of its decoded bytes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -23,15 +23,16 @@ mod slots;
 
 pub use slots::{Chunk, Slots};
 
-/// One page of a guest in one number: its RAM block and its place there.
+/// Guest page, as one number that combines its RAM block and its index in the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageKey(u64);
 
 impl PageKey {
-    /// Bits of the number of a page in its block.
+    /// Bits of a page's index in its block.
     const PAGE_BITS: u32 = 40;
 
-    /// `None` for a page past 4 PiB, or a block past the 2^24th, of which nothing is kept.
+    /// Returns the key, or `None` for a page past 4 PiB or a block past the 2^24th; no old version of such a page is
+    /// kept.
     #[must_use]
     pub const fn new(block: u32, page: u64) -> Option<Self> {
         if page >> Self::PAGE_BITS != 0 || block >> (u64::BITS - Self::PAGE_BITS) != 0 {
@@ -40,64 +41,64 @@ impl PageKey {
         Some(Self((block as u64) << Self::PAGE_BITS | page))
     }
 
-    /// The stretch of a MiB that the page lies in, of all blocks.
+    /// Returns the number of the 1 MiB region that the page lies in. Numbers are unique across all blocks.
     #[must_use]
     pub const fn region(self) -> u64 {
         self.0 >> 8
     }
 }
 
-/// The sender's knowledge of the slots.
+/// Map from pages to slots, which only the sender has.
 pub struct Index {
     slots: HashMap<PageKey, u32, BuildHasherDefault<KeyHasher>>,
     entries: Vec<Entry>,
     limit: u32,
-    /// Where the search for a slot to replace goes on.
+    /// Position of the clock hand, where the search for a victim continues.
     hand: u32,
     seen: Seen,
 }
 
 struct Entry {
     key: PageKey,
-    /// The last frame that took or changed it.
+    /// Number of the last frame that used or changed the slot.
     frame: u64,
-    /// Sent again since the hand passed.
+    /// The page was sent again since the clock hand passed.
     referenced: bool,
-    /// Deltas running that saved too little.
+    /// Consecutive deltas that saved too little.
     misses: u8,
-    /// Times that the page was left out since its last delta.
+    /// Times that the page was sent without a slot since its last delta was tried.
     left_out: u8,
 }
 
-/// Deltas running that saved too little, after which a page is left out.
+/// Number of consecutive deltas that save too little after which deltas of a page are suspended.
 const MISSES_MAX: u8 = 2;
-/// Of so many times that such a page is sent, one is tried all the same.
+/// Number of times that such a page is sent per delta that is tried all the same.
 const RETRY_EVERY: u8 = 8;
-/// Slots that are looked at for one to replace.
+/// Maximum number of slots that the search for a victim inspects.
 const SEARCH_MAX: usize = 32;
 
-/// When an old version of a page is worth its memory, and a copy at either end.
+/// Policy for keeping an old version of a page, which costs memory and a copy at either end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// From the first time on that the page is sent, and whatever deltas of it have saved.
+    /// Keep the page from the first time that it is sent, whatever its deltas have saved.
     AtOnce,
-    /// Once the page was sent again: most are sent once.
+    /// Keep the page once it is sent a second time; most pages are sent once.
     SentAgain,
-    /// Not as long as next to nothing is left of it anyway.
+    /// Do not keep the page: it compresses to almost nothing anyway.
     Never,
 }
 
-/// Where the old version of a page is.
+/// Slot of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Of the version, and of the new one afterwards.
+    /// Slot that holds the old version, and later the new one.
     pub slot: u32,
-    /// The slot holds an older version of this page, not one of another page.
+    /// True if the slot holds an older version of this page, false if it holds another page or none.
     pub holds: bool,
 }
 
 impl Index {
-    /// For as many slots as both sides keep.
+    /// Creates an index of `limit` slots, the number that both sides keep.
     #[must_use]
     pub fn new(limit: u32) -> Self {
         Self {
@@ -109,10 +110,10 @@ impl Index {
         }
     }
 
-    /// The slot of a page that goes into `frame`, and how far frames must have come before (`after`, raised as needed).
-    /// `None`: it is kept nowhere, because there is no room, or because deltas of it save nothing.
+    /// Returns the slot of a page of `frame`, and raises `after` where earlier frames must be done first. Returns
+    /// `None` if the page gets no slot: there is no room, its deltas save nothing, or `keep` excludes it.
     ///
-    /// One that was never sent before gets a free slot only.
+    /// A page that was never sent before gets only a free slot.
     pub fn place(&mut self, key: PageKey, frame: u64, keep: Keep, after: &mut u64) -> Option<Place> {
         if keep == Keep::Never {
             self.seen.insert(key);
@@ -152,20 +153,20 @@ impl Index {
         Some(Place { slot, holds: false })
     }
 
-    /// Hears whether the delta of a page saved much.
+    /// Records whether the delta of the page in `slot` saved much.
     pub fn learn(&mut self, slot: u32, saved: bool) {
         let entry = &mut self.entries[slot as usize];
         entry.misses = if saved { 0 } else { (entry.misses + 1).min(MISSES_MAX) };
     }
 
-    /// Pages that are kept.
+    /// Returns the number of pages that have a slot.
     #[must_use]
     pub fn used(&self) -> u32 {
         self.entries.len() as u32
     }
 
     fn claim(entry: &mut Entry, frame: u64, after: &mut u64) {
-        // Within a frame both sides go by the order of its pages.
+        // Within a frame both sides follow the order of its pages.
         if entry.frame != frame {
             *after = (*after).max(entry.frame + 1);
             entry.frame = frame;
@@ -196,7 +197,7 @@ impl Entry {
     }
 }
 
-/// Which pages were sent at all: a bit for each, in pieces of 128 MiB of the guest.
+/// Set of pages that were sent at least once: a bit for each, allocated in pieces of 128 MiB of guest memory.
 #[derive(Default)]
 struct Seen {
     pieces: HashMap<u64, Box<[u64; Self::WORDS]>, BuildHasherDefault<KeyHasher>>,
@@ -205,10 +206,10 @@ struct Seen {
 impl Seen {
     const WORDS: usize = 512;
     const PAGES: u64 = 64 * Self::WORDS as u64;
-    /// 64 MiB of bits, for 2 TiB of guest. What lies beyond counts as sent before.
+    /// Maximum pieces: 64 MiB of bits, for 2 TiB of guest memory. Pages beyond that count as sent before.
     const PIECES_MAX: usize = 16 << 10;
 
-    /// Whether the page was not there.
+    /// Marks the page as sent; returns true if it was not marked before.
     fn insert(&mut self, key: PageKey) -> bool {
         let piece = key.0 / Self::PAGES;
         if self.pieces.len() == Self::PIECES_MAX && !self.pieces.contains_key(&piece) {
@@ -224,8 +225,8 @@ impl Seen {
     }
 }
 
-/// Page numbers spread by one multiplication (Knuth's; the high bits are what the table uses last, so they are folded
-/// down).
+/// Hasher that spreads page numbers by one multiplication (Knuth's). The hash table uses the high bits last, so they
+/// are folded down.
 #[derive(Default)]
 struct KeyHasher(u64);
 
@@ -246,31 +247,31 @@ impl Hasher for KeyHasher {
     }
 }
 
-/// How far the frames of a session have come, for those that must come after others.
+/// Progress of a session's frames, for frames that must wait for earlier ones.
 pub struct Frontier {
     progress: Mutex<Progress>,
     changed: Condvar,
 }
 
-/// Frames that one may be ahead of the first that is not done: the windows of the channels stop an honest sender long
-/// before.
+/// Maximum distance of a frame from the first one that is not done. The windows of the channels stop a correct sender
+/// long before.
 const AHEAD_MAX: u64 = 1 << 18;
 
 #[derive(Default)]
 struct Progress {
-    /// All frames below are done.
+    /// All frames with lower numbers are done.
     next: u64,
-    /// Done beyond it, by lanes that ran ahead.
+    /// Frames above `next` that lanes running ahead have done.
     beyond: BTreeSet<u64>,
     stopped: bool,
 }
 
-/// The session ended while somebody waited.
+/// Error of a wait during which the session ended.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Stopped;
 
 impl Frontier {
-    /// With no frame done.
+    /// Creates a frontier at which no frame is done.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -291,8 +292,8 @@ impl Frontier {
         if progress.stopped { Err(Stopped) } else { Ok(()) }
     }
 
-    /// Frame `number` has done all that it does to the slots. `false` if it cannot be: it was done before, or is further
-    /// ahead than [`AHEAD_MAX`].
+    /// Records that frame `number` has made all its changes to slots. Returns false if that is impossible: the frame
+    /// was recorded before, or it is [`AHEAD_MAX`] or more ahead.
     pub fn done(&self, number: u64) -> bool {
         let mut progress = self.lock();
         if number < progress.next || number - progress.next >= AHEAD_MAX {
@@ -312,7 +313,7 @@ impl Frontier {
         true
     }
 
-    /// Ends all waiting.
+    /// Ends all waits.
     pub fn stop(&self) {
         self.lock().stopped = true;
         self.changed.notify_all();

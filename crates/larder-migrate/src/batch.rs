@@ -1,4 +1,4 @@
-//! A piece of a channel, read and looked through, that becomes a frame.
+//! Batch: a piece of a channel that is read, parsed, and made into one frame.
 
 use std::sync::Arc;
 
@@ -9,44 +9,44 @@ use crate::base::PageKey;
 use crate::stream::{BlockId, PAGE_HEADER, PageIndex, Parser, Step, ZERO_RECORD, zero_record};
 use crate::wire::{FRAME_OPERATIONS_MAX, FRAME_PAGES_MAX, FRAME_RAW_MAX};
 
-/// What was found in the bytes of a channel, in their order.
+/// Item found in the bytes of a channel. Items are in the order of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Bytes that are no page.
+    /// Bytes that belong to no page.
     Literal {
-        /// How many.
+        /// Number of bytes.
         len: u32,
     },
-    /// Records for pages of zeros.
+    /// Consecutive zero-page records.
     Zeros {
-        /// The first 8 bytes of the first.
+        /// First 8 bytes of the first record.
         header: [u8; 8],
-        /// How many.
+        /// Number of records.
         count: u32,
     },
-    /// A page's bytes.
+    /// Bytes of a page.
     Page {
-        /// Which page, if it is one of the guest's and not merely 4 KiB of something.
+        /// Page's key, if it is a page of the guest and not merely 4 KiB of other bytes.
         key: Option<PageKey>,
-        /// The word that it is made of all over.
+        /// Word that fills the whole page, if it is uniform.
         same: Option<[u8; 8]>,
     },
 }
 
-/// Records for pages of zeros that lie side by side; fewer are shorter as they are.
+/// Minimum run of zero-page records that is encoded as one; a single record is shorter as a literal.
 const ZEROS_MIN: u32 = 2;
-/// What is found in a batch at most, but for a packet of pages more: with [`OPERATION_LEN_MAX`] for each, a frame has room
-/// for them.
+/// Maximum items of a batch, except that one packet of pages may exceed it. At [`OPERATION_LEN_MAX`] each, a frame
+/// has room for them.
 const FOUND_MAX: usize = 4096;
-/// Bytes of an operation: a number, a count, and a word.
+/// Maximum bytes of an operation: a number, a count, and a word.
 const OPERATION_LEN_MAX: usize = 1 + 5 + 8;
 const _: () = assert!((FOUND_MAX + 2 * FRAME_PAGES_MAX) * OPERATION_LEN_MAX <= FRAME_OPERATIONS_MAX);
 
 /// Bytes of one channel that go into one frame.
 pub struct Batch {
-    /// On a page's bound, for devices, which share it until they have read it.
+    /// Page-aligned buffer for devices, which share it until they have read it.
     buffer: Arc<Buffer>,
-    /// Read so far; those beyond [`Self::len`] belong to the next batch.
+    /// Bytes read so far; those beyond [`Self::len`] belong to the next batch.
     filled: usize,
     len: usize,
     found: Vec<Found>,
@@ -55,7 +55,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Without bytes.
+    /// Creates an empty batch.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -68,7 +68,7 @@ impl Batch {
         }
     }
 
-    /// Begins with what the last batch of the channel left over.
+    /// Starts a batch with the bytes that the channel's last batch left over.
     pub fn begin(&mut self, left_over: &mut Vec<u8>) {
         self.found.clear();
         self.pages = 0;
@@ -81,25 +81,25 @@ impl Batch {
     }
 
     /// # Panics
-    /// A device has the bytes that are there.
+    /// A device still holds the buffer.
     fn bytes_mut(&mut self) -> &mut [u8] {
         let buffer = Arc::get_mut(&mut self.buffer).expect("no device has it");
         &mut buffer[..FRAME_RAW_MAX]
     }
 
-    /// Where the next bytes of the channel go; empty when it is full.
+    /// Returns the space for the channel's next bytes; it is empty when the batch is full.
     pub fn room(&mut self) -> &mut [u8] {
         let filled = self.filled;
         &mut self.bytes_mut()[filled..]
     }
 
-    /// So many bytes were put there.
+    /// Adds `len` bytes that were read into [`Self::room`].
     pub fn fill(&mut self, len: usize) {
         self.filled += len;
         assert!(self.filled <= FRAME_RAW_MAX, "more was read than there was room for");
     }
 
-    /// Whether all that fits a frame is there.
+    /// Returns true if the batch has all that fits in a frame.
     #[must_use]
     pub fn is_full(&self) -> bool {
         !self.fits_more() || self.filled == FRAME_RAW_MAX
@@ -109,18 +109,18 @@ impl Batch {
         self.pages < FRAME_PAGES_MAX && self.found.len() < FOUND_MAX
     }
 
-    /// Looks through what was read since, as far as it is understood and fits the frame. Returns whether something is left
-    /// that needs more bytes to be understood.
+    /// Parses the bytes that were read, as far as the parser understands them and they fit in the frame. Returns true
+    /// if the parser needs more bytes for the rest.
     pub fn look(&mut self, parser: &mut Parser) -> bool {
         while self.len < self.filled && self.fits_more() {
-            // So much holds no more pages than the frame has room for, with 8 bytes before each or without.
+            // This many bytes hold no more pages than the frame has room for, with or without 8 bytes before each.
             let room = (FRAME_PAGES_MAX - self.pages) * PAGE + PAGE_HEADER;
             let end = self.filled.min(self.len + room);
             let step = parser.next(&self.buffer[self.len..end]);
             let len = step.len();
             let data = &self.buffer[self.len..self.len + len];
             match step {
-                // More is there, but not in this frame.
+                // More bytes are there, but they do not fit in this frame.
                 Step::NeedMore { .. } if end < self.filled => {
                     self.pages = FRAME_PAGES_MAX;
                     return false;
@@ -159,7 +159,7 @@ impl Batch {
         false
     }
 
-    /// All that was read becomes part of this frame, understood or not, as far as it fits.
+    /// Adds all that was read to this frame, parsed or not, as far as it fits.
     pub fn flush(&mut self, parser: &mut Parser) {
         if !self.fits_more() {
             return;
@@ -172,31 +172,31 @@ impl Batch {
         }
     }
 
-    /// Leaves what is not part of this frame to the next one of the channel.
+    /// Moves the bytes that are not part of this frame to `left_over`, for the channel's next batch.
     pub fn end(&mut self, left_over: &mut Vec<u8>) {
         left_over.clear();
         left_over.extend_from_slice(&self.buffer[self.len..self.filled]);
     }
 
-    /// The frame's bytes.
+    /// Returns the frame's bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.buffer[..self.len]
     }
 
-    /// The same, for devices: [`Self::bytes`] lie at its beginning.
+    /// Returns the buffer whose beginning is [`Self::bytes`], for devices.
     #[must_use]
     pub const fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
     }
 
-    /// Pages of zeros that QEMU tells as such.
+    /// Returns the number of zero pages that QEMU sent as zero-page records.
     #[must_use]
     pub const fn zeros(&self) -> u32 {
         self.zeros
     }
 
-    /// What they are.
+    /// Returns the items found in the frame's bytes.
     #[must_use]
     pub fn found(&self) -> &[Found] {
         &self.found
@@ -209,7 +209,8 @@ impl Default for Batch {
     }
 }
 
-/// What is no page is cut into pieces of one page that can be encoded like pages, and a rest. Returns how many pages.
+/// Splits bytes that belong to no page into page-sized pieces, which are encoded like pages, and a rest. Returns the
+/// number of pieces.
 fn add_literal(found: &mut Vec<Found>, data: &[u8]) -> usize {
     let pages = data.chunks_exact(PAGE);
     let rest = pages.remainder().len() as u32;
