@@ -1,11 +1,11 @@
-//! The control connection: messages both ways, in order, and a sign of life each second.
+//! Control connection: ordered messages both ways, and a keep-alive each second.
 //!
-//! One thread, [`Control::exchange`], owns the connection; everybody else leaves messages with [`Mailbox::send`]. It is lost
-//! if it breaks, or if the other side is not heard for a while: a host that is gone, or a link that is. The same messages
-//! go on over the next one, each of which is heard once.
+//! One thread, in [`Control::exchange`], owns the connection; all others enqueue messages with [`Mailbox::send`]. The
+//! connection is lost if it breaks or if nothing is received for a while, because the other host or the network is
+//! down. The messages continue over the next one, and each is received once.
 //!
-//! It is the last connection to go. Whoever fails leaves the reason with the mailbox and closes that; then both sides may
-//! still hear one another's reasons for [`LAST_WORDS`], until either closes its end.
+//! The control connection is the last connection to close. A side that fails enqueues the reason and closes the
+//! mailbox. Both sides may then still receive each other's reasons for [`LAST_WORDS`], until either closes its end.
 
 mod mailbox;
 
@@ -22,28 +22,28 @@ pub use self::mailbox::{Counted, Mailbox};
 use crate::link::{self, Link};
 use crate::wire::{BODY_MAX, Kind, Message, WireError};
 
-/// Between two signs of life.
+/// Interval of keep-alives.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// Without any message, after which a link counts as lost, and another one is tried.
+/// Time without any message after which a link counts as lost and a new one is tried.
 const SILENCE_TO_TRY_AGAIN: Duration = Duration::from_secs(3);
-/// The same where none is tried.
+/// Time without any message after which the session ends, where no new link is tried.
 pub const SILENCE_MAX: Duration = Duration::from_secs(10);
-/// How long a closed mailbox may take to be emptied, and the other side to say its last and close its end.
+/// Time limit for emptying a closed mailbox, and for the other side to send its last messages and close its end.
 pub(crate) const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How long a link whose lane is lost may still bring the reason for that.
+/// Time for which a link with a lost lane may still deliver the reason of the loss.
 const LANE_REASON: Duration = Duration::from_millis(500);
-/// Bytes that are read at a time.
+/// Bytes per read.
 const READ_LEN: usize = 64 << 10;
-/// Reads before the other things are seen to again, however much the other side says.
+/// Maximum reads in a row before other work is done, however much the other side sends.
 const READS_MAX: usize = 16;
 
-/// Why a control connection ended.
+/// Reasons for the end of a control connection.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// As the system says it, or what came was no message.
+    /// The system call failed, or the bytes received are no message.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The other side has closed it.
+    /// The other side has closed the connection.
     #[error(
         "the other side has closed the connection without a reason: its larder was ended, or something in between cut it off"
     )]
@@ -53,29 +53,29 @@ pub enum ControlError {
         "the other side has closed a connection in the middle: its larder was ended, or something in between cut it off"
     )]
     Lane,
-    /// Nothing was heard.
+    /// No message was received for this long.
     #[error("nothing was heard from the other side for {} s: its host or the network is down", .0.as_secs())]
     Silent(Duration),
-    /// This side cannot wait for anything.
+    /// Waiting for events failed.
     #[error("cannot wait for the control connection: {0}")]
     Poll(io::Error),
-    /// The other side has what it was not sent.
+    /// The other side confirms more messages than were sent, or fewer than before.
     #[error("the other side says that it has received {count} messages, which may be {least} to {most}")]
     Confirmed {
-        /// As it says.
+        /// Count that it confirms.
         count: u64,
-        /// It has said so before.
+        /// Count that it has confirmed before.
         least: u64,
-        /// Were sent.
+        /// Count of messages sent.
         most: u64,
     },
-    /// The other side does not say what it has.
+    /// The other side does not confirm the messages that it is sent.
     #[error("the other side does not confirm the messages that it is sent")]
     Unconfirmed,
 }
 
 impl ControlError {
-    /// It tells that the connection broke, and not why.
+    /// Returns true if the error shows only that the connection broke, and not why.
     pub(crate) fn is_symptom(&self) -> bool {
         matches!(
             self,
@@ -84,31 +84,31 @@ impl ControlError {
     }
 }
 
-/// One side's end of a connection.
+/// One side's end of a control connection.
 pub struct Control<'a> {
     link: Link,
-    /// Which of the session's.
+    /// Number of the link, among those of the session.
     number: u32,
     mailbox: &'a Mailbox,
-    /// After which the other side is given up.
+    /// Time without any message after which the other side is given up.
     silence_max: Duration,
-    /// What was read last.
+    /// Buffer of the last read.
     piece: Box<[u8]>,
-    /// What is no whole message yet.
+    /// Bytes received that are not yet a whole message.
     received: Vec<u8>,
-    /// What came was no message: nothing that follows can be one.
+    /// Invalid bytes were received, so nothing that follows can be a message.
     is_deaf: bool,
-    /// What has come is to be confirmed now.
+    /// Received messages are to be confirmed now.
     confirms: bool,
     sending: Vec<u8>,
     sent: usize,
 }
 
 impl<'a> Control<'a> {
-    /// Of a link whose greetings are done. Silence is given up soon if another link would be tried.
+    /// Creates the end of a link whose greetings are done. If a new link would be tried, silence is given up early.
     ///
     /// # Errors
-    /// The socket is of no use.
+    /// The socket cannot be set up.
     pub fn new(mut link: Link, number: u32, mailbox: &'a Mailbox, tries_again: bool) -> io::Result<Self> {
         link.ready_nonblocking()?;
         Ok(Self {
@@ -125,20 +125,21 @@ impl<'a> Control<'a> {
         })
     }
 
-    /// Sends and receives until the mailbox is closed, the other side closes, or something breaks. `take` hears each
-    /// message but signs of life, also those that come when the mailbox is closed already; and of what is none, once.
+    /// Sends and receives until the mailbox is closed, the other side closes the connection, or an error occurs.
+    /// `take` gets each message except keep-alives, including those that arrive after the mailbox was closed, and
+    /// invalid bytes once, as an error.
     ///
     /// # Errors
-    /// Anything but that the mailbox was closed, and the other side has what it must have.
+    /// Any end other than a closed mailbox of which the other side has received all that it must.
     pub fn exchange(mut self, mut take: impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
         let result = self.run(&mut take);
         if self.mailbox.closing().is_some() {
-            // The other side has said its last, and may still hear this one's.
+            // The other side has sent its last message, but may still read this side's.
             self.confirms = true;
             let _ = self.collect().and_then(|_| self.write());
         }
         match self.mailbox.closing() {
-            // However it ends then: there was nothing more to come.
+            // The result does not matter: nothing more was expected.
             Some(Closing::Sent) => Ok(()),
             Some(Closing::Confirmed) if self.mailbox.is_confirmed() => Ok(()),
             _ => result,
@@ -168,7 +169,7 @@ impl<'a> Control<'a> {
             let collected = self.collect()?;
             let closing = collected.closing.is_some();
             if let Err(error) = self.write() {
-                // Perhaps it has said why it does not listen any more.
+                // The other side may have sent the reason why it no longer reads.
                 let _ = self.read(take);
                 return Err(error);
             }
@@ -195,7 +196,7 @@ impl<'a> Control<'a> {
             self.wait(!all_sent || self.link.wants_write(), timeout)?;
             let any;
             (any, has_more) = self.read(take)?;
-            // Only what has not come by now counts: this side may have been stopped itself.
+            // Silence is checked after the read: this process may have been stopped itself.
             if any {
                 heard = Instant::now();
             } else if heard.elapsed() > self.silence_max {
@@ -204,7 +205,7 @@ impl<'a> Control<'a> {
         }
     }
 
-    /// Takes what was left in the mailbox, unless there is still something to send.
+    /// Takes the messages in the mailbox, unless some are still being sent.
     fn collect(&mut self) -> Result<mailbox::Collected, ControlError> {
         let confirms = self.confirms && self.sending.is_empty();
         if !self.sending.is_empty() {
@@ -252,8 +253,8 @@ impl<'a> Control<'a> {
         }
     }
 
-    /// Reads what has come; returns whether a whole message was among it, and whether there is more. A message that pretends
-    /// to be long, and of which no end comes, is as good as silence.
+    /// Reads all that has arrived. Returns whether a whole message was among it, and whether more may be readable. A
+    /// message that claims to be long and never completes counts as silence.
     fn read(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<(bool, bool), ControlError> {
         let mut any = false;
         for _ in 0..READS_MAX {
@@ -287,7 +288,7 @@ impl<'a> Control<'a> {
         while let Some((message, len)) = Message::parse(&self.received[at..])? {
             at += len;
             if message.kind.is_kept() {
-                // It will come again.
+                // The link is no longer the session's; the message will be sent again.
                 let Some(confirms) = self.mailbox.heard(self.number, len) else {
                     return Err(ControlError::Closed);
                 };
@@ -296,7 +297,7 @@ impl<'a> Control<'a> {
             match message.kind {
                 Kind::Alive => self.mailbox.confirm(message.value)?,
                 kind => {
-                    // Whoever ends wants to know that it was heard.
+                    // The side that ends the session waits for this confirmation.
                     self.confirms |= kind == Kind::End;
                     take(Ok(message));
                 }

@@ -1,4 +1,4 @@
-//! Frames to the bytes of a channel.
+//! Decoder of frames, to the bytes of a channel.
 
 use larder_codec::batch::{self, Method};
 use larder_codec::{PAGE, delta};
@@ -8,62 +8,62 @@ use crate::base::{Frontier, Slots, Stopped};
 use crate::frame::{Operations, OperationsError, Piece, Room, Source, header_after};
 use crate::wire::{FRAME_PAGES_MAX, FrameHeader};
 
-/// Why a frame makes no bytes of a channel. The session is over then: what follows may need what this one should have
-/// left behind.
+/// Reasons why a frame cannot be decoded. The session is then over: later frames may need the slots that this one
+/// should have changed.
 #[derive(Debug, Error)]
 pub enum DecodeError {
-    /// Its first section.
+    /// The first section, the operations, is invalid.
     #[error("frame {number}: {source}")]
     Operations {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
-        /// What is wrong.
+        /// Error in the operations.
         source: OperationsError,
     },
-    /// Its method is none of this version.
+    /// The method is unknown to this version.
     #[error("frame {number}: no method has the number {method}; use the same version of Larder on both hosts")]
     Method {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
-        /// As it says.
+        /// Number of the method in the frame.
         method: u8,
     },
-    /// Its pages.
+    /// The encoded pages cannot be decoded.
     #[error("frame {number}: {source}")]
     Pages {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
-        /// What is wrong.
+        /// Error of the codec.
         source: larder_codec::batch::DecodeError,
     },
-    /// A section is shorter or longer than what is made of it.
+    /// A section is shorter or longer than the operations use.
     #[error("frame {number}: {section} do not fit its operations")]
     Section {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
-        /// Which.
+        /// Name of the section.
         section: &'static str,
     },
-    /// No room for old pages.
+    /// The memory for old pages could not be mapped.
     #[error("there is no memory for old versions of pages: give --delta-memory less")]
     NoMemory,
-    /// What came out is something else than what went in.
+    /// The decoded bytes differ from the encoded ones.
     #[error("frame {number}: what was decoded has the checksum {found:#010x} and should have {expected:#010x}")]
     Checksum {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
-        /// Of what was decoded.
+        /// Checksum of the decoded bytes.
         found: u32,
-        /// As the frame says.
+        /// Checksum in the frame.
         expected: u32,
     },
-    /// It was decoded before, or far ahead of all others.
+    /// The frame was decoded before, or is too far ahead of the others.
     #[error("frame {number} is out of order")]
     Order {
-        /// The frame's.
+        /// Number of the frame.
         number: u64,
     },
-    /// The session ends meanwhile.
+    /// The session ends during decoding.
     #[error("the session has ended")]
     Stopped,
 }
@@ -74,22 +74,22 @@ impl From<Stopped> for DecodeError {
     }
 }
 
-/// What the frames of a session go by, for all lanes.
+/// Old pages and the order in which frames change them, shared by all lanes of a session.
 pub struct Bases {
     /// Old versions of pages.
     pub slots: Slots,
-    /// In which order they change.
+    /// Progress that determines when a frame may use the slots.
     pub frontier: Frontier,
 }
 
-/// Decodes frames, one after the other; one for each lane.
+/// Decoder of frames, one after the other; each lane has one.
 pub struct FrameDecoder {
     codec: batch::Decoder,
     pages: Vec<u8>,
 }
 
 impl FrameDecoder {
-    /// With nothing decoded.
+    /// Creates a decoder.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -98,16 +98,16 @@ impl FrameDecoder {
         }
     }
 
-    /// Bit n: it decodes the method with the number n.
+    /// Returns the set of methods that are decoded: bit n stands for the method with the number n.
     #[must_use]
     pub fn methods() -> u32 {
         Method::ALL.iter().fold(0, |bits, method| bits | 1 << method.number())
     }
 
-    /// Makes the bytes of a frame from its body, into `out`, which is emptied before.
+    /// Decodes the body of a frame to its channel's bytes, which replace the content of `out`.
     ///
     /// # Errors
-    /// The frame is damaged or no sender's; `out` is of no meaning then.
+    /// The frame is damaged or invalid; the content of `out` is then undefined.
     pub fn decode(
         &mut self,
         header: &FrameHeader,
@@ -154,7 +154,7 @@ impl FrameDecoder {
         Ok(())
     }
 
-    /// The pages of the third section, decoded.
+    /// Returns the pages of the third section, decoded.
     fn pages<'a>(
         &'a mut self,
         header: &FrameHeader,
@@ -204,13 +204,13 @@ impl Default for FrameDecoder {
     }
 }
 
-/// Carries out the operations of one frame.
+/// Interpreter of one frame's operations.
 struct Maker<'a> {
     number: u64,
     literals: &'a [u8],
     pages: &'a [u8],
     deltas: &'a [u8],
-    /// The 8 bytes before the last page.
+    /// Eight bytes before the last page.
     before: [u8; 8],
     slots: &'a Slots,
     out: &'a mut Vec<u8>,
@@ -251,7 +251,7 @@ impl<'a> Maker<'a> {
         }
     }
 
-    /// The length was checked against the section's.
+    /// Copies a literal. `Operations` has checked its length against the section's.
     fn literal(&mut self, len: usize) {
         let (literal, rest) = self.literals.split_at(len);
         self.literals = rest;
@@ -299,7 +299,7 @@ impl<'a> Maker<'a> {
         Ok(())
     }
 
-    /// There are as many as the operations take: they were counted.
+    /// Returns the next page of the third section. The pages were counted before, so there are enough.
     fn next_page(&mut self) -> &'a [u8] {
         let (page, rest) = self.pages.split_at(PAGE);
         self.pages = rest;

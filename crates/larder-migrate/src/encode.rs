@@ -1,4 +1,4 @@
-//! A piece of a channel to a frame.
+//! Encoder of frames: makes a frame of a piece of a channel.
 //!
 //! ```text
 //! Batch: pages and literals -> Order: a number, a slot for each page that may have one     (short, under a lock)
@@ -26,26 +26,26 @@ use crate::progress::Choice;
 pub use self::codecs::Codecs;
 pub use self::making::{Frame, SLICES_MAX};
 
-/// Why a frame cannot be made.
+/// Reasons why a frame cannot be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Failed {
     /// The session ends.
     #[error("the session has ended")]
     Stopped,
-    /// No room for old pages.
+    /// The memory for old pages could not be mapped.
     #[error("there is no memory for old versions of pages: give --delta-memory less")]
     NoMemory,
-    /// It has pages, and says nothing.
+    /// A device holds the frame's pages and does not answer.
     #[error("a compression device does not answer: migrate with --accelerators none, and see the kernel's log")]
     Device,
 }
 
-/// In which order frames are made and what they find, for all lanes of a sender.
+/// Order of frames and the state that encoding them shares, for all lanes of a sender.
 pub struct Order {
     next: Mutex<Next>,
-    /// What deltas are made against.
+    /// Old pages that deltas are encoded against.
     pub bases: Bases,
-    /// Which method pays.
+    /// Selector of the encoding method.
     pub selector: Mutex<Selector>,
 }
 
@@ -54,27 +54,27 @@ struct Next {
     index: Index,
 }
 
-/// A frame's place among all frames.
+/// Number of a frame, and what its order among all frames determines.
 #[derive(Default)]
 struct Ordered {
     number: u64,
     after: u64,
-    /// For each page of the batch that is not one word.
+    /// Slot of each page of the batch that is not uniform.
     places: Vec<Option<Place>>,
-    /// A delta that takes more than this many bytes is none: the page goes among the others.
+    /// Maximum bytes of a delta; a page with a longer one is sent whole.
     delta_max: usize,
 }
 
-/// A codec may do better than a delta that is longer than this.
+/// Maximum bytes of a delta; a codec may do better than a longer one.
 const DELTA_MAX: usize = PAGE / 2;
-/// The same where no codec does anything. A value of memcached's that is set anew takes half of a page, or more.
+/// Maximum bytes of a delta for pages that no codec compresses. A new memcached value fills half of a page, or more.
 const DENSE_DELTA_MAX: usize = PAGE / 16 * 15;
-/// For how many nanoseconds of the link a page is kept that may never be sent again: that takes memory and a copy, at
-/// either end. It is so where the link carries 2 Gbit/s or less.
+/// Link time in nanoseconds that a delta must save for a page to be kept although it may never be sent again: keeping
+/// costs memory and a copy at either end. Links of 2 Gbit/s or less reach it.
 const KEEP_NS: f32 = 8000.0;
 
 impl Order {
-    /// With no frame made. The selector picks only what the receiver decodes.
+    /// Creates the state with no frame made. The selector picks only methods that the receiver decodes.
     #[must_use]
     pub fn new(bases: Bases, selector: Selector) -> Self {
         Self {
@@ -87,8 +87,8 @@ impl Order {
         }
     }
 
-    /// Gives a batch its place. Batches of one channel must come in their order, and each must then be encoded and sent:
-    /// later ones wait for it.
+    /// Assigns a batch its frame number and slots. Batches of one channel must come in their order. Each must then be
+    /// encoded and sent, because later frames wait for it.
     fn order(&self, batch: &Batch, ordered: &mut Ordered) {
         ordered.places.clear();
         ordered.after = 0;
@@ -106,23 +106,23 @@ impl Order {
         }
     }
 
-    /// Hears how long the link took for what one of `lanes` lanes has sent.
+    /// Reports to the selector how long the link took for the bytes that one of `lanes` lanes has sent.
     pub fn sent(&self, bytes: u64, took: Duration, lanes: usize) {
         let ns = took.as_nanos() as u64 / lanes.max(1) as u64;
         lock(&self.selector).sent(bytes, ns);
     }
 
-    /// A lane did something else than encoding for so long ([`Selector::besides`]).
+    /// Reports nanoseconds that a lane spent on work other than encoding ([`Selector::besides`]).
     pub fn besides(&self, ns: u64) {
         lock(&self.selector).besides(ns);
     }
 
-    /// So many lanes encode at a time, as far as they are let ([`Selector::set_encoders`]).
+    /// Sets how many lanes encode at a time, within the CPU limit ([`Selector::set_encoders`]).
     pub fn set_encoders(&self, encoders: f64) {
         lock(&self.selector).set_encoders(encoders as f32);
     }
 
-    /// What the selector picks now, and why.
+    /// Returns the selector's current choice and its reason.
     pub fn chosen(&self) -> Choice {
         let selector = lock(&self.selector);
         Choice {
@@ -131,7 +131,7 @@ impl Order {
         }
     }
 
-    /// What the selector has picked so far, and what came of it.
+    /// Returns the selector's picks so far, with their results.
     pub fn evidence(&self) -> Evidence {
         lock(&self.selector).evidence()
     }
@@ -146,14 +146,15 @@ impl Order {
         }
     }
 
-    /// Pages of which an old version is kept.
+    /// Returns the number of pages with an old version.
     #[must_use]
     pub fn kept(&self) -> u32 {
         lock(&self.next).index.used()
     }
 }
 
-/// What compresses goes whole a second time at little cost; of the rest a delta is worth much, if the link is slow.
+/// Returns when to keep a page. Resending a page that compresses costs little; for the others a delta saves much if
+/// the link is slow.
 fn worth_keeping(class: Class, link_ns_per_byte: f32) -> Keep {
     if class.is_slight() {
         Keep::Never
@@ -168,29 +169,29 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What became of the pages of a frame.
+/// Statistics of a frame's pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Outcome {
-    /// Pages of one word, which the operations say.
+    /// Number of uniform pages, which the operations encode.
     pub same: u32,
-    /// Pages of zeros that QEMU told as such.
+    /// Number of zero pages that QEMU sent as zero-page records.
     pub zeros: u32,
-    /// Pages sent as deltas.
+    /// Number of pages sent as deltas.
     pub deltas: u32,
-    /// Bytes that those took.
+    /// Bytes of the deltas.
     pub delta_bytes: u32,
-    /// Pages sent whole.
+    /// Number of pages sent whole.
     pub whole: u32,
-    /// Bytes that those took, encoded.
+    /// Encoded bytes of the whole pages.
     pub whole_bytes: u32,
-    /// By which method; `None`: as they are.
+    /// Method of the whole pages; `None` if they are not encoded.
     pub method: Option<Method>,
-    /// By a device.
+    /// True if a device encoded the whole pages.
     pub by_device: bool,
     /// Bytes of the whole frame.
     pub wire_bytes: u32,
-    /// What encoding took of the lane's time.
+    /// Time that the lane spent encoding the frame.
     pub took: Duration,
-    /// Of it, what was picked for its whole pages.
+    /// Part of that time spent on the method picked for the whole pages.
     pub picked: Duration,
 }

@@ -1,63 +1,63 @@
-//! What a frame's sections say, and how the bytes of the channel are made from them.
+//! Sections of a frame, and the operations that turn them into the bytes of a channel.
 //!
-//! The first section is a list of operations, each a byte, a count, and what it needs:
+//! The first section is a list of operations. Each is a byte, a count, and operands:
 //!
 //! ```text
 //! 1 LITERAL  n bytes from the second section
-//! 2 SAME     n pages, each the 8 bytes that follow the count, all over
+//! 2 SAME     n pages, each filled with the 8 bytes that follow the count
 //! 3 PLAIN    n pages from the third section
-//! 4 STORED   n pages from the third section, each put into its slot
-//! 5 DELTA    n pages, each its slot's, changed as the fourth section says, and put back there
-//! 6 ZEROS    n records of 9 bytes that stand for pages of zeros in QEMU's main channel: the 8 bytes that follow the
+//! 4 STORED   n pages from the third section, each also copied into its slot
+//! 5 DELTA    n pages, each its slot's page changed by the next delta of the fourth section, and copied back
+//! 6 ZEROS    n records of 9 bytes that stand for zero pages in QEMU's main channel: the 8 bytes that follow the
 //!            count, as a big-endian number to which each record adds 4096, and a byte 0
-//! +0x80      before each of the pages come the 8 bytes of QEMU's main channel before a page: those before the
-//!            last page of this frame, as a big-endian number, and 4096 more
+//! +0x80      before each of the pages come the 8 header bytes of a page in QEMU's main channel: those before the
+//!            last page of this frame, as a big-endian number, plus 4096
 //! ```
 //!
-//! Counts are LEB128. Slots are too, each as the zigzag difference to the slot before (at first to 0).
+//! Counts are LEB128. Slots are too, each as the zigzag difference to the previous slot (initially 0).
 //!
-//! Invariants: [`Operations`] checks all that it returns against what it was told that there is, so that who carries the
-//! operations out cannot run over; every frame that [`Writer`] makes is one that [`Operations`] reads.
+//! Invariants: [`Operations`] checks every piece against the sizes in [`Room`], so that executing the pieces cannot
+//! overrun; [`Operations`] reads every frame that [`Writer`] makes.
 
 use larder_codec::PAGE;
 use thiserror::Error;
 
 use crate::wire::FRAME_PAGES_MAX;
 
-/// What becomes of a page or of bytes that are none.
+/// Piece of a channel: pages, or bytes that belong to none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Piece {
-    /// Bytes that are no page.
+    /// Bytes that belong to no page.
     Literal {
-        /// How many.
+        /// Number of bytes.
         len: u32,
     },
-    /// Records of QEMU's for pages of zeros, one after another.
+    /// Consecutive zero-page records of QEMU.
     Zeros {
-        /// The first 8 bytes of the first.
+        /// First 8 bytes of the first record.
         header: [u8; 8],
-        /// How many.
+        /// Number of records.
         count: u32,
     },
     /// One page.
     Page {
-        /// Where it comes from.
+        /// Source of the page's bytes.
         source: Source,
-        /// The 8 bytes before it follow from those before the last page.
+        /// The 8 bytes before the page are computed from those before the last page.
         follows: bool,
     },
 }
 
-/// Where a page comes from.
+/// Source of a page's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// One word all over, in the order of its bytes in the page.
+    /// Uniform page of this word, in the byte order of the page.
     Same([u8; 8]),
-    /// The next of the pages.
+    /// Next page of the third section.
     Plain,
-    /// The next of the pages, which goes into a slot.
+    /// Next page of the third section, which is also copied into this slot.
     Stored(u32),
-    /// The next of the deltas, on what the slot holds, which then holds the page.
+    /// This slot's page changed by the next delta; the slot then holds the result.
     Delta(u32),
 }
 
@@ -74,11 +74,11 @@ impl Source {
 
 const LITERAL: u8 = 1;
 const ZEROS: u8 = 6;
-/// Bytes of a record for a page of zeros.
+/// Bytes of a zero-page record.
 pub const ZERO_RECORD: usize = 9;
 const FOLLOWS: u8 = 0x80;
 
-/// Writes operations, pages that are alike in one.
+/// Writer of operations, which merges like pages into one operation.
 #[derive(Default)]
 pub struct Writer {
     bytes: Vec<u8>,
@@ -94,14 +94,14 @@ struct Run {
 }
 
 impl Writer {
-    /// Forgets what was written, and keeps its memory.
+    /// Discards the operations and keeps the memory.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.run = None;
         self.slot_before = 0;
     }
 
-    /// One piece more.
+    /// Appends a piece.
     pub fn push(&mut self, piece: Piece) {
         match piece {
             Piece::Literal { len } => {
@@ -119,7 +119,7 @@ impl Writer {
         }
     }
 
-    /// All operations.
+    /// Returns all operations, encoded.
     pub fn finish(&mut self) -> &[u8] {
         self.end_run();
         &self.bytes
@@ -178,7 +178,7 @@ fn put_varint_64(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-/// Why a frame's operations make no bytes of a channel.
+/// Error of operations that are damaged or do not fit their frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the operations of a frame, at byte {at}: {why}")]
 pub struct OperationsError {
@@ -186,34 +186,34 @@ pub struct OperationsError {
     why: &'static str,
 }
 
-/// What a frame has, which its operations must use up exactly.
+/// Sizes of a frame, which its operations must use up exactly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Bytes of the channel.
     pub raw: usize,
     /// Bytes of literals.
     pub literals: usize,
-    /// Slots of the session.
+    /// Number of slots of the session.
     pub slots: u32,
 }
 
-/// Reads operations, piece by piece, and checks that they use up what there is.
+/// Reader of operations, piece by piece, which checks that they use up the frame's sizes.
 pub struct Operations<'a> {
     bytes: &'a [u8],
     at: usize,
     room: Room,
     pages: usize,
     slot_before: u32,
-    /// What is left of the operation that is under way.
+    /// Rest of the current operation.
     code: u8,
     word: [u8; 8],
     count: u32,
-    /// 8 bytes before a page have been seen.
+    /// Set once 8 bytes have been seen that the bytes before a page can follow from.
     has_header: bool,
 }
 
 impl<'a> Operations<'a> {
-    /// Of a frame with `room`.
+    /// Creates a reader of the operations of a frame of these sizes.
     #[must_use]
     pub const fn new(bytes: &'a [u8], room: Room) -> Self {
         Self {
@@ -229,10 +229,10 @@ impl<'a> Operations<'a> {
         }
     }
 
-    /// The next piece; `None` at the end, when all is used up.
+    /// Returns the next piece, or `None` at the end, when all sizes are used up.
     ///
     /// # Errors
-    /// They are damaged, or do not fit what there is.
+    /// The operations are damaged, or do not fit the sizes.
     pub fn next_piece(&mut self) -> Result<Option<Piece>, OperationsError> {
         if self.count == 0 {
             if self.at == self.bytes.len() {
@@ -250,7 +250,7 @@ impl<'a> Operations<'a> {
         self.page().map(Some)
     }
 
-    /// Begins an operation; what is no page is whole with that.
+    /// Begins an operation; returns its piece if it is one of bytes that belong to no page.
     fn begin(&mut self) -> Result<Option<Piece>, OperationsError> {
         self.code = self.byte()?;
         let count = self.varint()?;
@@ -349,7 +349,7 @@ impl<'a> Operations<'a> {
     }
 }
 
-/// The 8 bytes before a page, from those before the last one.
+/// Returns the 8 bytes before a page, computed from those before the last page.
 #[must_use]
 pub const fn header_after(before: [u8; 8]) -> [u8; 8] {
     u64::from_be_bytes(before).wrapping_add(PAGE as u64).to_be_bytes()
@@ -410,7 +410,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_written_is_read(mut pieces in prop::collection::vec(any_piece(), 1..FRAME_PAGES_MAX)) {
+        fn written_operations_are_read_back(mut pieces in prop::collection::vec(any_piece(), 1..FRAME_PAGES_MAX)) {
             pieces.insert(0, Piece::Literal { len: 8 });
             let mut writer = Writer::default();
             for &piece in &pieces {
@@ -420,7 +420,7 @@ mod tests {
             prop_assert_eq!(read(&bytes, room(&pieces)), Ok(pieces.clone()));
             writer.clear();
             prop_assert!(writer.finish().is_empty());
-            // One byte more or less of anything is no frame.
+            // A frame with one byte more or less of anything is invalid.
             let mut other = room(&pieces);
             other.raw += 1;
             prop_assert!(read(&bytes, other).is_err());
@@ -432,7 +432,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_read_more_than_there_is(bytes in prop::collection::vec(any::<u8>(), 0..200), raw in 0..100_000_usize, literals in 0..5000_usize, slots in 0..100_u32) {
+        fn operations_never_exceed_their_frame(bytes in prop::collection::vec(any::<u8>(), 0..200), raw in 0..100_000_usize, literals in 0..5000_usize, slots in 0..100_u32) {
             let Ok(pieces) = read(&bytes, Room { raw, literals, slots }) else { return Ok(()) };
             let used = room(&pieces);
             prop_assert_eq!((used.raw, used.literals), (raw, literals));
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_like_pages_takes_a_few_bytes() {
+    fn runs_of_like_pages_encode_compactly() {
         let mut writer = Writer::default();
         writer.push(Piece::Literal { len: 8 });
         for at in 0..FRAME_PAGES_MAX {

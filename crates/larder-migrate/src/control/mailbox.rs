@@ -1,9 +1,10 @@
-//! Messages on their way to the other side, and how many of its own have come.
+//! Messages queued for the other side, and the count of those received from it.
 //!
-//! A message is kept until the other side has confirmed it, and is sent again over the next link if it was not. What comes
-//! is counted, and only over the link that is the session's now: so each message is taken once, however links end.
+//! A message is kept until the other side has confirmed it, and is otherwise sent again over the next link. Received
+//! messages are counted, and only over the session's current link: so each message is taken once, however links end.
 //!
-//! Memory is bounded: nothing more is taken once [`KEPT_MAX`] bytes wait to be confirmed, and the session fails.
+//! Memory is bounded: once more than [`KEPT_MAX`] bytes are unconfirmed, no message is accepted and the session
+//! fails.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,18 +16,18 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::ControlError;
 use crate::wire::{Kind, LANES_MAX, Message};
 
-/// Bytes that may be kept before [`Mailbox::send_when_room`] waits.
+/// Unconfirmed bytes above which [`Mailbox::send_when_room`] waits.
 const WAITING_MAX: usize = 1 << 20;
-/// Bytes that may be kept at all: what a peer that never confirms makes this side hold.
+/// Maximum unconfirmed bytes, which bounds what a peer that never confirms makes this side hold.
 const KEPT_MAX: usize = 8 << 20;
-/// Bytes that are sent at a time, at least if there are so many.
+/// Minimum bytes per send, if that many are queued.
 const SENT_AT_ONCE: usize = 64 << 10;
-/// What comes is confirmed after so many bytes, besides each second.
+/// Received bytes after which they are confirmed early; otherwise they are confirmed each second.
 const CONFIRM_EVERY: usize = 128 << 10;
-/// Of a lane, after so many frames.
+/// Received frames of a lane after which they are confirmed early.
 const CONFIRM_FRAMES: u64 = 4;
 
-/// What came over one link after the other, counted over the one that is the session's now.
+/// Count of items received over successive links; only those over the session's current link count.
 #[derive(Debug, Default)]
 pub struct Counted {
     link: u32,
@@ -34,13 +35,14 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Another link is the session's: what still comes over those before does not count. Returns how much has come.
+    /// Switches to another link; items that still arrive over earlier links do not count. Returns the count so far.
     pub fn turn(&mut self, link: u32) -> u64 {
         self.link = link;
         self.count
     }
 
-    /// One more has come over this link; how many that are. `None`: it is not the session's any more.
+    /// Counts one more item received over `link`; returns the new count, or `None` if `link` is no longer the
+    /// session's.
     pub fn one(&mut self, link: u32) -> Option<u64> {
         if link != self.link {
             return None;
@@ -50,41 +52,41 @@ impl Counted {
     }
 }
 
-/// Both ways of a control connection, whatever link it goes over.
+/// Both directions of a control connection, independent of the link that carries them.
 pub struct Mailbox {
     state: Mutex<State>,
     room: Condvar,
     wake: OwnedFd,
 }
 
-/// When a connection may end.
+/// Condition under which a connection may end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Closing {
-    /// Once all is sent, or the connection is lost.
+    /// All messages are sent, or the connection is lost.
     Sent,
-    /// Once the other side has confirmed all.
+    /// The other side has confirmed all messages.
     Confirmed,
 }
 
 #[derive(Default)]
 struct State {
-    /// Messages that are not confirmed, one after another.
+    /// Unconfirmed messages, encoded, one after another.
     bytes: VecDeque<u8>,
     lens: VecDeque<u32>,
-    /// The number of the first of them.
+    /// Number of the first unconfirmed message.
     first: u64,
-    /// Of these, those that were handed out for the link that there is now, and their bytes.
+    /// Unconfirmed messages that were handed to the current link, and their bytes.
     handed: usize,
     handed_bytes: usize,
-    /// Messages that were handed out at all.
+    /// Number of messages that were handed to any link.
     sent: u64,
     too_much: bool,
     came: Counted,
-    /// Bytes that came and are not confirmed.
+    /// Received bytes that are not confirmed yet.
     unconfirmed: usize,
-    /// Of each lane.
+    /// Received frames of each lane.
     receipts: Vec<Receipt>,
-    /// A lane of this link is lost.
+    /// Number of the link of which a lane is lost.
     lost: Option<u32>,
     closing: Option<Closing>,
     closed: bool,
@@ -96,19 +98,19 @@ struct Receipt {
     told: u64,
 }
 
-/// What was found in the mailbox.
+/// State of the mailbox after a collection.
 pub(super) struct Collected {
-    /// Nothing more will be left in it.
+    /// Set if no more messages will be queued.
     pub(super) closing: Option<Closing>,
-    /// Something is still in it.
+    /// True if messages are still queued.
     pub(super) has_more: bool,
 }
 
 impl Mailbox {
-    /// An empty one.
+    /// Creates an empty mailbox.
     ///
     /// # Errors
-    /// There are too many open files.
+    /// The process has too many open files.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             state: Mutex::default(),
@@ -117,13 +119,14 @@ impl Mailbox {
         })
     }
 
-    /// Leaves a message, which is sent soon, or never if the session ends before.
+    /// Queues a message. It is sent soon, or never if the session ends before.
     pub fn send(&self, message: &Message) {
         let mut state = self.lock();
         self.append(&mut state, message);
     }
 
-    /// The same, but waits while too much waits: for what a QEMU says, of which there is no end.
+    /// Queues a message like [`Self::send`], but waits while too much is queued. For output of QEMU, which is
+    /// unbounded.
     pub fn send_when_room(&self, message: &Message) {
         let mut state = self.lock();
         while state.bytes.len() > WAITING_MAX && state.closing.is_none() && !state.closed {
@@ -132,7 +135,7 @@ impl Mailbox {
         self.append(&mut state, message);
     }
 
-    /// So many frames of a lane have come whole, which is told at times.
+    /// Records that `frames` frames of a lane have been received in full; this is confirmed now and then.
     pub fn receipt(&self, lane: u16, frames: u64) {
         let at = usize::from(lane.min(LANES_MAX - 1));
         let mut state = self.lock();
@@ -146,12 +149,12 @@ impl Mailbox {
         }
     }
 
-    /// Lets the connection end once all that waits is sent.
+    /// Lets the connection end once all queued messages are sent.
     pub fn close(&self) {
         self.close_when(Closing::Sent);
     }
 
-    /// Lets the connection end once the other side has confirmed all, for which it may connect again.
+    /// Lets the connection end once the other side has confirmed all messages; it may reconnect for that.
     pub fn close_when_confirmed(&self) {
         self.close_when(Closing::Confirmed);
     }
@@ -180,17 +183,17 @@ impl Mailbox {
     }
 
     fn wake(&self) {
-        // It fails only when it counts up to 2^64: somebody is awake then.
+        // The write fails only when the counter is at its maximum, and then the reader is awake.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Readable when there is something to do; [`Self::collect`] ends that.
+    /// Returns the event that is readable while there is work to do; [`Self::collect`] clears it.
     pub(super) fn wake_event(&self) -> &OwnedFd {
         &self.wake
     }
 
-    /// A lane of this link is lost, and so the link. The control connection lives on a little: perhaps the other side has
-    /// ended, and says why.
+    /// Records that a lane of this link is lost, and thereby the link. The control connection stays open for a
+    /// moment: the other side may have ended and sent the reason.
     pub(crate) fn lane_lost(&self, link: u32) {
         let mut state = self.lock();
         state.lost = state.lost.max(Some(link));
@@ -198,18 +201,18 @@ impl Mailbox {
         self.wake();
     }
 
-    /// Whether one of this link is.
+    /// Returns true if a lane of this link is lost.
     pub(super) fn has_lost_lane(&self, link: u32) -> bool {
         self.lock().lost == Some(link)
     }
 
-    /// Another link is the session's. How many messages have come, for the other side to go on from.
+    /// Switches to another link; returns how many messages were received, from which the other side is to resume.
     pub(crate) fn turn(&self, link: u32) -> u64 {
         self.lock().came.turn(link)
     }
 
-    /// A message that is kept has come over this link; `None` if it is not the session's any more, else whether it is time
-    /// to confirm.
+    /// Counts a message of a kept kind received over this link. Returns `None` if the link is no longer the
+    /// session's, else whether to confirm now.
     pub(super) fn heard(&self, link: u32, len: usize) -> Option<bool> {
         let mut state = self.lock();
         state.came.one(link)?;
@@ -217,10 +220,10 @@ impl Mailbox {
         Some(state.unconfirmed > CONFIRM_EVERY)
     }
 
-    /// The other side has so many messages.
+    /// Records that the other side has received `count` messages.
     ///
     /// # Errors
-    /// It has not been sent so many, or had more before.
+    /// The other side was not sent so many, or has confirmed more before.
     pub(crate) fn confirm(&self, count: u64) -> Result<(), ControlError> {
         let mut state = self.lock();
         if count < state.first || count > state.sent {
@@ -243,10 +246,10 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Goes on over another link, on which the other side has shown that it has so many messages.
+    /// Resumes over another link, on which the other side has confirmed `count` messages.
     ///
     /// # Errors
-    /// As [`Self::confirm`].
+    /// The count is invalid, as for [`Self::confirm`].
     pub(crate) fn resume(&self, count: u64) -> Result<(), ControlError> {
         self.confirm(count)?;
         let mut state = self.lock();
@@ -254,7 +257,8 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Appends what was left, in whole messages, to `out`, with what has come before it if `confirms`.
+    /// Appends the queued messages to `out`, whole ones only, preceded by a confirmation of received ones if
+    /// `confirms`.
     ///
     /// # Errors
     /// The other side has confirmed nothing for too long.
@@ -289,7 +293,7 @@ impl Mailbox {
         })
     }
 
-    /// The same, and hands out nothing.
+    /// Returns the state of the mailbox without taking messages.
     pub(super) fn look(&self) -> Result<Collected, ControlError> {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
@@ -303,17 +307,17 @@ impl Mailbox {
         })
     }
 
-    /// Whether, and how, the connection is to end.
+    /// Returns the condition for the end of the connection, or `None` while it is not closing.
     pub(crate) fn closing(&self) -> Option<Closing> {
         self.lock().closing
     }
 
-    /// Whether the other side has all that was left.
+    /// Returns true if the other side has confirmed all messages.
     pub(crate) fn is_confirmed(&self) -> bool {
         self.lock().lens.is_empty()
     }
 
-    /// Nothing is sent any more.
+    /// Drops all messages and accepts no more.
     pub(crate) fn end(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -344,7 +348,7 @@ mod tests {
         mailbox.send(&Message::with_body(Kind::Note, 0, text.as_bytes()));
     }
 
-    /// All that is handed out now, as text.
+    /// Takes all messages that are to be sent now; returns their texts.
     fn handed(mailbox: &Mailbox) -> Vec<String> {
         let mut bytes = Vec::new();
         while mailbox.collect(&mut bytes, false).expect("little waits").has_more {}
@@ -357,8 +361,9 @@ mod tests {
         texts
     }
 
+    /// A new link gets the messages that the other side lacks, in order, and no others.
     #[test]
-    fn what_was_not_confirmed_is_sent_again_in_its_order_and_nothing_else() {
+    fn unconfirmed_messages_are_resent_in_order() {
         let mailbox = Mailbox::new().expect("an eventfd");
         ["a", "b", "c"].iter().for_each(|text| note(&mailbox, text));
         assert_eq!(handed(&mailbox), ["a", "b", "c"]);
@@ -371,8 +376,9 @@ mod tests {
         assert!(mailbox.is_confirmed() && handed(&mailbox).is_empty());
     }
 
+    /// A count above the messages sent, or below an earlier count, is an error.
     #[test]
-    fn a_peer_can_confirm_only_what_it_was_sent_and_never_less_than_before() {
+    fn confirm_rejects_unsent_and_decreasing_counts() {
         let mailbox = Mailbox::new().expect("an eventfd");
         ["a", "b"].iter().for_each(|text| note(&mailbox, text));
         assert!(mailbox.confirm(1).is_err(), "nothing was sent");
@@ -380,13 +386,13 @@ mod tests {
         mailbox.confirm(1).expect("it was sent");
         assert!(mailbox.resume(3).is_err() && mailbox.resume(0).is_err());
         mailbox.resume(1).expect("as before");
-        // It was sent over the link before.
+        // Both messages were sent over the previous link.
         mailbox.confirm(2).expect("it was sent");
         assert!(handed(&mailbox).is_empty());
     }
 
     #[test]
-    fn what_still_comes_over_an_old_link_does_not_count() {
+    fn old_link_messages_are_not_counted() {
         let mailbox = Mailbox::new().expect("an eventfd");
         assert_eq!(mailbox.heard(0, 24), Some(false));
         assert_eq!(mailbox.turn(3), 1);
@@ -395,8 +401,9 @@ mod tests {
         assert_eq!(mailbox.turn(4), 2);
     }
 
+    /// A peer that confirms nothing fails the session before the mailbox exceeds its limit.
     #[test]
-    fn a_peer_that_confirms_nothing_cannot_make_it_keep_more_and_more() {
+    fn unconfirmed_messages_are_bounded() {
         let mailbox = Mailbox::new().expect("an eventfd");
         let text = "x".repeat(60 << 10);
         (0..1000).for_each(|_| note(&mailbox, &text));

@@ -1,7 +1,8 @@
-//! What encodes the pages of one lane: its own thread, and the devices that are there.
+//! Encoders of one lane's pages: its own thread, and the devices present.
 //!
-//! A frame whose pages a device has is under way meanwhile, and the lane makes the next one. What a device does not answer in
-//! [`SILENT_MAX`] ends the session: its memory is left to it, and the migration fails, which leaves the guest where it was.
+//! While a device has a frame's pages, the lane makes the next frame. A device that does not answer within
+//! [`SILENT_MAX`] ends the session. Its memory is leaked, because it may still write there; the migration fails and
+//! the guest stays at the source.
 
 use std::hint::spin_loop;
 use std::ops::Range;
@@ -15,14 +16,14 @@ use larder_codec::select::Way;
 
 use super::Failed;
 
-/// Frames of a lane whose pages devices have, at most.
+/// Maximum frames of a lane whose pages devices have at a time.
 const ON_DEVICES_MAX: usize = 4;
-/// A batch takes a device some 100 us.
+/// Time after which a device counts as hung; a batch normally takes some 100 us.
 const SILENT_MAX: Duration = Duration::from_secs(10);
-/// Looks at a device before others may have the processor.
+/// Polls of a device before the thread yields the processor.
 const LOOKS_FIRST: u32 = 200;
 
-/// Of one lane.
+/// Encoders of one lane.
 pub struct Codecs {
     pub(super) encoder: Encoder,
     devices: Option<Devices>,
@@ -31,7 +32,7 @@ pub struct Codecs {
 struct Devices {
     dispatcher: Dispatcher,
     pool: Pool,
-    /// Given back, and not fetched by the frames that they are of.
+    /// Finished requests that their frames have not fetched yet.
     #[expect(clippy::vec_box, reason = "they go from hand to hand as pointers")]
     done: Vec<Box<Request>>,
 }
@@ -49,7 +50,7 @@ impl Devices {
 }
 
 impl Codecs {
-    /// With an instance of each of these devices that has one left.
+    /// Creates the encoders, with an instance of each device that has one left.
     #[must_use]
     pub fn new(devices: &[Box<dyn Accelerator>]) -> Self {
         let open = |device: &dyn Accelerator| match device.open() {
@@ -70,13 +71,13 @@ impl Codecs {
         }
     }
 
-    /// Frames that may be in the making at a time.
+    /// Returns the number of frames that may be in the making at a time.
     #[must_use]
     pub fn frames(&self) -> usize {
         self.devices.as_ref().map_or(1, |_| 1 + ON_DEVICES_MAX)
     }
 
-    /// What is worth choosing here, of methods that the receiver decodes.
+    /// Returns the encoders worth choosing here, of methods that the receiver decodes.
     pub fn ways(&self, is_decoded: impl Fn(Method) -> bool) -> Vec<Way> {
         let is_here = |way: &Way| match way {
             Way::Here(method) => self.encoder.is_fast(*method),
@@ -86,7 +87,7 @@ impl Codecs {
         ways.filter(is_here).collect()
     }
 
-    /// Has a device encode these pages, once it has room.
+    /// Hands these pages to a device, once it has room.
     pub(super) fn start(
         &mut self,
         tag: u64,
@@ -113,17 +114,17 @@ impl Codecs {
         })
     }
 
-    /// The request of this tag, if it is done.
+    /// Returns the request with this tag, if it is done.
     pub(super) fn fetch(&mut self, tag: u64) -> Option<Box<Request>> {
         self.devices.as_mut()?.fetch(tag)
     }
 
-    /// The same, once it is done.
+    /// Waits for the request with this tag and returns it.
     pub(super) fn wait(&mut self, tag: u64) -> Result<Box<Request>, Failed> {
         self.wait_until(|devices| devices.fetch(tag))
     }
 
-    /// Asks again and again, which must poll the devices.
+    /// Calls `is_so`, which must poll the devices, until it returns a value.
     fn wait_until<T>(&mut self, mut is_so: impl FnMut(&mut Devices) -> Option<T>) -> Result<T, Failed> {
         let devices = self.devices.as_mut().ok_or(Failed::Device)?;
         let begun = Instant::now();
@@ -138,14 +139,14 @@ impl Codecs {
             } else if begun.elapsed() < SILENT_MAX {
                 thread::yield_now();
             } else {
-                // It may still write there.
+                // The device may still write to this memory.
                 std::mem::forget(self.devices.take());
                 return Err(Failed::Device);
             }
         }
     }
 
-    /// Takes a request back that nobody needs any more.
+    /// Takes back a request that is no longer needed.
     pub(super) fn give(&mut self, request: Box<Request>) {
         if let Some(devices) = &mut self.devices {
             devices.pool.give(request);

@@ -1,4 +1,4 @@
-//! One frame in the making: its batch, its sections, and what a device makes for it.
+//! Builder of one frame: its batch, its sections, and a device's output for it.
 
 use std::io::IoSlice;
 use std::ops::Range;
@@ -14,38 +14,38 @@ use crate::batch::{Batch, Found};
 use crate::frame::{Piece, Source, Writer, ZERO_RECORD, header_after};
 use crate::wire::{FRAME_DELTAS_MAX, FRAME_PAGES_MAX, FrameHeader};
 
-/// What is no page of the guest's is a region of its own, for each channel.
+/// Region of bytes that belong to no guest page; each channel has its own.
 const OPAQUE_REGION: u64 = 1 << 63;
-/// A header, three sections, and each page by itself.
+/// Maximum slices of a frame: a header, three sections, and each page by itself.
 pub const SLICES_MAX: usize = 4 + FRAME_PAGES_MAX;
 
-/// A frame from its batch to its bytes; its memory is used for one after the other.
+/// Frame from its batch to its bytes; its memory is reused for later frames.
 ///
-/// Fill [`Self::batch`], then [`Self::order`] while nobody else reads the channel, then [`Self::encode`], then, once it
-/// [`Self::is_done`], [`Self::finish`] and [`Self::slices`].
+/// Fill [`Self::batch`], call [`Self::order`] while no other lane reads the channel, then [`Self::encode`]. Once
+/// [`Self::is_done`] returns true, call [`Self::finish`] and [`Self::slices`].
 pub struct Frame {
-    /// What it is made of.
+    /// Bytes that the frame is made of.
     pub batch: Batch,
     channel: u16,
     offset: u64,
     ordered: Ordered,
     sections: Sections,
     outcome: Outcome,
-    /// Pages that a device has.
+    /// Set while a device has the pages.
     on_device: Option<OnDevice>,
-    /// What it has made of them.
+    /// Finished request with the device's output.
     by_device: Option<Box<Request>>,
     header: [u8; FrameHeader::LEN],
 }
 
-/// What there is to record once a device is done.
+/// Data to record once a device is done.
 struct OnDevice {
     class: Class,
     took: Duration,
 }
 
 impl Frame {
-    /// With nothing in it.
+    /// Creates an empty frame.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -61,17 +61,17 @@ impl Frame {
         }
     }
 
-    /// Gives it its place among all frames: its batch lies at `offset` of the channel. Batches of one channel must come in
-    /// their order, and each must then be encoded and sent: later ones wait for it.
+    /// Assigns the frame its number; its batch lies at `offset` of the channel. Batches of one channel must come in
+    /// their order. Each must then be encoded and sent, because later frames wait for it.
     pub fn order(&mut self, channel: u16, offset: u64, order: &Order) {
         (self.channel, self.offset) = (channel, offset);
         order.order(&self.batch, &mut self.ordered);
     }
 
-    /// Encodes it, or hands it to a device. Nothing of another frame is waited for but that its pages are sorted.
+    /// Encodes the frame, or hands its pages to a device. Waits for earlier frames only until their pages are sorted.
     ///
     /// # Errors
-    /// The session ends meanwhile.
+    /// The session ends during the wait, there is no memory for old pages, or a device does not answer.
     pub fn encode(&mut self, order: &Order, codecs: &mut Codecs) -> Result<(), Failed> {
         let begun = Instant::now();
         order
@@ -93,7 +93,7 @@ impl Frame {
         Ok(())
     }
 
-    /// Encodes the pages that go whole by what pays now.
+    /// Encodes the pages that are sent whole by the method that pays now.
     fn encode_whole(&mut self, order: &Order, codecs: &mut Codecs) -> Result<(), Failed> {
         let sections = &mut self.sections;
         let count = sections.whole.len();
@@ -114,7 +114,7 @@ impl Frame {
             return Ok(());
         };
         let begun = Instant::now();
-        // What saves less than a 16th costs more than it is worth at the other end.
+        // A smaller saving than a 16th is not worth the decoding at the other end.
         let limit = count * PAGE / 16 * 15;
         let len = match way {
             Way::Here(method) => codecs.encoder.encode(method, runs, &mut sections.encoded[..limit]),
@@ -137,10 +137,10 @@ impl Frame {
         Ok(())
     }
 
-    /// Whether all of it is encoded; waits for that if the caller has nothing else to do.
+    /// Returns true if the whole frame is encoded; with `wait`, blocks until it is.
     ///
     /// # Errors
-    /// The device that has its pages does not answer.
+    /// The device that has the frame's pages does not answer.
     pub fn is_done(&mut self, order: &Order, codecs: &mut Codecs, wait: bool) -> Result<bool, Failed> {
         let Some(mut on_device) = self.on_device.take() else {
             return Ok(true);
@@ -161,7 +161,7 @@ impl Frame {
         let sections = &mut self.sections;
         let len = match request.outcome() {
             accelerator::Outcome::Made(len) => Some(len),
-            // What a device fails on the dispatcher has made.
+            // The dispatcher encodes on the CPU any pages that a device fails on.
             accelerator::Outcome::Misfit | accelerator::Outcome::Failed | accelerator::Outcome::Pending => None,
         };
         self.outcome.picked = on_device.took;
@@ -180,7 +180,7 @@ impl Frame {
         Ok(true)
     }
 
-    /// What became of its pages; [`Self::slices`] are its bytes then.
+    /// Completes the header, so that [`Self::slices`] can be sent, and returns the statistics of the pages.
     pub fn finish(&mut self) -> Outcome {
         let sections = &mut self.sections;
         let bytes = self.batch.bytes();
@@ -205,7 +205,7 @@ impl Frame {
         self.outcome
     }
 
-    /// Its bytes; returns how many slices they are.
+    /// Fills `slices` with the frame's bytes; returns the number of slices.
     pub fn slices<'a>(&'a mut self, slices: &mut [IoSlice<'a>; SLICES_MAX]) -> usize {
         let sections = &mut self.sections;
         let mut count = 0;
@@ -228,7 +228,7 @@ impl Frame {
         count
     }
 
-    /// It was sent, and another one may be made of its memory.
+    /// Releases the frame's request after it was sent, so that its memory can be reused.
     pub fn clear(&mut self, codecs: &mut Codecs) {
         if let Some(request) = self.by_device.take() {
             codecs.give(request);
@@ -242,20 +242,20 @@ impl Default for Frame {
     }
 }
 
-/// What a frame's bytes are made of.
+/// Sections of a frame.
 struct Sections {
     writer: Writer,
     literals: Vec<u8>,
     deltas: Box<[u8]>,
     deltas_len: usize,
-    /// Of a page.
+    /// Maximum bytes of one delta.
     delta_max: usize,
     encoded: Box<[u8]>,
-    /// Of the pages that go whole, as they are or encoded.
+    /// Bytes of the pages that are sent whole, encoded or not.
     encoded_len: usize,
-    /// Where in the batch the pages lie that go whole.
+    /// Offsets in the batch of the pages that are sent whole.
     whole: Vec<usize>,
-    /// Of the first of them.
+    /// Region of the first of these pages.
     region: u64,
     learned: Vec<(u32, bool)>,
 }
@@ -276,7 +276,7 @@ impl Sections {
         }
     }
 
-    /// Writes the operations, the literals and the deltas, and notes which pages go whole.
+    /// Writes the operations, the literals and the deltas, and collects the pages that are sent whole.
     fn sort(&mut self, batch: &Batch, ordered: &Ordered, slots: &Slots, outcome: &mut Outcome) -> Result<(), Failed> {
         self.writer.clear();
         self.literals.clear();
@@ -329,7 +329,7 @@ impl Sections {
         Ok(())
     }
 
-    /// A delta if the slot holds what makes it a short one; else the page goes whole.
+    /// Encodes the page as a delta if its slot holds a version that makes a short one; otherwise it is sent whole.
     fn source(
         &mut self,
         page: &[u8; PAGE],
@@ -369,7 +369,7 @@ impl Sections {
     }
 }
 
-/// The pages at these places, those that lie side by side in one run.
+/// Merges the pages at these offsets into runs of adjacent ones.
 fn adjacent<'r>(places: &[usize], runs: &'r mut [Range<usize>; FRAME_PAGES_MAX]) -> &'r [Range<usize>] {
     let mut count = 0;
     for &at in places {

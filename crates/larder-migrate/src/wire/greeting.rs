@@ -26,8 +26,8 @@ pub enum Role {
 ///  0  magic "LARDMIG\1"          32  delta memory u64, bytes that the sender would use
 ///  8  version u16                40  lanes u16, that the sender would open
 /// 10  role u8: 0 control 1 lane  42  lane u16, its number
-/// 11  0                             44  patience u32, milliseconds
-/// 12  link u32                      48  received u64, messages of the receiver received in full
+/// 11  0                          44  patience u32, milliseconds
+/// 12  link u32                   48  received u64, receiver's messages received in full
 /// 16  session, or zeros          56  proof, 32 bytes
 ///                                88  0 u32
 ///                                92  CRC32C of the 92 bytes before
