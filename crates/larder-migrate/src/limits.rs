@@ -1,18 +1,18 @@
-//! What a move may take. It may be changed while the move goes on.
+//! Resource limits of a move, which may be changed while it runs.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Bounds; `None` is none.
+/// Limits of a move; `None` means unlimited.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Bytes per second on the link.
     pub bandwidth: Option<u64>,
-    /// Processors whose time the sender's lanes take: 1.5 is 1.5 s of CPU time in a second.
+    /// CPU time of the sender's lanes, in processors: 1.5 is 1.5 s of CPU time per second.
     pub processors: Option<f64>,
-    /// How long the guest may stand still in the end, in milliseconds.
+    /// Maximum downtime of the guest at the end, in milliseconds.
     pub downtime_ms: u64,
-    /// After so long without an end the move is given up.
+    /// Time after which a move that has not ended is aborted.
     pub timeout: Option<Duration>,
 }
 
@@ -27,24 +27,24 @@ impl Default for Limits {
     }
 }
 
-/// The limits that are in force, for those who keep to them and those who change them.
+/// Current limits, shared by the threads that obey them and the ones that change them.
 #[derive(Debug, Default)]
 pub struct InForce(Mutex<Limits>);
 
 impl InForce {
-    /// These, until they are changed.
+    /// Creates the shared limits with an initial value.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self(Mutex::new(limits))
     }
 
-    /// As they are now.
+    /// Returns the current limits.
     #[must_use]
     pub fn now(&self) -> Limits {
         *self.lock()
     }
 
-    /// Changes them, and returns what they are then.
+    /// Changes the limits and returns the new ones.
     pub fn change(&self, change: impl FnOnce(&mut Limits)) -> Limits {
         let mut limits = self.lock();
         change(&mut limits);

@@ -1,7 +1,7 @@
-//! A connection between the two hosts, plain or encrypted.
+//! Connection between the two hosts, plain or encrypted.
 //!
-//! Sockets are blocking while a connection is set up, with [`SETUP_TIMEOUT`] for all of that, however slowly the other
-//! side speaks, and as the user of a link sets them afterwards. Everything else about TCP that matters here is set in
+//! Sockets are blocking while a connection is set up. The whole set-up is limited to [`SETUP_TIMEOUT`], however
+//! slowly the other side sends. Afterwards the user of a link chooses the mode. All other TCP options are set in
 //! `set_up`.
 
 use std::io::{self, IoSlice, Read, Write};
@@ -15,80 +15,80 @@ use thiserror::Error;
 
 use crate::tls::{ReceiverTls, SenderTls, WrongPeer};
 
-/// For connecting, and then for the TLS handshake and the greetings together.
+/// Time limit for connecting, and again for the TLS handshake and the greetings together.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same where it is one try of many.
+/// Time limit for the TLS handshake and the greetings of one of several attempts.
 const TRY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Of these, for connecting: a lost packet is sent again after 1 s.
+/// Time limit for connecting in one of several attempts; a lost packet is sent again after 1 s.
 const TRY_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// After which the kernel gives up a connection whose other side does not confirm what was sent, or does not answer when
-/// nothing is. Long before, the control connection notices; lanes then end with it.
+/// Time after which the kernel gives up a connection whose other side does not acknowledge data or answer
+/// keep-alives. The control connection notices long before; lanes then end with it.
 const DEAD_AFTER: Duration = Duration::from_secs(30);
-/// Nothing was sent for so long before the other side is asked whether it is there.
+/// Idle time before the kernel sends a TCP keep-alive probe.
 const ASK_AFTER: Duration = Duration::from_secs(10);
-/// Between two such questions.
+/// Interval of keep-alive probes.
 const ASK_EVERY: Duration = Duration::from_secs(5);
 
-/// Unsent bytes that the kernel takes for a connection before it makes the writer wait. Little, since what lies there is
-/// time that QEMU does not know of; enough to keep a link busy while a thread is woken.
+/// Maximum unsent bytes in the kernel before it makes the writer wait. Small, because QEMU does not know of the delay
+/// of these bytes; enough to keep a link busy while a thread is woken.
 const UNSENT_MAX: u32 = 128 << 10;
 
-/// Why there is no connection.
+/// Reasons why there is no connection.
 #[derive(Debug, Error)]
 pub enum LinkError {
-    /// The name leads nowhere.
+    /// The host name cannot be resolved.
     #[error("{address}: no such host: {source}")]
     Name {
-        /// As it was given.
+        /// Address as given by the user.
         address: String,
-        /// As the resolver says it.
+        /// Error of the resolver.
         source: io::Error,
     },
-    /// Nobody answers there.
+    /// The host does not accept a connection.
     #[error(
         "cannot connect to {address}: {source}; does 'larder migrate receive' listen there, and does a firewall let it?"
     )]
     Connect {
-        /// As it was given.
+        /// Address as given by the user.
         address: String,
-        /// Of the last address tried.
+        /// Error of the last address tried.
         source: io::Error,
     },
     /// The socket cannot be set up.
     #[error("cannot set up the connection: {0}")]
     Socket(io::Error),
-    /// The two do not trust one another.
+    /// A side rejects the other's certificate, or the handshake fails otherwise.
     #[error("the TLS handshake failed: {0}")]
     Handshake(io::Error),
-    /// The receiver broke it off.
+    /// The receiver closed the connection during the handshake.
     #[error("the TLS handshake failed: {0}; has the receiver --tls?")]
     BrokenOff(io::Error),
-    /// What came to the receiver is no TLS.
+    /// The receiver got bytes that are not TLS.
     #[error("the TLS handshake failed: it does not speak TLS; has the sender --tls?")]
     NoTls,
-    /// Which is noticed once the handshake is over.
+    /// The receiver refused the sender's certificate, which TLS 1.3 reports only after the handshake.
     #[error("the receiver does not accept this one's certificate (client-cert.pem): {0:?}")]
     Refused(rustls::AlertDescription),
-    /// TLS cannot begin.
+    /// TLS cannot start.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
-    /// Pinned to somebody else.
+    /// The peer has another certificate than the one it is pinned to.
     #[error(transparent)]
     Peer(#[from] WrongPeer),
 }
 
 /// One connection.
 pub enum Link {
-    /// In the clear.
+    /// Unencrypted connection.
     Plain(Socket),
-    /// Encrypted, of a sender's.
+    /// Encrypted connection, sender's end.
     Sender(Box<StreamOwned<ClientConnection, Socket>>),
-    /// Encrypted, of a receiver's.
+    /// Encrypted connection, receiver's end.
     Receiver(Box<StreamOwned<ServerConnection, Socket>>),
 }
 
-/// The socket of a link. While that is set up, nothing waits beyond a deadline.
+/// Socket of a link. During set-up, no call waits beyond a deadline.
 pub struct Socket {
     stream: TcpStream,
     setup: Duration,
@@ -105,7 +105,7 @@ impl Socket {
         })
     }
 
-    /// Does it in the time that is left.
+    /// Performs an operation within the time that is left.
     fn in_time(
         &mut self,
         limit: fn(&TcpStream, Option<Duration>) -> io::Result<()>,
@@ -151,7 +151,7 @@ impl Write for Socket {
     }
 }
 
-/// Does the same with whatever a link is.
+/// Applies the same expression to each variant of a link.
 macro_rules! each {
     ($link:expr, $stream:ident => $does:expr) => {
         match $link {
@@ -162,14 +162,14 @@ macro_rules! each {
     };
 }
 
-/// Plaintext that rustls holds encrypted for the socket at most, in bytes.
+/// Maximum bytes of plaintext that rustls holds, encrypted, for the socket.
 const ENCRYPTED_MAX: usize = 256 << 10;
 
 impl Link {
     /// Connects to `HOST:PORT`, trying each of the host's addresses.
     ///
     /// # Errors
-    /// There is no such host, nobody answers, or the certificates are not accepted.
+    /// There is no such host, it does not answer, or a certificate is rejected.
     pub fn connect(address: &str, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let addresses: Vec<SocketAddr> = address
             .to_socket_addrs()
@@ -191,10 +191,11 @@ impl Link {
         })
     }
 
-    /// Connects again to where a link led, in less time: it is tried again if it fails.
+    /// Connects again to the address of an earlier link, with shorter time limits, because a failed attempt is
+    /// repeated.
     ///
     /// # Errors
-    /// As [`Self::connect`].
+    /// Those of [`Self::connect`].
     pub fn connect_again(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let socket =
             TcpStream::connect_timeout(&address, TRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {
@@ -221,10 +222,10 @@ impl Link {
         Ok(Self::Sender(Box::new(StreamOwned::new(session, socket))))
     }
 
-    /// Takes in a connection. Who it is from is to be checked, by [`Self::check`].
+    /// Accepts a connection. The caller must then verify the peer with [`Self::check`].
     ///
     /// # Errors
-    /// The certificate is of none of the authorities, or the other side breaks off.
+    /// The certificate is not signed by a trusted authority, or the other side breaks off.
     pub fn accept(socket: TcpStream, tls: Option<&ReceiverTls>) -> Result<Self, LinkError> {
         let mut socket = Socket::new(socket, SETUP_TIMEOUT)?;
         let Some(tls) = tls else {
@@ -244,10 +245,10 @@ impl Link {
         Ok(Self::Receiver(Box::new(StreamOwned::new(session, socket))))
     }
 
-    /// Whether a receiver accepts this sender, which has connected from this address.
+    /// Checks that a receiver accepts this sender, which has connected from this address.
     ///
     /// # Errors
-    /// It is not.
+    /// The sender is not accepted.
     pub fn check(&self, from: IpAddr, tls: Option<&ReceiverTls>) -> Result<(), WrongPeer> {
         match (self, tls) {
             (Self::Receiver(stream), Some(tls)) => tls.check(from, stream.conn.peer_certificates()),
@@ -263,10 +264,10 @@ impl Link {
         }
     }
 
-    /// Ends the set-up: from here on reads and writes wait without end.
+    /// Ends the set-up: from here on, reads and writes wait without a time limit.
     ///
     /// # Errors
-    /// The socket is of no use.
+    /// The socket option cannot be set.
     pub fn ready(&mut self) -> io::Result<()> {
         let socket = match self {
             Self::Plain(socket) => socket,
@@ -278,16 +279,16 @@ impl Link {
         socket.stream.set_write_timeout(None)
     }
 
-    /// As [`Self::ready`], but no call waits.
+    /// Ends the set-up like [`Self::ready`], but makes all calls non-blocking.
     ///
     /// # Errors
-    /// The socket is of no use.
+    /// The socket option cannot be set.
     pub fn ready_nonblocking(&mut self) -> io::Result<()> {
         self.ready()?;
         self.socket().set_nonblocking(true)
     }
 
-    /// Has TLS say that nothing more will be written, for [`Self::flush`] to send: the end of a connection that nobody cut.
+    /// Queues TLS's close_notify, for [`Self::flush`] to send: it marks an orderly end of the connection.
     pub fn say_end(&mut self) {
         match self {
             Self::Plain(_) => {}
@@ -296,29 +297,29 @@ impl Link {
         }
     }
 
-    /// Nothing more will be written; what is on its way still arrives, and what comes can be read.
+    /// Shuts down the write direction. Bytes in flight still arrive, and the read direction stays open.
     pub fn shut_write(&self) {
-        // It fails if the other side has closed it, which the next read shows.
+        // It fails if the other side has closed the connection; the next read reports that.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
 
-    /// Where it leads.
+    /// Returns the peer's address.
     ///
     /// # Errors
-    /// The other side has reset it.
+    /// The other side has reset the connection.
     pub fn peer(&self) -> io::Result<SocketAddr> {
         self.socket().peer_addr()
     }
 
-    /// Another handle of the socket, to shut it down from another thread.
+    /// Returns another handle of the socket, to shut it down from another thread.
     ///
     /// # Errors
-    /// There are too many open files.
+    /// The process has too many open files.
     pub fn handle(&self) -> io::Result<TcpStream> {
         self.socket().try_clone()
     }
 
-    /// Whether something encrypted still has to go out.
+    /// Returns true if encrypted bytes are still to be written.
     #[must_use]
     pub fn wants_write(&self) -> bool {
         match self {
@@ -328,7 +329,7 @@ impl Link {
         }
     }
 
-    /// Writes all of several slices.
+    /// Writes all bytes of several slices.
     ///
     /// # Errors
     /// The connection broke.
@@ -373,7 +374,7 @@ impl AsFd for Link {
 }
 
 impl LinkError {
-    /// Whether it may be otherwise when it is tried again: the network is away, and nobody has said no.
+    /// Returns true if another attempt may succeed: the network is down, and the peer has not refused.
     pub(crate) fn is_passing(&self) -> bool {
         match self {
             Self::Connect { source, .. } => source.kind() != io::ErrorKind::ConnectionRefused,
@@ -383,14 +384,14 @@ impl LinkError {
     }
 }
 
-/// Whether a connection broke, or was too slow, without the other side's having said why.
+/// Returns true if a connection broke, or was too slow, and the other side gave no reason.
 pub(crate) fn is_passing(error: &io::Error) -> bool {
     let of_tls = error.get_ref().is_some_and(|error| error.is::<rustls::Error>());
     !of_tls && (is_end(error) || !matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput))
 }
 
-/// Whether a connection is broken because the other side has closed it: in the middle of something, as TLS sees it, with
-/// something unread, or for what is written now.
+/// Returns true if a connection is broken because the other side has closed it: without TLS's close_notify, with
+/// bytes unread, or before a write.
 pub(crate) fn is_end(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -398,8 +399,8 @@ pub(crate) fn is_end(error: &io::Error) -> bool {
     )
 }
 
-/// Lets the other side read why it is refused: what it has sent and nobody reads would have the kernel reset the
-/// connection, and throw that away.
+/// Lets the other side read the reason of a refusal: if bytes from it were left unread, the kernel would reset the
+/// connection and discard the reason.
 fn drain(socket: &mut Socket) {
     const BYTES_MAX: usize = 64 << 10;
     let _ = socket.stream.shutdown(Shutdown::Write);
@@ -422,9 +423,9 @@ fn set_up(socket: &TcpStream) -> io::Result<()> {
     set_unsent_max(socket, UNSENT_MAX)
 }
 
-/// `TCP_NOTSENT_LOWAT`, tcp(7).
+/// Sets `TCP_NOTSENT_LOWAT`, tcp(7).
 fn set_unsent_max(socket: &TcpStream, bytes: u32) -> io::Result<()> {
-    // SAFETY: the option takes an unsigned int, which lives through the call, of the length that is said.
+    // SAFETY: the option takes an unsigned int, which lives through the call, and its length is passed.
     let result = unsafe {
         libc::setsockopt(
             std::os::fd::AsRawFd::as_raw_fd(socket),
@@ -454,7 +455,8 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_gives_up_a_peer_that_is_gone() {
+    /// Sockets of a link have the TCP timeouts that let the kernel close a dead connection.
+    fn kernel_times_out_dead_peer() {
         let [here, there] = pair();
         let links = [Link::of_sender(here, None, SETUP_TIMEOUT), Link::accept(there, None)];
         for link in links.map(|link| link.expect("a link")) {
@@ -466,12 +468,13 @@ mod tests {
     }
 
     #[test]
-    fn who_speaks_too_slowly_is_not_waited_for_longer_than_who_is_silent() {
+    /// A peer that sends slowly gets no more time for the set-up than a silent one.
+    fn slow_peer_exhausts_setup_deadline() {
         let [here, mut there] = pair();
         let mut socket = Socket::new(here, Duration::from_millis(300)).expect("a socket");
         let begun = Instant::now();
         let error = loop {
-            // A byte each time: none of the reads is late.
+            // One byte at a time: no single read is late.
             there.write_all(&[1]).expect("writes");
             std::thread::sleep(Duration::from_millis(20));
             if let Err(error) = socket.read(&mut [0]) {

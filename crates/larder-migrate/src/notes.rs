@@ -1,4 +1,4 @@
-//! What those who move a VM tell one another over a session: notes, which the carrying of streams hands on unseen.
+//! Notes: messages between the movers of a VM over a session, which carries them without interpreting them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use crate::control::Mailbox;
 use crate::wire::{Kind, Message};
 
-/// Notes that wait to be read, at most; a peer that sends more is out of its mind.
+/// Maximum notes that wait to be read; a peer that sends more is faulty.
 const WAITING_MAX: usize = 64;
 
-/// One side's end.
+/// One side's end of the exchange of notes.
 #[derive(Clone)]
 pub struct Notes {
     mailbox: Arc<Mailbox>,
@@ -29,14 +29,14 @@ struct State {
     over: bool,
 }
 
-/// What there was to read.
+/// Result of waiting for a note.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Received {
-    /// A note.
+    /// Note that was received.
     Note(Vec<u8>),
-    /// None in this time.
+    /// No note arrived in time.
     Nothing,
-    /// None, and none will come: the session is over.
+    /// The session is over; no note will arrive.
     Over,
 }
 
@@ -48,12 +48,12 @@ impl Notes {
         }
     }
 
-    /// Sends one, of at most [`crate::wire::BODY_MAX`] bytes. Whether it arrives is not known.
+    /// Sends a note of at most [`crate::wire::BODY_MAX`] bytes. Delivery is not reported.
     pub fn send(&self, note: &[u8]) {
         self.mailbox.send(&Message::with_body(Kind::Note, 0, note));
     }
 
-    /// Waits for one.
+    /// Waits for a note.
     #[must_use]
     pub fn receive(&self, wait: Duration) -> Received {
         let until = Instant::now() + wait;
@@ -78,7 +78,7 @@ impl Notes {
         }
     }
 
-    /// One has come; `false` if there are too many.
+    /// Queues a received note; returns false if too many are waiting.
     pub(crate) fn deliver(&self, note: Vec<u8>) -> bool {
         let mut state = self.lock();
         if state.waiting.len() == WAITING_MAX {

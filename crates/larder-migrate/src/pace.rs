@@ -1,21 +1,21 @@
-//! How fast a sender may be.
+//! Rate limiter of a sender.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A bound on what all lanes together take in a second: bytes of the link, or nanoseconds of processors. The rate is said
-/// each time, so that it may change; what waits already then waits as long as it takes at the new one.
+/// Limit on the use of a resource by all lanes together: bytes of the link, or nanoseconds of CPU time, per second.
+/// Each call passes the rate, so that it may change; a use that already waits then waits according to the new rate.
 pub struct Pace(Mutex<Paid>);
 
 struct Paid {
-    /// All that was taken so far, and all that had its time.
+    /// Total amount taken, and the total that the rate has allowed.
     taken: f64,
     paid: f64,
-    /// When that was so.
+    /// Time of the last update of `paid`.
     at: Instant,
 }
 
-/// What was taken, and has its time as soon as all that was taken before has.
+/// Amount taken. Its time comes once the rate has allowed all that was taken before.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 pub struct Taken {
@@ -24,12 +24,12 @@ pub struct Taken {
 }
 
 impl Pace {
-    /// What may go at once after a pause.
+    /// Time's worth of the rate that may be used at once after a pause.
     const BURST: Duration = Duration::from_millis(10);
-    /// A pause after which it is asked again, since the rate may be another one by then.
+    /// Maximum pause before the limiter must be asked again, since the rate may have changed.
     pub const PAUSE_MAX: Duration = Duration::from_millis(200);
 
-    /// With nothing taken.
+    /// Creates a limiter with nothing taken.
     #[must_use]
     pub fn new() -> Self {
         Self(Mutex::new(Paid {
@@ -39,7 +39,7 @@ impl Pace {
         }))
     }
 
-    /// Counts so much as taken. Without a rate all has its time at once; a rate below 1 is 1.
+    /// Takes an amount. Without a rate it is allowed at once; a rate below 1 counts as 1.
     pub fn take(&self, amount: u64, rate: Option<f64>, now: Instant) -> Taken {
         let mut paid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         paid.go_on(rate, now);
@@ -48,13 +48,13 @@ impl Pace {
         Taken { from, to: paid.taken }
     }
 
-    /// How long to wait before something that was taken is used; not longer than [`Self::PAUSE_MAX`] at once.
+    /// Returns how long to wait before the amount taken may be used, at most [`Self::PAUSE_MAX`] at once.
     #[must_use]
     pub fn before(&self, taken: Taken, rate: Option<f64>, now: Instant) -> Duration {
         self.until(taken.from, rate, now)
     }
 
-    /// How long to wait until the time of something is over that was taken and used.
+    /// Returns how long to wait until an amount already used is allowed, at most [`Self::PAUSE_MAX`] at once.
     #[must_use]
     pub fn after(&self, taken: Taken, rate: Option<f64>, now: Instant) -> Duration {
         self.until(taken.to, rate, now)
@@ -66,7 +66,7 @@ impl Pace {
         match rate {
             Some(rate) if mark > paid.paid => {
                 let seconds = (mark - paid.paid) / rate.max(1.0);
-                // Rounding leaves no pause of nothing.
+                // Rounding must not produce a pause of zero.
                 Duration::try_from_secs_f64(seconds)
                     .unwrap_or(Self::PAUSE_MAX)
                     .clamp(Duration::from_nanos(1), Self::PAUSE_MAX)
@@ -101,7 +101,7 @@ impl Default for Pace {
 mod tests {
     use super::*;
 
-    /// Takes `count` times 10 kB before it sends them; when that is done.
+    /// Takes `count` times 10 kB, each before it is sent; returns when the last is sent.
     fn send(pace: &Pace, count: u32, rate: Option<f64>, mut now: Instant) -> Instant {
         for _ in 0..count {
             let taken = pace.take(10_000, rate, now);
@@ -117,11 +117,11 @@ mod tests {
     }
 
     #[test]
-    fn as_much_goes_as_was_said() {
+    fn sending_obeys_rate() {
         let pace = Pace::new();
         let begin = Instant::now();
         let took = send(&pace, 1000, Some(1e6), begin).duration_since(begin);
-        // 10 MB at 1 MB/s, the last of which need not be waited for, and the burst.
+        // 10 MB at 1 MB/s, less the last 10 kB, which need not be waited for, and the burst.
         assert!(
             took > Duration::from_millis(9960) && took < Duration::from_millis(10_000),
             "{took:?}"
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_not_made_up_for() {
+    fn idle_time_is_not_made_up() {
         let pace = Pace::new();
         let begin = Instant::now();
         let _ = send(&pace, 1, Some(1e6), begin);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_bound_nothing_waits() {
+    fn unlimited_rate_never_waits() {
         let pace = Pace::new();
         let now = Instant::now();
         let first = pace.take(u64::MAX, None, now);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_for_a_low_rate_goes_on_at_the_one_that_takes_its_place() {
+    fn waiting_use_adopts_new_rate() {
         let pace = Pace::new();
         let now = Instant::now();
         let _ = pace.take(1_000_000, Some(10.0), now);
@@ -164,11 +164,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_is_waited_for_as_a_whole() {
+    fn used_amount_is_waited_for_fully() {
         let pace = Pace::new();
         let begin = Instant::now();
         let mut now = begin;
-        // Half a processor: each 10 ms of its time are 20 ms.
+        // Half a processor: each 10 ms of CPU time take 20 ms.
         for _ in 0..100 {
             now += Duration::from_millis(10);
             let taken = pace.take(10_000_000, Some(0.5e9), now);

@@ -1,4 +1,4 @@
-//! What a sender has done so far, for those who watch.
+//! Progress of a sender, for monitoring.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,23 +11,23 @@ use serde::Serialize;
 use crate::encode::Outcome;
 use crate::stream::Facts;
 
-/// From one look of the lanes at what is picked to the next.
+/// Interval at which lanes update the selector's choice.
 const CHOICE_EVERY: Duration = Duration::from_millis(250);
 
-/// Counted by all lanes.
+/// Counters of a sender, updated by all lanes.
 pub struct Progress {
     begun: Instant,
     state: Mutex<State>,
 }
 
-/// Whether the connections to the other host are there.
+/// State of the connections to the other host.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinkState {
-    /// How often they were lost.
+    /// Number of losses.
     pub losses: u64,
-    /// Since when they are, if they are.
+    /// Time of the current loss; `None` while the link is up.
     pub lost: Option<Instant>,
-    /// Since when they are there again.
+    /// Time of the last restoration.
     pub back: Option<Instant>,
 }
 
@@ -37,7 +37,7 @@ impl LinkState {
         self.lost = Some(Instant::now());
     }
 
-    /// How long they were lost.
+    /// Marks the link as restored; returns how long it was lost.
     pub(crate) fn restore(&mut self) -> Duration {
         let now = Instant::now();
         self.back = Some(now);
@@ -55,25 +55,25 @@ struct State {
     chosen: Option<Instant>,
 }
 
-/// Which methods are picked now, and why.
+/// Methods that the selector picks now, and the reason.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
     /// Nanoseconds of an encoder that a byte on the wire is worth.
     pub ns_per_byte: f32,
-    /// Of the kinds of pages that there were.
+    /// Choice for each class of pages that has occurred.
     pub classes: Vec<Chosen>,
 }
 
 /// CPU time of a lane's thread, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spent {
-    /// All of it: reading, encoding or decoding, encrypting or decrypting, writing.
+    /// Total: reading, encoding or decoding, encrypting or decrypting, writing.
     pub all_ns: u64,
-    /// Making frames, or taking them apart.
+    /// Part of the total spent encoding or decoding frames.
     pub work_ns: u64,
 }
 
-/// Measures what the thread takes of its processor.
+/// Meter of the thread's CPU time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime {
     since_ns: u64,
@@ -81,7 +81,7 @@ pub(crate) struct CpuTime {
 }
 
 impl CpuTime {
-    /// From now on.
+    /// Starts to measure the calling thread now.
     pub(crate) fn of_thread() -> Self {
         let now = clock_gettime(ClockId::ThreadCPUTime);
         Self {
@@ -90,17 +90,17 @@ impl CpuTime {
         }
     }
 
-    /// What the thread has taken since.
+    /// Returns the CPU time of the thread since the start.
     pub(crate) fn elapsed(self) -> Duration {
         Duration::from_nanos(Self::of_thread().since_ns.saturating_sub(self.since_ns))
     }
 
-    /// What was done since `begun` was making a frame, or taking one apart.
+    /// Counts the CPU time since `begun` as encoding or decoding.
     pub(crate) fn worked(&mut self, begun: Self) {
         self.work_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);
     }
 
-    /// What was spent since it was asked before.
+    /// Returns the CPU time since the last call, and starts anew.
     pub(crate) fn spent(&mut self) -> Spent {
         let now = Self::of_thread();
         let spent = Spent {
@@ -121,36 +121,36 @@ pub struct Totals {
     pub wire_bytes: u64,
     /// Bytes that the destination's QEMU has taken.
     pub delivered_bytes: u64,
-    /// Frames.
+    /// Number of frames.
     pub frames: u64,
-    /// Pages of zeros that QEMU told as such.
+    /// Zero pages that QEMU sent as zero-page records.
     pub zero_pages: u64,
-    /// Pages of one word.
+    /// Uniform pages.
     pub same_pages: u64,
-    /// Pages sent as the difference to an older version.
+    /// Pages sent as deltas to an older version.
     pub delta_pages: u64,
-    /// Bytes of those.
+    /// Bytes of the deltas.
     pub delta_bytes: u64,
-    /// Pages sent as they are.
+    /// Pages sent without encoding.
     pub plain_pages: u64,
-    /// Pages sent encoded, by the number of the method.
+    /// Pages sent encoded, by the index of the method.
     pub encoded_pages: [u64; Method::COUNT],
-    /// Bytes of those.
+    /// Bytes of the encoded pages, by the index of the method.
     pub encoded_bytes: [u64; Method::COUNT],
-    /// Of the encoded pages those that a device has encoded.
+    /// Encoded pages that a device has encoded.
     pub device_pages: u64,
-    /// Nanoseconds that lanes spent making frames.
+    /// Nanoseconds that lanes spent encoding frames.
     pub encode_ns: u64,
     /// Nanoseconds that lanes waited for the link.
     pub write_ns: u64,
-    /// Nanoseconds of processors that lanes took in all.
+    /// Nanoseconds of CPU time of the lanes in total.
     pub cpu_ns: u64,
-    /// Of these, what making frames took.
+    /// Part of the CPU time spent encoding frames.
     pub encode_cpu_ns: u64,
 }
 
 impl Progress {
-    /// Of a session that begins now.
+    /// Creates the counters of a session that begins now.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -159,13 +159,13 @@ impl Progress {
         }
     }
 
-    /// What was done so far.
+    /// Returns the sums so far.
     #[must_use]
     pub fn totals(&self) -> Totals {
         self.lock().totals.clone()
     }
 
-    /// Whether the connections are there.
+    /// Returns the state of the connections.
     #[must_use]
     pub fn link(&self) -> LinkState {
         self.lock().link
@@ -179,7 +179,7 @@ impl Progress {
         self.lock().link.restore()
     }
 
-    /// Since the session began.
+    /// Returns the time since the session began.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.begun.elapsed()
@@ -197,7 +197,8 @@ impl Progress {
         }
     }
 
-    /// The destination's QEMU has taken bytes, the last of which were so long on their way.
+    /// Counts bytes that the destination's QEMU has taken; `time` is how long the last of them took from QEMU to
+    /// QEMU.
     pub(crate) fn delivered(&self, bytes: u64, time: Option<Duration>) {
         let mut state = self.lock();
         state.totals.delivered_bytes += bytes;
@@ -206,7 +207,7 @@ impl Progress {
         }
     }
 
-    /// How long bytes are on their way from one QEMU to the other, of late.
+    /// Returns the recent average time of bytes from one QEMU to the other.
     pub fn flight(&self) -> Duration {
         self.lock().flight
     }
@@ -235,13 +236,13 @@ impl Progress {
         totals.write_ns += written.as_nanos() as u64;
     }
 
-    /// What is picked now, as far as that was heard of.
+    /// Returns the selector's choice as last reported.
     #[must_use]
     pub fn choice(&self) -> Choice {
         self.lock().choice.clone()
     }
 
-    /// A lane took so much CPU time. Now and then it is asked what is picked.
+    /// Adds CPU time of a lane. Every [`CHOICE_EVERY`], also updates the selector's choice by calling `choice`.
     pub(crate) fn spent(&self, spent: Spent, choice: impl FnOnce() -> Choice) {
         let now = Instant::now();
         let is_time = {

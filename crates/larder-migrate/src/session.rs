@@ -1,5 +1,5 @@
-//! What both sides of a session have: threads that each do a part of it, a reason to end, and what must be shut for everybody
-//! to notice.
+//! Parts that both sides of a session share: threads that each do one task, an error that ends the session, and the
+//! sockets to shut so that all threads notice the end.
 
 use std::fmt::Display;
 use std::io;
@@ -13,41 +13,41 @@ use std::thread::{self, Scope};
 use crate::control::Mailbox;
 use crate::wire::{Kind, Message};
 
-/// Why a side of a session fails.
+/// Reason for which a side of a session fails.
 pub(crate) trait Failure: Display + Sized {
-    /// What it tells of that.
+    /// Returns how much the error explains the failure.
     fn weight(&self) -> Weight;
 
-    /// The thread that does `what` has panicked.
+    /// Creates the error for a panic in the thread whose task is `what`.
     fn panicked(what: &'static str) -> Self;
 
-    /// Whether one has.
+    /// Returns true if the error is a panic.
     fn is_panic(&self) -> bool;
 
-    /// The system does not do `what`.
+    /// Creates the error for a failed system call during `what`.
     fn system(what: &'static str, source: io::Error) -> Self;
 }
 
-/// A side of a session, as far as both do the same.
+/// Side of a session, with the behaviour that is the same on both.
 pub(crate) trait Side: Sync {
-    /// Why it may fail.
+    /// Error of the side.
     type Error: Failure + Send;
-    /// What its threads are called.
+    /// Name of its threads.
     const THREAD: &'static str;
 
-    /// How it ends.
+    /// Returns the record of the session's end.
     fn ending(&self) -> &Ending<Self::Error>;
 
-    /// What is said to the other side.
+    /// Returns the messages to the other side.
     fn mailbox(&self) -> &Mailbox;
 
-    /// Both sides have said that nothing will follow, or this one has and the other one knows.
+    /// Returns the flag that both sides have sent END, or this one has and the other one confirmed it.
     fn ended(&self) -> &AtomicBool;
 
-    /// Lets everybody go home, whatever has become of the other side meanwhile.
+    /// Stops all threads, whatever the state of the other side.
     fn go_home(&self);
 
-    /// Has a thread do its part of the session, which fails if that does.
+    /// Spawns a thread for one task; the session fails if the task fails.
     fn spawn<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -60,21 +60,21 @@ pub(crate) trait Side: Sync {
         }
     }
 
-    /// Does a part in this thread.
+    /// Runs a task in this thread.
     fn part(&self, what: &'static str, does: impl FnOnce() -> Result<(), Self::Error>) {
         match part(does, || Failure::panicked(what)) {
-            // What nobody takes any more may still be on its way when all is over.
+            // After the end, leftover data that is no longer accepted may cause errors.
             Err(error) if self.ended().load(Ordering::Acquire) && !error.is_panic() => {}
             Err(error) => self.fail(error),
             Ok(()) => {}
         }
     }
 
-    /// The session fails.
+    /// Fails the session with this error.
     fn fail(&self, error: Self::Error) {
         let weight = error.weight();
         self.ending().fail(error, weight, |error| {
-            // The other side knows what it has said itself.
+            // The other side already knows an error that it reported itself.
             if weight != Weight::Told {
                 let told = error.to_string();
                 self.mailbox()
@@ -87,29 +87,29 @@ pub(crate) trait Side: Sync {
     }
 }
 
-/// The sockets of the link that a session has now, for whoever must make those notice that wait on them.
+/// Sockets of the session's current link, which are shut to wake the threads that wait on them.
 #[derive(Default)]
 pub(crate) struct LinkSockets(Mutex<Sockets>);
 
 #[derive(Default)]
 struct Sockets {
-    /// Which link.
+    /// Number of the link.
     link: u32,
     control: Option<TcpStream>,
     lanes: Vec<TcpStream>,
-    /// What comes is shut at once.
+    /// Set after the end: new lanes are shut at once.
     is_over: bool,
 }
 
 impl LinkSockets {
-    /// Another link is the session's; those of the one before are shut.
+    /// Switches to another link and shuts the sockets of the previous one.
     pub(crate) fn turn(&self, link: u32) {
         let mut sockets = lock(&self.0);
         sockets.shut();
         sockets.link = link;
     }
 
-    /// One more of a link; shut at once if that is not the session's any more.
+    /// Adds a socket of a link; it is shut at once if that link is not the session's current one.
     pub(crate) fn add(&self, link: u32, socket: TcpStream, is_control: bool) {
         let mut sockets = lock(&self.0);
         if link != sockets.link || sockets.is_over && !is_control {
@@ -121,7 +121,7 @@ impl LinkSockets {
         }
     }
 
-    /// This link is lost: nobody is to wait on it any more.
+    /// Marks this link as lost: shuts its sockets, so that no thread waits on them.
     pub(crate) fn cut(&self, link: u32) {
         let mut sockets = lock(&self.0);
         if link == sockets.link {
@@ -129,7 +129,7 @@ impl LinkSockets {
         }
     }
 
-    /// The session is over, but for what is said last.
+    /// Shuts the lanes after the end; the control connection stays open for the last messages.
     fn shut_lanes(&self) {
         let mut sockets = lock(&self.0);
         sockets.is_over = true;
@@ -147,27 +147,27 @@ impl Sockets {
 }
 
 fn shut(socket: &TcpStream) {
-    // It fails if the other side has closed it, and whoever waits knows then.
+    // It fails if the other side has closed the socket, and then no thread waits.
     let _ = socket.shutdown(Shutdown::Both);
 }
 
-/// The end of a session that fails: the first error counts, and all connections are shut after it, so that QEMU sees a
-/// broken connection and never the orderly end of one. The control connection is left out, on which the sides tell one
-/// another why; that waits to be sent before they are shut, which the other side notices.
+/// End of a session that fails. The first error counts. After it all connections are shut, so that QEMU sees a broken
+/// connection and never an orderly end. The control connection is left open: the sides exchange reasons on it. The
+/// reason is queued before the others are shut, because the other side notices that.
 ///
-/// An error that is but a symptom, such as a connection that the other side has closed, gives way to what the other side
-/// says.
+/// An error that is only a symptom, such as a connection closed by the other side, is replaced by the reason that the
+/// other side reports.
 pub(crate) struct Ending<E> {
     error: Mutex<Option<Failed<E>>>,
     to_shut: Mutex<ToShut>,
-    /// Between the hosts.
+    /// Sockets between the hosts.
     pub(crate) sockets: LinkSockets,
 }
 
 #[derive(Default)]
 struct ToShut {
     all: Vec<Arc<UnixStream>>,
-    /// What comes is shut at once.
+    /// Set after the end: new connections are shut at once.
     is_over: bool,
 }
 
@@ -176,19 +176,19 @@ struct Failed<E> {
     weight: Weight,
 }
 
-/// What an error tells of why a session fails.
+/// How much an error explains of the failure of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weight {
-    /// That something broke, and not why: perhaps the other side knows.
+    /// Consequence of an unknown cause, which the other side may know.
     Symptom,
-    /// Why.
+    /// Cause, known to this side.
     Cause,
-    /// Why, as the other side says.
+    /// Cause, reported by the other side.
     Told,
 }
 
 impl<E> Ending<E> {
-    /// Of a session that goes on.
+    /// Creates the record of a session that has not failed.
     #[must_use]
     pub(crate) fn new() -> Self {
         Self {
@@ -198,7 +198,7 @@ impl<E> Ending<E> {
         }
     }
 
-    /// A connection to QEMU, to be shut by [`Self::shut`]; at once if that was.
+    /// Registers a connection to QEMU for [`Self::shut`]; shuts it at once if that was called before.
     pub(crate) fn shut_later(&self, qemu: Arc<UnixStream>) {
         let mut to_shut = lock(&self.to_shut);
         if to_shut.is_over {
@@ -208,8 +208,8 @@ impl<E> Ending<E> {
         }
     }
 
-    /// The session fails, for this reason if it has none yet, which `tell` then tells the other side: before anybody else
-    /// can think that there is nothing to tell.
+    /// Fails the session, with this error unless it has a better one. `tell` then reports the first error to the
+    /// other side, before another thread can find that there is nothing to report.
     pub(crate) fn fail(&self, error: E, weight: Weight, tell: impl FnOnce(&E)) {
         let mut failure = lock(&self.error);
         match &*failure {
@@ -220,7 +220,7 @@ impl<E> Ending<E> {
         *failure = Some(Failed { error, weight });
     }
 
-    /// Shuts everything, so that nobody waits any more.
+    /// Shuts all connections, so that no thread waits on one.
     pub(crate) fn shut(&self) {
         let mut to_shut = lock(&self.to_shut);
         to_shut.is_over = true;
@@ -230,13 +230,13 @@ impl<E> Ending<E> {
         self.sockets.shut_lanes();
     }
 
-    /// Whether it has.
+    /// Returns true if the session has failed.
     #[must_use]
     pub(crate) fn has_failed(&self) -> bool {
         lock(&self.error).is_some()
     }
 
-    /// Why it failed, once nobody else looks.
+    /// Returns the error, once no other thread uses the session.
     #[must_use]
     pub(crate) fn into_error(self) -> Option<E> {
         let failure = self.error.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -250,13 +250,12 @@ impl<E> Default for Ending<E> {
     }
 }
 
-/// Does the part of a thread. A panic in it is an error like others, so that nobody waits for what the thread has left
-/// undone.
+/// Runs the task of a thread. A panic in it becomes an error, so that no other thread waits for its unfinished work.
 ///
 /// # Errors
-/// Those of the part, or `panicked`.
+/// Those of the task, or `panicked`.
 fn part<E>(does: impl FnOnce() -> Result<(), E>, panicked: impl FnOnce() -> E) -> Result<(), E> {
-    // What it has left half changed is part of a session that ends.
+    // Half-made changes are harmless: they belong to a session that ends.
     catch_unwind(AssertUnwindSafe(does)).unwrap_or_else(|_| Err(panicked()))
 }
 
@@ -271,7 +270,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_error_counts_unless_it_was_a_symptom_and_the_other_side_knows_more() {
+    /// A symptom is replaced by the cause that the other side reports; any other first error stays.
+    fn first_error_wins_over_all_but_reported_cause() {
         let ending = Ending::new();
         let mut told = Vec::new();
         ending.fail("the lane broke", Weight::Symptom, |error| told.push(*error));
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_the_end_is_shut_too() {
+    fn connection_added_after_end_is_shut() {
         let ending = Ending::<()>::new();
         let pairs = [(), ()].map(|()| UnixStream::pair().expect("sockets"));
         let [(mut here, there), (mut late_here, late_there)] = pairs;
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_of_a_link_that_was_lost_is_shut_too() {
+    fn sockets_of_lost_link_are_shut() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let pair = || {
             let here = TcpStream::connect(listener.local_addr().expect("bound")).expect("connects");
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_panics_is_an_error() {
+    fn panicking_thread_becomes_error() {
         assert_eq!(part(|| Err("it failed"), || "it panicked"), Err("it failed"));
         assert_eq!(part(|| panic!("as a test"), || "it panicked"), Err("it panicked"));
         assert_eq!(part(|| Ok(()), || "it panicked"), Ok(()));

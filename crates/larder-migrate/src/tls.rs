@@ -1,10 +1,10 @@
-//! Who the two hosts are to one another: TLS 1.3, with a certificate on both sides.
+//! Mutual authentication of the two hosts: TLS 1.3, with a certificate on both sides.
 //!
-//! The files are those that QEMU, libvirt and `larder disk serve` have, in one folder, since a host sends as well as it
-//! receives: `ca-cert.pem`; `client-cert.pem` and `client-key.pem` for what it sends; `server-cert.pem` and
-//! `server-key.pem` for what it receives. A sender wants a certificate for the name or address that it connects to.
+//! The files are the same as for QEMU, libvirt and `larder disk serve`. They are in one directory, since a host both
+//! sends and receives: `ca-cert.pem`; `client-cert.pem` and `client-key.pem` for sending; `server-cert.pem` and
+//! `server-key.pem` for receiving. A sender requires a certificate for the name or address that it connects to.
 //!
-//! Beyond that, [`Peers`] says which of the hosts that the authority has signed will do.
+//! In addition, [`Peers`] restricts which of the hosts signed by the authority are accepted.
 
 mod peers;
 
@@ -19,7 +19,7 @@ use rustls::{ClientConfig, ServerConfig};
 
 pub use peers::{Fingerprint, NoPeer, Peer, PeerRecords, Peers, WrongPeer};
 
-/// How a sender shows and asks who it is.
+/// TLS configuration of a sender.
 #[derive(Clone)]
 pub struct SenderTls {
     config: Arc<ClientConfig>,
@@ -29,10 +29,11 @@ pub struct SenderTls {
 }
 
 impl SenderTls {
-    /// With the files of `folder`, for a receiver named `host`. All that its authority has signed for that name will do.
+    /// Loads the files of `folder`, for a receiver named `host`. Any certificate that its authority has signed for
+    /// that name is accepted.
     ///
     /// # Errors
-    /// A file is missing or damaged, or the name is none.
+    /// A file is missing or damaged, or the name is invalid.
     pub fn load(folder: &Path, host: &str) -> Result<Self, TlsError> {
         let server = ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name { name: host.to_owned() })?;
         let path = folder.join("client-cert.pem");
@@ -42,7 +43,7 @@ impl SenderTls {
             .with_root_certificates(authorities(&folder.join("ca-cert.pem"))?)
             .with_client_auth_cert(certificates(&path)?, private_key(&folder.join("client-key.pem"))?)
             .map_err(|source| TlsError::Certificate { path, source })?;
-        // A lane only writes: nobody would read what comes to resume a session by.
+        // A lane only writes, so the session tickets that the receiver would send are never read.
         config.resumption = rustls::client::Resumption::disabled();
         Ok(Self {
             config: Arc::new(config),
@@ -52,7 +53,7 @@ impl SenderTls {
         })
     }
 
-    /// The same files, for these receivers.
+    /// Restricts the accepted receivers to `peers`.
     #[must_use]
     pub fn with_peers(self, peers: Peers) -> Self {
         Self { peers, ..self }
@@ -71,7 +72,7 @@ impl SenderTls {
     }
 }
 
-/// How a receiver shows and asks who it is.
+/// TLS configuration of a receiver.
 #[derive(Clone)]
 pub struct ReceiverTls {
     config: Arc<ServerConfig>,
@@ -79,7 +80,7 @@ pub struct ReceiverTls {
 }
 
 impl ReceiverTls {
-    /// With the files of `folder`. All that its authority has signed will do.
+    /// Loads the files of `folder`. Any certificate that its authority has signed is accepted.
     ///
     /// # Errors
     /// A file is missing or damaged.
@@ -102,7 +103,7 @@ impl ReceiverTls {
         })
     }
 
-    /// The same files, for these senders.
+    /// Restricts the accepted senders to `peers`.
     #[must_use]
     pub fn with_peers(self, peers: Peers) -> Self {
         Self { peers, ..self }
@@ -112,7 +113,7 @@ impl ReceiverTls {
         Arc::clone(&self.config)
     }
 
-    /// `from` is the address that the sender has.
+    /// Checks the certificate that a sender at the address `from` has shown.
     pub(crate) fn check(&self, from: IpAddr, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
         self.peers.check(&from.to_canonical().to_string(), shown)
     }

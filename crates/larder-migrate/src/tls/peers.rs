@@ -1,17 +1,16 @@
-//! Which host is at the other end: the peers that were given, or the certificates that are remembered from the first
-//! connection on.
+//! Identity of the host at the other end: peers given by the user, or certificates recorded at the first connection.
 //!
-//! The authority's signature says that a certificate is of one of its hosts, and a sender checks that it is for the name
-//! that it connects to. Beyond that, each host is known by the key of its certificate: a [`Fingerprint`] of it is recorded at
-//! the first connection, and another key is refused later.
+//! The authority's signature shows that a certificate belongs to one of its hosts, and a sender checks that it is for
+//! the name that it connects to. In addition, each host is identified by the key of its certificate: a
+//! [`Fingerprint`] of it is recorded at the first connection, and another key is refused later.
 //!
 //! ```text
 //! # comment
 //! HOST FINGERPRINT
 //! ```
-//! HOST is what a sender was given with `--to`, and the address that a receiver sees; several lines of one host are
-//! alternatives. The file is replaced as a whole, in a directory that nobody else can write to, under a lock (flock(2)) of
-//! that directory. A file that is no such list is never replaced, and refuses every peer.
+//! HOST is the `--to` argument of a sender, or the address that a receiver sees. Several lines of one host are
+//! alternatives. The file is replaced as a whole, in a directory that no other user can write to, under a lock
+//! (flock(2)) of that directory. A file with an invalid line is never replaced, and refuses every peer.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -26,14 +25,14 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::server::ParsedCertificate;
 use thiserror::Error;
 
-/// The longest file of records, in bytes.
+/// Maximum bytes of a file of records.
 const RECORDS_MAX: u64 = 1 << 20;
 
-/// The beginning of a new file.
+/// Header of a new file.
 const HEADER: &str =
     "# Hosts, and SHA-256 of the public key of the certificate that each of them has shown to larder migrate.\n";
 
-/// A SHA-256 of a public key (SubjectPublicKeyInfo in DER), or of a certificate in DER.
+/// SHA-256 of a public key (SubjectPublicKeyInfo in DER), or of a certificate in DER.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint([u8; 32]);
 
@@ -44,7 +43,7 @@ impl Fingerprint {
         Self(bytes)
     }
 
-    /// Reads 64 hexadecimal digits, with or without colons.
+    /// Parses 64 hexadecimal digits, with or without colons.
     fn parse(text: &str) -> Option<Self> {
         let digits: Vec<u8> = text
             .bytes()
@@ -65,16 +64,16 @@ impl std::fmt::Display for Fingerprint {
     }
 }
 
-/// A peer that a user has named.
+/// Peer named by the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peer {
-    /// The one with this fingerprint, of its public key or its certificate.
+    /// Host with this fingerprint, of its public key or its certificate.
     Fingerprint(Fingerprint),
-    /// One whose certificate is for this name or address.
+    /// Host whose certificate is for this name or address.
     Name(ServerName<'static>),
 }
 
-/// Text that names no peer.
+/// Error for text that names no peer.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "'{0}' is neither a fingerprint nor a name: give what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 \
@@ -86,14 +85,14 @@ impl std::str::FromStr for Peer {
     type Err = NoPeer;
 
     fn from_str(text: &str) -> Result<Self, NoPeer> {
-        // `openssl` says `sha256 Fingerprint=` before it.
+        // `openssl` prints `sha256 Fingerprint=` before the fingerprint.
         let word = text.rsplit('=').next().unwrap_or(text);
         if let Some(fingerprint) = Fingerprint::parse(word) {
             return Ok(Self::Fingerprint(fingerprint));
         }
         let no_peer = || NoPeer(text.to_owned());
         let name = ServerName::try_from(text.to_owned()).map_err(|_| no_peer())?;
-        // A part of a fingerprint is no host, though it could be one's name.
+        // Part of a fingerprint is rejected, although it could be a host name.
         let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b':');
         match name {
             ServerName::DnsName(_) if is_hex => Err(no_peer()),
@@ -102,53 +101,53 @@ impl std::str::FromStr for Peer {
     }
 }
 
-/// Why the other side is refused.
+/// Reasons to refuse the other side.
 #[derive(Debug, Error)]
 pub enum WrongPeer {
-    /// None was shown that can be read.
+    /// The certificate is missing or cannot be parsed.
     #[error("the other side's certificate cannot be read: {0}")]
     Unreadable(String),
-    /// It is none of those that were given.
+    /// The certificate is none of the given peers'.
     #[error(
         "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of those that \
          were given, nor is it for a name that was given (--peer)"
     )]
     NotGiven {
-        /// Of the certificate.
+        /// Fingerprint of the certificate.
         certificate: Fingerprint,
-        /// Of its public key.
+        /// Fingerprint of its public key.
         key: Fingerprint,
     },
-    /// Another one was there before.
+    /// Another key is recorded for the host.
     #[error(
         "{host} has shown a certificate with the public key {shown}, and {}:{line} has {known} for it. If that host has a new \
          key, give --peer {shown} once, which replaces that line; if not, another host answers in its place",
         path.display()
     )]
     Changed {
-        /// Whose it should be.
+        /// Host whose key is recorded.
         host: String,
-        /// What it has shown.
+        /// Fingerprint of the key that it has shown now.
         shown: Fingerprint,
-        /// What it has shown before.
+        /// Fingerprint of the key that it has shown before.
         known: Fingerprint,
-        /// The file that has it.
+        /// File with the record.
         path: PathBuf,
-        /// The line, from 1 on.
+        /// Line of the record, from 1.
         line: usize,
     },
     /// The records cannot be used.
     #[error("{}: {what}; without it no host is known again: mend it, or name the other host with --peer", path.display())]
     Records {
-        /// The file or its directory.
+        /// File of the records, or its directory.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the fault.
         what: String,
     },
 }
 
 impl WrongPeer {
-    /// What the refused side is told: nothing of this host's files.
+    /// Returns the message for the refused side, which reveals nothing of this host's files.
     pub(crate) fn to_peer(&self) -> String {
         match self {
             Self::Changed { host, shown, .. } => format!(
@@ -161,35 +160,35 @@ impl WrongPeer {
     }
 }
 
-/// A file of records, of what peers of one kind (senders, or receivers) have shown.
+/// File of records of the keys that peers of one kind (senders or receivers) have shown.
 #[derive(Clone, Debug)]
 pub struct PeerRecords {
     directory: PathBuf,
     name: &'static str,
 }
 
-/// One line.
+/// Line of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Record {
     host: String,
     key: Fingerprint,
-    /// From 1 on.
+    /// Number of the line, from 1.
     line: usize,
 }
 
 impl PeerRecords {
-    /// The records of receivers in a directory, which must be there and this user's alone.
+    /// Opens the records of receivers in a directory, which must exist and be writable by this user alone.
     ///
     /// # Errors
-    /// See [`WrongPeer::Records`].
+    /// [`WrongPeer::Records`].
     pub fn of_receivers(directory: &Path) -> Result<Self, WrongPeer> {
         Self::at(directory, "receivers")
     }
 
-    /// The records of senders in a directory, likewise.
+    /// Opens the records of senders in a directory, which must exist and be writable by this user alone.
     ///
     /// # Errors
-    /// See [`WrongPeer::Records`].
+    /// [`WrongPeer::Records`].
     pub fn of_senders(directory: &Path) -> Result<Self, WrongPeer> {
         Self::at(directory, "senders")
     }
@@ -199,13 +198,13 @@ impl PeerRecords {
             directory: directory.to_owned(),
             name,
         };
-        // Before anything is connected: what is wrong is told in time.
+        // The file is read before anything is connected, so that faults are reported in time.
         let opened = this.open_directory()?;
         this.read(&opened)?;
         Ok(this)
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> PathBuf {
         self.directory.join(self.name)
     }
@@ -258,7 +257,7 @@ impl PeerRecords {
         let text: String = std::iter::once(HEADER.to_owned()).chain(lines).collect();
         let new = format!("{}.new", self.name);
         let written = || -> io::Result<()> {
-            // A process that was killed may have left it.
+            // A process that was killed may have left the file.
             match unlinkat(directory, &new, AtFlags::empty()) {
                 Ok(()) | Err(rustix::io::Errno::NOENT) => {}
                 Err(error) => return Err(error.into()),
@@ -274,7 +273,7 @@ impl PeerRecords {
         written().map_err(|error| self.failed(format!("it cannot be written: {error}")))
     }
 
-    /// Does something with the records of a host while no other process changes any.
+    /// Runs an operation on the records of a host while no other process can change them.
     fn with<T>(
         &self,
         host: &str,
@@ -286,7 +285,7 @@ impl PeerRecords {
         does(&directory, of_host, others)
     }
 
-    /// Compares what a host shows with what it has shown before. What a new one shows is recorded.
+    /// Compares the key that a host has shown with its records. The key of a new host is recorded.
     fn check(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
         self.with(host, |directory, of_host, others| match of_host.first() {
             _ if of_host.iter().any(|record| record.key == key) => Ok(()),
@@ -309,7 +308,7 @@ impl PeerRecords {
         })
     }
 
-    /// Has what a host shows in the place of what it has shown before.
+    /// Replaces the recorded keys of a host by the key that it has shown.
     fn replace(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
         self.with(host, |directory, of_host, others| {
             if of_host.iter().any(|record| record.key == key) {
@@ -338,7 +337,7 @@ impl PeerRecords {
     }
 }
 
-/// The records of a file, or the number of the first line that is none.
+/// Parses the records of a file; on failure returns the number of the first invalid line.
 fn parse(text: &str) -> Result<Vec<Record>, usize> {
     let mut records = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -359,17 +358,17 @@ fn parse(text: &str) -> Result<Vec<Record>, usize> {
     Ok(records)
 }
 
-/// Which peers are accepted, of those that the authority has signed.
+/// Set of accepted peers, among those that the authority has signed.
 #[derive(Clone, Debug, Default)]
 pub struct Peers {
-    /// If there are any, these and no others.
+    /// Peers named by the user; if there are any, no others are accepted.
     pub given: Vec<Peer>,
-    /// Else those that are recorded, and new hosts. Without records, all.
+    /// Otherwise, records of known hosts; new hosts are added. Without records, all are accepted.
     pub records: Option<PeerRecords>,
 }
 
 impl Peers {
-    /// Checks the certificate that `host` has shown, and records it if that is the way.
+    /// Checks the certificate that `host` has shown, and records its key where records apply.
     pub(super) fn check(&self, host: &str, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
         if self.given.is_empty() && self.records.is_none() {
             return Ok(());
@@ -386,7 +385,7 @@ impl Peers {
         let is_fingerprint =
             |peer: &Peer| matches!(peer, Peer::Fingerprint(given) if [certificate, key].contains(given));
         if self.given.iter().any(is_fingerprint) {
-            // It is accepted, whether it can be remembered or not.
+            // The peer is accepted even if it cannot be recorded.
             if let Some(Err(error)) = self.records.as_ref().map(|records| records.replace(host, key)) {
                 tracing::warn!("{host} is not remembered: {error}");
             }
@@ -411,7 +410,7 @@ mod tests {
         Fingerprint([byte; 32])
     }
 
-    /// Fingerprints are read as openssl writes them, names and addresses as certificates have them.
+    /// Fingerprints are parsed as openssl prints them, names and addresses as certificates contain them.
     #[test]
     fn peer_is_fingerprint_or_name() {
         let plain = "0123456789abcdef".repeat(4);
@@ -444,7 +443,8 @@ mod tests {
         }
     }
 
-    /// A host is recorded once, found again by every process, and refused with another key until that is given.
+    /// A host is recorded once, recognised by every process, and refused with another key until the user gives that
+    /// key.
     #[test]
     fn host_is_known_by_its_first_key() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -462,7 +462,7 @@ mod tests {
         again.replace("b", key(1)).expect("it is given");
         again.check("b", key(1)).expect("it is known");
         again.check("b", key(2)).expect_err("it was replaced");
-        // Receivers are others.
+        // Receivers have separate records.
         let receivers = PeerRecords::of_receivers(folder.path()).expect("it is ours");
         receivers.check("a", key(9)).expect("it is new");
         let mode = fs::metadata(records.path()).expect("a file").permissions().mode();
@@ -481,7 +481,7 @@ mod tests {
         records.check("a", key(3)).expect_err("it is another");
     }
 
-    /// Records that cannot be trusted or read refuse, and are left as they are.
+    /// Records that cannot be trusted or read refuse every peer, and are not changed.
     #[test]
     fn damaged_or_foreign_records_refuse() {
         let folder = tempfile::tempdir().expect("a folder");
