@@ -1,26 +1,26 @@
-//! The sender: takes QEMU's channels on a UNIX socket and carries them to a receiver.
+//! Sender: accepts QEMU's channels on a UNIX socket and carries them to a receiver.
 //!
 //! ```text
 //! QEMU --channel--.                        .--lane 0 (encode, write)--TCP--.
-//! QEMU --channel--+-- epoll: who is free --+--lane 1 (encode, write)--TCP--+--> receiver
+//! QEMU --channel--+-- epoll: free lanes  --+--lane 1 (encode, write)--TCP--+--> receiver
 //! QEMU --channel--'   reads the next batch '--lane 2 (encode, write)--TCP--'
 //!                                           control: opened, closed, delivered, return path
 //! ```
 //!
-//! A lane is a thread with a connection of its own. It takes a channel that has bytes, reads a batch, gives it its place
-//! among all frames, lets the others have the channel, and encodes and writes the frame. Nothing is queued in between, but
-//! for a few frames that a device has: a link that is slow makes lanes wait in their writes, so that QEMU waits in its own,
-//! and measures what the link carries.
+//! A lane is a thread with its own connection. It takes a channel that has bytes, reads a batch, assigns it a frame
+//! number, releases the channel to the other lanes, and encodes and writes the frame. Nothing is queued in between,
+//! except a few frames that a device has. So a slow link makes the lanes block in their writes, which makes QEMU
+//! block in its own, and measures the bandwidth of the link.
 //!
 //! Invariants:
-//! - A channel's bytes are read by one lane at a time, and its batches are given their places in their order.
-//! - A frame that has its place is sent, and kept until the receiver has it, or the session fails. Over a link that takes
-//!   the place of a lost one goes what the receiver lacks, and then what is new.
-//! - Of each channel at most the receiver's window is on its way; the receiver has room for all of it.
-//! - What the thread of the control connection does waits for nothing: a QEMU that does not read what comes back keeps
-//!   nobody from hearing that this side is alive.
-//! - A session that fails shuts QEMU's sockets, which then sees a broken connection, and its guest runs on.
-//! - A session of which QEMU's channels have ended well, but QEMU's migration has not, is a failure too.
+//! - One lane at a time reads a channel, and frame numbers are assigned in the order of its batches.
+//! - A numbered frame is sent, and kept until the receiver has it, or the session fails. A link that replaces a lost
+//!   one first carries the frames that the receiver lacks, and then new ones.
+//! - At most the receiver's window of each channel is in flight; the receiver has room for all of it.
+//! - The thread of the control connection never blocks on QEMU: keep-alives continue even if QEMU does not read its
+//!   return path.
+//! - A session that fails shuts QEMU's sockets. QEMU then sees a broken connection, and its guest runs on.
+//! - A session fails too if QEMU's channels have ended in order but QEMU's migration has not.
 
 mod channel;
 mod dial;
@@ -53,33 +53,33 @@ use crate::session::{Failure, Weight};
 use crate::tls::SenderTls;
 use crate::wire::{Welcome, WireError};
 
-/// What a sender is to do.
+/// Options of a sender.
 pub struct Options {
-    /// `HOST:PORT` of the receiver.
+    /// Address of the receiver, as `HOST:PORT`.
     pub to: String,
-    /// Without it, everything goes in the clear.
+    /// TLS configuration; without it, everything is sent unencrypted.
     pub tls: Option<SenderTls>,
-    /// Connections that carry frames, and threads that encode, 1 to 64; the receiver may allow fewer.
+    /// Number of connections that carry frames, each with an encoding thread, 1 to 64; the receiver may allow fewer.
     pub lanes: u16,
-    /// Bytes of old pages to keep, on each host; the receiver may allow less.
+    /// Bytes of delta memory on each host; the receiver may allow less.
     pub delta_memory: u64,
-    /// How long it tries to connect again when the link was lost, up to an hour; at 0 the session fails at once.
+    /// Time for which the sender tries to reconnect a lost link, up to an hour; at 0 the session fails at once.
     pub patience: Duration,
-    /// What it may take; whoever keeps a copy of this may change it.
+    /// Resource limits, which the holder of another reference may change during the session.
     pub limits: Arc<InForce>,
-    /// What encodes beside the lanes' own threads.
+    /// Devices that encode in addition to the lanes' threads.
     pub accelerators: Accelerators,
 }
 
-/// Which devices encode beside the lanes' own threads.
+/// Selection of devices that encode in addition to the lanes' threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Accelerators {
-    /// Those that are there.
+    /// Devices that are present.
     #[default]
     Devices,
-    /// None.
+    /// No devices.
     None,
-    /// Their libraries without the devices, where there are none, to see that they work.
+    /// Software versions in the devices' libraries, without the devices, for tests.
     Software,
 }
 
@@ -98,7 +98,7 @@ impl Accelerators {
     }
 }
 
-/// Why a sender ended without having carried everything.
+/// Reasons why a sender ended before everything was carried.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum SendError {
@@ -160,7 +160,7 @@ pub enum SendError {
     Stopped,
 }
 
-/// What a lane does with its connection.
+/// Subject of I/O errors on a lane's connection.
 const LANE: &str = "the connection to the receiver";
 
 impl SendError {
@@ -193,16 +193,16 @@ impl Failure for SendError {
     }
 }
 
-/// How a session is steered from outside.
+/// Requests to a running session from outside.
 #[derive(Default)]
 pub struct Steering {
-    /// It ends, as a failure.
+    /// Ends the session, as a failure.
     pub stop: AtomicBool,
-    /// It does not end in order, though all channels are closed: there are still notes to exchange.
+    /// Keeps the session open after all channels are closed, because notes are still to be exchanged.
     pub hold: AtomicBool,
 }
 
-/// A sender that is connected to its receiver.
+/// Sender that is connected to its receiver.
 pub struct Sender {
     mailbox: Arc<Mailbox>,
     notes: Notes,
@@ -214,10 +214,10 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// Connects to the receiver, all lanes too, so that what is wrong with the link shows before QEMU begins.
+    /// Connects to the receiver with all lanes, so that faults of the link show before QEMU starts.
     ///
     /// # Errors
-    /// The receiver is not there, is none, or refuses.
+    /// The receiver is not reachable, is not a Larder, or refuses.
     pub fn connect(options: &Options) -> Result<Self, SendError> {
         let accelerators = options.accelerators.find();
         let (dial, connected, welcome) = Dial::open(options)?;
@@ -234,24 +234,24 @@ impl Sender {
         })
     }
 
-    /// How many lanes there are.
+    /// Returns the number of lanes.
     #[must_use]
     pub fn lanes(&self) -> usize {
         self.connected.lanes.len()
     }
 
-    /// The devices that encode beside them.
+    /// Returns the names of the devices that encode in addition to the lanes.
     pub fn accelerators(&self) -> impl Iterator<Item = &'static str> {
         self.accelerators.iter().map(|accelerator| accelerator.name())
     }
 
-    /// Bytes of old pages that each host keeps, at most.
+    /// Returns the maximum bytes of delta memory on each host.
     #[must_use]
     pub fn delta_memory(&self) -> u64 {
         self.welcome.delta_memory
     }
 
-    /// For whoever moves the VM; what is sent before [`Self::carry`] goes with it.
+    /// Returns the notes of the session, for the mover. Notes sent before [`Self::carry`] are sent with its start.
     #[must_use]
     pub fn notes(&self) -> Notes {
         self.notes.clone()
@@ -260,8 +260,8 @@ impl Sender {
     /// Carries the channels that QEMU opens at `listener` until both QEMUs have closed all of them.
     ///
     /// # Errors
-    /// Something broke, and QEMU's sockets were shut; both QEMUs know that they are not done, but for one that has all that
-    /// it waits for.
+    /// The session failed, and QEMU's sockets were shut. Both QEMUs see an incomplete migration, except one that
+    /// already has all that it waits for.
     pub fn carry(self, listener: &UnixListener, progress: &Progress, steering: &Steering) -> Result<(), SendError> {
         let codecs: Vec<_> = self
             .connected

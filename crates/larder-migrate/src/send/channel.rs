@@ -1,4 +1,4 @@
-//! A connection of the source's QEMU, and how what goes over it ends.
+//! Connection of the source's QEMU, and the detection of how its migration ends.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -9,21 +9,22 @@ use super::lock;
 use crate::stream::{self, Blocks, Parser};
 use crate::wire::{CHANNEL_FRAMES_MAX, FRAME_RAW_MAX};
 
-/// One connection of QEMU's.
+/// One connection of QEMU.
 pub(super) struct Channel {
     pub(super) number: u16,
     pub(super) socket: Arc<UnixStream>,
     reading: Mutex<Reading>,
-    /// The last that it has said.
+    /// Last bytes that the destination's QEMU returned.
     pub(super) returned: Mutex<Tail>,
 }
 
-/// The last bytes of a stream.
+/// Last bytes of a stream.
 #[derive(Default)]
 pub(super) struct Tail([u8; 8]);
 
 impl Tail {
-    /// What QEMU says last on a return path (`MIG_RP_MSG_SHUT`: be16 1, be16 4, be32 0) once it has loaded all.
+    /// Last message of QEMU on a return path once it has loaded everything (`MIG_RP_MSG_SHUT`: be16 1, be16 4, be32
+    /// 0).
     const LOADED: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
     pub(super) fn take(&mut self, bytes: &[u8]) {
@@ -38,10 +39,10 @@ impl Tail {
     }
 }
 
-/// How many bytes may be on their way: as few as keep the way busy. QEMU takes what is on its way for sent, measures the link
-/// by it, and stops its guest for so much longer.
+/// Limit of the bytes in flight between the QEMUs: as few as keep the path busy. QEMU counts bytes in flight as sent
+/// and estimates the bandwidth from them, so its downtime is longer by the time that they take.
 ///
-/// As long as bytes wait for no others they take the least time that any have taken; what they take more, they wait.
+/// Bytes that do not queue behind others take the minimum time; any time beyond the minimum is queueing.
 struct Flight {
     bytes: u64,
     least: Duration,
@@ -51,9 +52,9 @@ struct Flight {
 impl Flight {
     const BYTES_MIN: u64 = 2 << 20;
     const BYTES_FIRST: u64 = 4 << 20;
-    /// More than any window.
+    /// Limit that exceeds any window.
     const BYTES_MAX: u64 = 1 << 32;
-    /// Bytes are to wait for others for so long.
+    /// Queueing time that the limit aims for.
     const WAIT: Duration = Duration::from_millis(40);
 
     fn new() -> Self {
@@ -64,10 +65,11 @@ impl Flight {
         }
     }
 
-    /// Bytes took so long, and others were or were not kept back because of them.
+    /// Adjusts the limit after bytes that took `time`; `kept_back` is true if reading was paused because of the
+    /// limit.
     fn took(&mut self, time: Duration, kept_back: bool) {
         self.least = self.least.min(time);
-        // What a change does is seen only by bytes that were sent after it.
+        // A change affects only bytes that were sent after it.
         if self.changed.elapsed() < time {
             return;
         }
@@ -87,30 +89,30 @@ impl Flight {
 
 pub(super) struct Reading {
     pub(super) parser: Parser,
-    /// Read, but not yet part of a frame.
+    /// Bytes read that are not yet part of a frame.
     pub(super) left_over: Vec<u8>,
-    /// Bytes that are part of frames.
+    /// Number of bytes that are part of frames.
     pub(super) offset: u64,
-    /// Bytes that the destination's QEMU has taken.
+    /// Number of bytes that the destination's QEMU has taken.
     pub(super) delivered: u64,
-    /// Where the frames end that it has not, and when they were cut.
+    /// End offsets of the frames that it has not taken, with the times at which they were cut.
     under_way: VecDeque<(u64, Instant)>,
     flight: Flight,
-    /// Nobody reads until more is delivered.
+    /// Set while no lane reads, until more bytes are delivered.
     pub(super) paused: bool,
-    /// QEMU has closed it, and the receiver was told.
+    /// Set once QEMU has closed the channel and CLOSE was sent to the receiver.
     pub(super) ended: bool,
-    /// The destination's QEMU has closed it.
+    /// Set once the destination's QEMU has closed the channel.
     pub(super) closed: bool,
-    /// Before the source's.
+    /// Set if the destination's QEMU closed it before the source's QEMU did.
     pub(super) closed_first: bool,
-    /// With bytes to come that it does not take.
+    /// Set if the destination's QEMU closed it without taking all bytes.
     pub(super) refused: bool,
     done: bool,
 }
 
 impl Reading {
-    /// Whether it has just come to its end for both QEMUs: there is nothing more to read, to deliver, or to bring back.
+    /// Returns true the first time that the channel is complete: nothing is left to read, to deliver, or to return.
     pub(super) fn is_done_now(&mut self) -> bool {
         let delivered = self.refused || self.delivered == self.offset;
         let was_done = self.done;
@@ -118,15 +120,16 @@ impl Reading {
         self.done && !was_done
     }
 
-    /// So many bytes more are in a frame.
+    /// Counts `len` more bytes as part of a frame.
     pub(super) fn framed(&mut self, len: usize) {
         self.offset += len as u64;
         self.under_way.push_back((self.offset, Instant::now()));
     }
 
-    /// The destination's QEMU has taken so many bytes from the beginning; how many more than before, and how long the last
-    /// frame of them was on its way, if that was since a link was lost the last time: before, it waited for that. `None`: so
-    /// many it cannot have, or had before.
+    /// Records that the destination's QEMU has taken the first `bytes` bytes. Returns how many are new, and the time
+    /// in flight of the last of their frames. The time is `None` for frames cut before the last loss of the link,
+    /// since they waited for the link. Returns `None` if the count exceeds the bytes sent or is below an earlier
+    /// count.
     pub(super) fn delivered(&mut self, bytes: u64, link_since: Option<Instant>) -> Option<(u64, Option<Duration>)> {
         if bytes > self.offset {
             return None;
@@ -146,7 +149,7 @@ impl Reading {
         Some((more, time))
     }
 
-    /// Whether the receiver may have no room for another frame.
+    /// Returns true if the receiver may have no room for another frame.
     pub(super) fn must_pause(&self, window: u32) -> bool {
         let bytes = self.offset - self.delivered + FRAME_RAW_MAX as u64;
         bytes > self.flight.bytes.min(window.into()) || self.under_way.len() >= CHANNEL_FRAMES_MAX
@@ -154,7 +157,7 @@ impl Reading {
 }
 
 impl Channel {
-    /// That QEMU has just opened.
+    /// Creates the state of a channel that QEMU has just opened.
     pub(super) fn new(number: u16, socket: Arc<UnixStream>, blocks: &Blocks) -> Self {
         Self {
             number,
@@ -177,8 +180,8 @@ impl Channel {
         }
     }
 
-    /// Why the migration that this channel was the main one of has not ended well; `None` if it has, or if that cannot be
-    /// known. The parser is believed only as far as it has understood all.
+    /// Returns why the migration on this main channel has not ended well, or `None` if it has, or if that cannot be
+    /// known. The parser's facts are used only if it has understood the whole channel.
     pub(super) fn broke_off(&self) -> Option<&'static str> {
         let reading = self.reading();
         let facts = reading.parser.facts();
@@ -209,19 +212,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_much_is_on_its_way_as_keeps_the_way_busy() {
+    /// The limit grows while reading is held back without queueing, and shrinks when bytes queue.
+    fn bytes_in_flight_adapt_to_queueing() {
         let mut flight = Flight::new();
         let mut step = |millis: u64, kept_back: bool| {
-            // As if the last change were long ago.
+            // Pretends that the last change was long ago.
             flight.changed = Instant::now().checked_sub(Duration::from_secs(9)).expect("a clock");
             flight.took(Duration::from_millis(millis), kept_back);
             flight.bytes
         };
-        // A long way, with nothing else on it.
+        // A long path without other bytes in flight.
         assert_eq!(step(100, false), Flight::BYTES_FIRST);
         let more = step(120, true);
         assert!(more > Flight::BYTES_FIRST);
-        // They wait for one another.
+        // Bytes queue behind one another.
         let fewer = step(280, true);
         assert_eq!(fewer, more / 2);
         for _ in 0..20 {
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_last_is_known_however_it_came() {
+    fn tail_is_independent_of_read_sizes() {
         let said = [&[9; 30][..], &Tail::LOADED].concat();
         for piece in 1..=said.len() {
             let mut tail = Tail::default();

@@ -1,4 +1,4 @@
-//! Connecting to the receiver, and again when the link was lost.
+//! Connection set-up to the receiver, at first and after a lost link.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,10 +10,10 @@ use crate::link::{self, Link, LinkError};
 use crate::tls::SenderTls;
 use crate::wire::{Chain, Hello, LINKS_MAX, Role, Welcome, WireError};
 
-/// The longest that is tried.
+/// Maximum time of reconnection attempts.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
 
-/// What it takes to connect again.
+/// Parameters for connecting again.
 pub(super) struct Dial {
     address: SocketAddr,
     tls: Option<SenderTls>,
@@ -23,7 +23,7 @@ pub(super) struct Dial {
     hello: Hello,
 }
 
-/// All connections of a link, with how much the receiver has received of each: messages, and frames.
+/// All connections of a link, each with the count that the receiver has received of it: messages, or frames.
 pub(super) struct Connected {
     pub(super) number: u32,
     pub(super) control: Link,
@@ -73,13 +73,13 @@ impl Dial {
         Ok((dial, connected, welcome))
     }
 
-    /// How long it is worth while to try again.
+    /// Returns the time for which reconnection is tried.
     pub(super) const fn patience(&self) -> Duration {
         self.patience
     }
 
-    /// Tries once to make all connections again, for a session with this mailbox. `turns` hears the number of the link
-    /// before anything of it is there.
+    /// Tries once to make all connections again, for the session of this mailbox. `turns` is called with the number
+    /// of the new link before any connection of it exists.
     pub(super) fn again(&mut self, mailbox: &Mailbox, turns: impl FnOnce(u32)) -> Result<Connected, SendError> {
         let number = self.hello.link + 1;
         if number > LINKS_MAX {
@@ -119,7 +119,7 @@ impl Dial {
         Ok(lanes)
     }
 
-    /// Shows the session on a connection; how much the receiver has received of it.
+    /// Presents the session on a connection; returns the count that the receiver has received of it.
     fn greet(&self, link: &mut Link) -> Result<u64, SendError> {
         self.hello.write(link)?;
         let welcome = Welcome::read(link).map_err(refused)?;
@@ -132,7 +132,7 @@ impl Dial {
 }
 
 impl SendError {
-    /// Whether a connection may be made when it is tried again: the network is away, and nobody has said no.
+    /// Returns true if another attempt may succeed: the network is down, and the receiver has not refused.
     pub(super) fn is_passing(&self) -> bool {
         match self {
             Self::Link(error) => error.is_passing(),
@@ -142,7 +142,8 @@ impl SendError {
     }
 }
 
-/// With TLS 1.3 a sender learns only after its handshake what the receiver thinks of its certificate.
+/// Converts an error of a greeting. In TLS 1.3 a sender learns only after its handshake that its certificate is
+/// refused.
 fn refused(error: WireError) -> SendError {
     if let WireError::Io { source, .. } = &error
         && let Some(rustls::Error::AlertReceived(alert)) = source.get_ref().and_then(|error| error.downcast_ref())

@@ -1,7 +1,7 @@
-//! Frames that a lane has sent, until the receiver has them.
+//! Frames that a lane has sent and the receiver has not confirmed.
 //!
-//! What compressed well is copied: its bytes are few, and its frame's buffers many. What did not keeps its frame, with the
-//! bytes where they are. Both are bounded, [`Kept::is_full`].
+//! A frame that compressed well is copied: its bytes are few, and its buffers are large. A frame that did not is kept
+//! itself, with its bytes in place. Both are bounded, see [`Kept::is_full`].
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -9,47 +9,47 @@ use std::io::{self, IoSlice};
 use crate::encode::{Frame, SLICES_MAX};
 use crate::link::Link;
 
-/// Bytes of a frame that are copied, at most.
+/// Maximum bytes of a frame that is copied.
 const COPIED_MAX: usize = 48 << 10;
-/// Bytes that may be kept of copied frames.
+/// Maximum bytes of all copies.
 const COPIES_MAX: usize = 4 << 20;
-/// Frames that may be kept as they are: some 270 KiB on the link each, and three times that in memory.
+/// Maximum frames that are kept themselves: each some 270 KiB on the link, and three times that in memory.
 const FRAMES_MAX: usize = 24;
-/// All frames, so that small ones are told of in time.
+/// Maximum frames kept in total, so that the confirmation of small frames is not delayed too long.
 const COUNT_MAX: usize = 1024;
 
-/// Frames of whose memory others are made.
+/// Free frames, whose memory is reused.
 pub(super) type Spare = Vec<Box<Frame>>;
 
-/// In the order in which they were sent.
+/// Unconfirmed frames, in the order in which they were sent.
 #[derive(Default)]
 pub(super) struct Kept {
     entries: VecDeque<Entry>,
-    /// The number of the first of them, of all that the lane has sent.
+    /// Number of the first entry, among all frames of the lane.
     first: u64,
     copies: VecDeque<u8>,
-    /// That are kept as they are.
+    /// Number of frames that are kept themselves.
     frames: usize,
 }
 
 enum Entry {
-    /// So many bytes of the copies.
+    /// Number of bytes in the copies.
     Copied(usize),
     Frame(Box<Frame>),
 }
 
 impl Kept {
-    /// Whether something must be confirmed first.
+    /// Returns true if a confirmation must come before another frame is kept.
     pub(super) fn is_full(&self) -> bool {
         self.copies.len() >= COPIES_MAX || self.frames >= FRAMES_MAX || self.entries.len() >= COUNT_MAX
     }
 
-    /// Keeps one, which a device may have encoded; gives it back if a copy is kept.
+    /// Keeps a frame; returns it if only a copy of its bytes is kept. `by_device` is true if a device encoded it.
     pub(super) fn push(&mut self, mut frame: Box<Frame>, by_device: bool) -> Option<Box<Frame>> {
         let mut slices = [IoSlice::new(&[]); SLICES_MAX];
         let count = frame.slices(&mut slices);
         let len: usize = slices[..count].iter().map(|slice| slice.len()).sum();
-        // What a device has made is in its memory, which it needs again.
+        // A device's output is always copied, because the device needs its memory again.
         if len <= COPIED_MAX || by_device {
             slices[..count].iter().for_each(|slice| self.copies.extend(&**slice));
             self.entries.push_back(Entry::Copied(len));
@@ -60,7 +60,8 @@ impl Kept {
         None
     }
 
-    /// The receiver has so many frames of the lane; those that were kept for it are put into `free`.
+    /// Drops the frames that the receiver has confirmed, `count` in all; frames that were kept themselves are moved
+    /// to `free`.
     pub(super) fn release(&mut self, count: u64, free: &mut Spare) {
         while self.first < count {
             match self.entries.pop_front() {
@@ -75,7 +76,7 @@ impl Kept {
         }
     }
 
-    /// Sends those again that a receiver lacks who has so many; how many these are.
+    /// Sends again the frames that a receiver with `count` frames lacks; returns how many.
     pub(super) fn repeat(&mut self, count: u64, link: &mut Link) -> io::Result<usize> {
         let has = usize::try_from(count.saturating_sub(self.first)).unwrap_or(usize::MAX);
         let (front, back) = self.copies.as_slices();

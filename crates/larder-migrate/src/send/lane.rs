@@ -1,4 +1,4 @@
-//! A lane: reads channels, makes frames, and writes them to its connection.
+//! Lane: reads channels, makes frames, and writes them to its connection.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -21,14 +21,14 @@ use crate::link;
 use crate::progress::CpuTime;
 use crate::wire::{Kind, Message};
 
-/// How long a reader waits for the rest of a page that has begun to arrive.
+/// Time for which a reader waits for the rest of a page that has begun to arrive.
 const REST_TIMEOUT: Duration = Duration::from_millis(1);
-/// How often it does so for a frame, while others wait to hear what was read.
+/// Maximum such waits per frame, which delay the bytes already read.
 const RESTS_MAX: u32 = 64;
 
 impl Session<'_> {
-    /// Until the session ends. Frames leave in the order in which they got their places, as the receiver wants them: it may
-    /// wait for one that a device here still has.
+    /// Runs the lane until the session ends. Frames are sent in the order of their numbers, as the receiver requires.
+    /// So a frame may wait for an earlier one that a device still has.
     pub(super) fn lane(&self, out: &Out, mut codecs: Codecs) -> Result<(), SendError> {
         let mut cpu = CpuTime::of_thread();
         let mut written = Instant::now();
@@ -65,7 +65,7 @@ impl Session<'_> {
                     break;
                 }
             }
-            // As many as are kept; later those are free again.
+            // The receiver has not confirmed the frames that are kept; allocate one more. They are free again later.
             if free.is_empty() && under_way.is_empty() {
                 free.push(Box::new(Frame::new()));
             }
@@ -74,7 +74,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Reads a channel and begins a frame of it; `false` if there was nothing to send.
+    /// Reads a channel and starts a frame of its bytes; returns false if there was nothing to send.
     fn begin(&self, number: u16, frame: &mut Frame, codecs: &mut Codecs, cpu: &mut CpuTime) -> Result<bool, SendError> {
         let Some(channel) = self.channel(number) else {
             return Ok(false);
@@ -99,8 +99,8 @@ impl Session<'_> {
         Ok(len > 0)
     }
 
-    /// Sends a frame that is done, which is free then, or kept, `written` being when the last one was; what became of it,
-    /// `None` if the session ends meanwhile.
+    /// Sends a finished frame, which is then kept or moved to `free`. `written` is the time of the last write and is
+    /// updated. Returns the statistics of the frame, or `None` if the session ends.
     fn send(
         &self,
         mut frame: Box<Frame>,
@@ -124,12 +124,12 @@ impl Session<'_> {
         let worked = begun.elapsed();
         let now = Instant::now();
         let sending = now - encoded;
-        // One that had to wait met a link that was busy all the time since the last one.
+        // A write that had to wait found a link that was busy since the last write.
         let link_took = if sending > worked * 2 { now - *written } else { sending };
         *written = now;
         match sent {
             Ok(true) => self.order.sent(outcome.wire_bytes.into(), link_took, self.outs.len()),
-            // How long that took says nothing of the link.
+            // The time of an unsent frame shows nothing about the link.
             Ok(false) => {}
             Err(lost) if !self.patience.is_zero() => self.mailbox.lane_lost(lost.number),
             Err(lost) if link::is_end(&lost.error) => return Err(SendError::Lane),
@@ -139,7 +139,7 @@ impl Session<'_> {
         Ok(Some(outcome))
     }
 
-    /// Waits until a frame may go; whether the session goes on.
+    /// Waits until the bandwidth limit allows a frame; returns false if the session ends.
     fn wait_for_link(&self, bytes: u64) -> Result<bool, SendError> {
         let rate = || self.limits.now().bandwidth.map(|rate| rate as f64);
         let taken = self.link_pace.take(bytes, rate(), Instant::now());
@@ -148,8 +148,9 @@ impl Session<'_> {
         })
     }
 
-    /// Tells what a lane has taken of its processor, of which `picked` went where the selector wanted it, and waits until it
-    /// may take more; whether the session goes on. Nobody waits for the lane meanwhile: its frame has gone.
+    /// Reports the lane's CPU time, of which `picked` was spent on the selector's pick, and waits until the CPU limit
+    /// allows more. Returns false if the session ends. The wait delays no other lane, since this lane's frame is
+    /// sent.
     fn wait_for_cpu(&self, cpu: &mut CpuTime, picked: Duration) -> Result<bool, SendError> {
         let spent = cpu.spent();
         self.order
@@ -165,7 +166,7 @@ impl Session<'_> {
         })
     }
 
-    /// Sleeps as long as there is a pause; whether the session goes on.
+    /// Sleeps until `pause` returns zero; returns false if the session ends.
     fn wait(&self, what: &'static str, pause: impl Fn() -> Duration) -> Result<bool, SendError> {
         loop {
             let pause = pause();
@@ -178,7 +179,7 @@ impl Session<'_> {
         }
     }
 
-    /// After a batch was read: the channel goes back, or is at its end.
+    /// Ends a channel that QEMU has closed, pauses it, or releases it to the other lanes, after a batch was read.
     fn go_on(&self, channel: &Channel, mut reading: MutexGuard<'_, Reading>, ended: bool) -> Result<(), SendError> {
         if ended && reading.left_over.is_empty() {
             reading.ended = true;
@@ -195,8 +196,8 @@ impl Session<'_> {
     }
 }
 
-/// Reads what there is, up to a frame; returns whether QEMU has closed the channel. What has arrived of a page waits for
-/// its rest, but not for long.
+/// Reads the available bytes, up to a frame; returns true if QEMU has closed the channel. Waits a short time for the
+/// rest of a page of which a part has arrived.
 fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result<bool, SendError> {
     batch.begin(&mut reading.left_over);
     let mut ended = false;
@@ -224,7 +225,8 @@ fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result
                 let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout));
             }
             Err(rustix::io::Errno::AGAIN) => break,
-            // A QEMU that was killed resets it: what follows is missing, and the receiver must not take it for an end.
+            // A QEMU that is killed resets the connection. The rest is missing, and the receiver must not see an
+            // orderly end.
             Err(error) => {
                 return Err(SendError::Io {
                     what: "reading from QEMU",

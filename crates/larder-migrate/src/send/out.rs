@@ -1,4 +1,4 @@
-//! Where a lane's frames go: its connection, over one link after the other.
+//! Output of a lane: its frames and its connection, over successive links.
 
 use std::io::{self, IoSlice, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,11 +9,11 @@ use super::lock;
 use crate::encode::{Frame, SLICES_MAX};
 use crate::link::Link;
 
-/// A lane's connection and what was sent over it.
+/// Connection of a lane, and the frames that were sent over it.
 #[derive(Default)]
 pub(super) struct Out {
     state: Mutex<State>,
-    /// Frames that were sent, or would have been if there were a link.
+    /// Number of frames that were sent, or would have been if the link were up.
     sent: AtomicU64,
     room: Mutex<Room>,
     changed: Condvar,
@@ -21,29 +21,29 @@ pub(super) struct Out {
 
 #[derive(Default)]
 struct State {
-    /// None while it is lost.
+    /// Connection of the lane; `None` while the link is lost.
     link: Option<Link>,
-    /// The number of that link.
+    /// Number of that link.
     number: u32,
     kept: Kept,
 }
 
 #[derive(Default)]
 struct Room {
-    /// Frames that the receiver has.
+    /// Number of frames that the receiver has confirmed.
     confirmed: u64,
     is_over: bool,
 }
 
-/// A frame could not be written, and its link is lost; the frame is kept.
+/// Error: a frame could not be written and its link is lost. The frame is kept.
 pub(super) struct Lost {
     pub(super) number: u32,
     pub(super) error: io::Error,
 }
 
 impl Out {
-    /// Waits until there is room to keep another frame; those that need not be kept any more are put into `free`. `false`:
-    /// the session is over.
+    /// Waits until there is room to keep another frame. Frames that need not be kept any more are moved to `free`.
+    /// Returns false if the session is over.
     pub(super) fn make_room(&self, free: &mut Spare) -> bool {
         let mut room = lock(&self.room);
         loop {
@@ -65,10 +65,11 @@ impl Out {
         }
     }
 
-    /// Sends a frame, if there is a link, and keeps it; it comes back if a copy is kept. Whether it was sent.
+    /// Sends a frame if the link is up, and keeps it. Returns the frame if a copy of its bytes is kept, and whether
+    /// it was sent.
     pub(super) fn send(&self, mut frame: Box<Frame>, by_device: bool) -> (Option<Box<Frame>>, Result<bool, Lost>) {
         let mut state = lock(&self.state);
-        // Before the receiver can say that it has it.
+        // Counted before the receiver can confirm the frame.
         self.sent.fetch_add(1, Ordering::AcqRel);
         let number = state.number;
         let written = match &mut state.link {
@@ -88,11 +89,11 @@ impl Out {
         (state.kept.push(frame, by_device), written)
     }
 
-    /// Goes on over another link, at whose other end so many frames are; not over one that is older than the one that it has
-    /// or has lost: on a busy host the thread that an older link was left to may come last.
+    /// Continues over another link, whose receiver has `received` frames. A link older than the current or last one
+    /// is ignored: on a busy host, the thread that sets up the older link may run last.
     ///
     /// # Errors
-    /// It is lost as well.
+    /// The new link is lost as well.
     pub(super) fn go_on_over(&self, mut link: Link, number: u32, received: u64) -> io::Result<()> {
         let mut state = lock(&self.state);
         if number < state.number {
@@ -108,18 +109,20 @@ impl Out {
         Ok(())
     }
 
-    /// The receiver has so many frames, as a message says, which may be older than what a greeting has said.
+    /// Records that the receiver has `count` frames, according to a message, which may be older than the last
+    /// greeting.
     ///
     /// # Errors
-    /// It was sent fewer: how many it may have.
+    /// The receiver was sent fewer; returns the valid range.
     pub(super) fn confirm(&self, count: u64) -> Result<(), (u64, u64)> {
         self.confirm_at_least(0, count)
     }
 
-    /// The same, as the greeting of another link says, from which the lane goes on.
+    /// Records that the receiver has `count` frames, according to the greeting of the link over which the lane
+    /// resumes.
     ///
     /// # Errors
-    /// Besides, it has had more before.
+    /// The receiver was sent fewer, or has confirmed more before; returns the valid range.
     pub(super) fn resume(&self, count: u64) -> Result<(), (u64, u64)> {
         let confirmed = lock(&self.room).confirmed;
         self.confirm_at_least(confirmed, count)
@@ -136,17 +139,17 @@ impl Out {
         Ok(())
     }
 
-    /// Nobody waits for anything any more.
+    /// Ends all waits.
     pub(super) fn stop(&self) {
         lock(&self.room).is_over = true;
         self.changed.notify_all();
     }
 
-    /// Tells the receiver that nothing more will come.
+    /// Sends the orderly end of the lane to the receiver.
     pub(super) fn end(&self) {
         if let Some(link) = &mut lock(&self.state).link {
             link.say_end();
-            // Whoever is not there any more need not hear it.
+            // An error does not matter: a receiver that has disconnected needs no end.
             let _ = link.flush();
             link.shut_write();
         }
@@ -160,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_older_link_that_comes_late_does_not_take_a_newer_ones_place() {
+    fn late_older_link_does_not_replace_newer() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
         let address = listener.local_addr().expect("is bound");
         let link = || {
@@ -171,7 +174,7 @@ mod tests {
         let ((old, old_end), (new, _new_end)) = (link(), link());
         let out = Out::default();
         out.go_on_over(new, 2, 0).expect("nothing to repeat");
-        // It is lost by then.
+        // The newer link is lost by now.
         drop(old_end);
         out.go_on_over(old, 1, 0).expect("is of no matter");
         let sent = out.send(Box::new(Frame::new()), false).1;

@@ -1,7 +1,7 @@
-//! Which channel of QEMU's a lane reads next.
+//! Selection of the channel that a lane reads next.
 //!
-//! A channel belongs to whoever got it from [`Poller::next`] until that one arms it, or says that something is left over of
-//! what it has read.
+//! A lane that gets a channel from [`Poller::next`] has it exclusively until it arms the channel again, or reports
+//! bytes left over from its read.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,33 +17,33 @@ use rustix::time::Timespec;
 use super::channel::Channel;
 use super::lock;
 
-/// Which channel is next, for lanes that wait.
+/// Queue of readable channels, for lanes that wait.
 pub(super) struct Poller {
     epoll: OwnedFd,
-    /// Counts the channels in `left_over`.
+    /// Semaphore that counts the channels in `left_over`.
     left_over_event: OwnedFd,
-    /// Channels of which something was read and is not yet part of a frame.
+    /// Channels with bytes that were read and are not yet part of a frame.
     left_over: Mutex<VecDeque<u16>>,
     stop_event: OwnedFd,
     stopped: AtomicBool,
 }
 
-/// What a lane does.
+/// Next action of a lane.
 pub(super) enum Next {
-    /// It reads this channel, which nobody else gets until it is armed.
+    /// Read this channel, which no other lane gets until it is armed.
     Channel(u16),
-    /// There is none to read.
+    /// No channel is readable.
     Nothing,
-    /// It goes home.
+    /// End.
     Ended,
 }
 
 impl Poller {
     const LEFT_OVER: u64 = 1 << 32;
     const STOP: u64 = 1 << 33;
-    /// Between two looks at whether the user wants an end.
+    /// Interval at which the user's stop request is checked.
     const LOOK_EVERY: Duration = Duration::from_millis(100);
-    /// Without a look at the clock.
+    /// Maximum sleep before the clock is checked again.
     const SLEEP_MAX: Duration = Duration::from_secs(60);
 
     pub(super) fn new() -> io::Result<Self> {
@@ -89,7 +89,7 @@ impl Poller {
         Ok(())
     }
 
-    /// What a lane is to do next; [`Next::Nothing`] only if it does not wait.
+    /// Returns a lane's next action; [`Next::Nothing`] only without `wait`.
     pub(super) fn next(&self, wait: bool) -> io::Result<Next> {
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         let timeout = if wait { None } else { Some(&at_once) };
@@ -110,7 +110,7 @@ impl Poller {
             match events[0].data.u64() {
                 Self::STOP => return Ok(Next::Ended),
                 Self::LEFT_OVER => {
-                    // Several may be woken for one.
+                    // Several lanes may be woken for one channel.
                     let mut count = [0; 8];
                     if rustix::io::read(&self.left_over_event, &mut count).is_ok()
                         && let Some(number) = lock(&self.left_over).pop_front()
@@ -123,7 +123,7 @@ impl Poller {
         }
     }
 
-    /// Waits until QEMU connects or the session ends, for a while.
+    /// Waits until QEMU connects, the session ends, or [`Self::LOOK_EVERY`] has passed.
     pub(super) fn wait_for(&self, listener: &UnixListener) -> io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
@@ -132,7 +132,7 @@ impl Poller {
         wait(&mut fds, Self::LOOK_EVERY)
     }
 
-    /// Waits so long; `false` if the session ends meanwhile.
+    /// Waits for `pause`; returns false if the session ends during the wait.
     pub(super) fn sleep(&self, pause: Duration) -> io::Result<bool> {
         let begun = Instant::now();
         loop {

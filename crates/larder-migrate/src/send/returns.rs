@@ -1,7 +1,7 @@
-//! What the destination's QEMU says, on its way to the source's.
+//! Return path: bytes from the destination's QEMU to the source's.
 //!
-//! It is written by a thread of its own: the source's QEMU may take its time to read it, and the control connection, over
-//! which it comes, must not wait for that. What waits is bounded, in bytes and in time.
+//! A separate thread writes them. The source's QEMU may read slowly, and the control connection, which delivers them,
+//! must not wait for it. The queue is bounded, in bytes and in time.
 
 use std::io::{self, Write as _};
 use std::os::unix::net::UnixStream;
@@ -12,19 +12,19 @@ use std::time::Duration;
 use super::SendError;
 use super::channel::Channel;
 
-/// How long QEMU may take to read something of what comes back.
+/// Time limit for QEMU to read some of the returned bytes.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes that may wait for it. The most that QEMU says at once is, when post-copy goes on after a break, a bit for each page
-/// of a RAM block: these are for 2 TiB.
+/// Maximum queued bytes. The largest output of QEMU comes when post-copy resumes after a break: a bit for each page
+/// of a RAM block. This limit suffices for 2 TiB.
 const WAITING_MAX: usize = 64 << 20;
-/// Of a message of the other side's that has few bytes or none.
+/// Bytes counted for the overhead of a message.
 const MESSAGE_LEN: usize = 64;
 
-/// Something from the destination.
+/// Event from the destination.
 pub(super) enum Back {
-    /// Its QEMU has said this.
+    /// Bytes from its QEMU.
     Bytes(Vec<u8>),
-    /// Its QEMU has closed the channel, perhaps with bytes to come that it does not take.
+    /// Its QEMU has closed the channel; `refused` is true if it does not take the remaining bytes.
     Closed { refused: bool },
 }
 
@@ -37,20 +37,20 @@ impl Back {
     }
 }
 
-/// Where it is put.
+/// Writing end of the queue.
 pub(super) struct Returns {
     queue: mpsc::Sender<(Arc<Channel>, Back)>,
     waiting: Arc<AtomicUsize>,
 }
 
-/// Where it is taken, in order.
+/// Reading end of the queue, which returns events in order.
 pub(super) struct Returning {
     queue: mpsc::Receiver<(Arc<Channel>, Back)>,
     waiting: Arc<AtomicUsize>,
 }
 
 impl Returns {
-    /// With nothing in between.
+    /// Creates an empty queue.
     pub(super) fn new() -> (Self, Returning) {
         let (sender, receiver) = mpsc::channel();
         let waiting = Arc::new(AtomicUsize::new(0));
@@ -62,7 +62,7 @@ impl Returns {
         (returns, Returning { queue, waiting })
     }
 
-    /// Never waits.
+    /// Queues an event; never blocks.
     pub(super) fn put(&self, channel: Arc<Channel>, back: Back) -> Result<(), SendError> {
         let len = back.len();
         if self.waiting.fetch_add(len, Ordering::Relaxed) + len > WAITING_MAX {
@@ -70,26 +70,26 @@ impl Returns {
                 channel: channel.number,
             });
         }
-        // It fails when the session is over.
+        // It fails only when the session is over.
         let _ = self.queue.send((channel, back));
         Ok(())
     }
 }
 
 impl Returning {
-    /// Waits for the next; `None` when nothing more will come.
+    /// Waits for the next event; returns `None` when no more will come.
     pub(super) fn next(&self) -> Option<(Arc<Channel>, Back)> {
         let next = self.queue.recv().ok()?;
         self.waiting.fetch_sub(next.1.len(), Ordering::Relaxed);
         Some(next)
     }
 
-    /// Writes something to QEMU, if that still reads it.
+    /// Writes bytes to QEMU, unless it has closed the channel.
     pub(super) fn write(&self, channel: &Channel, bytes: &[u8]) -> Result<(), SendError> {
         match (&*channel.socket).write_all(bytes) {
             Ok(()) => Ok(()),
             Err(error) => match error.kind() {
-                // QEMU has closed it, which the reader sees.
+                // QEMU has closed the channel, which the reading lane sees.
                 io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
                 io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Err(SendError::Return {
                     channel: channel.number,
@@ -100,7 +100,7 @@ impl Returning {
     }
 }
 
-/// Of a connection of QEMU's.
+/// Sets up a connection of QEMU for blocking writes with a time limit.
 pub(super) fn set_up(socket: &UnixStream) -> io::Result<()> {
     socket.set_nonblocking(false)?;
     socket.set_write_timeout(Some(TIMEOUT))

@@ -1,4 +1,4 @@
-//! A session with a receiver, over one link after the other.
+//! Session with a receiver, over successive links.
 
 use std::io;
 use std::net::Shutdown;
@@ -30,7 +30,7 @@ use crate::session::{Ending, Side};
 use crate::stream::Blocks;
 use crate::wire::{Kind, Message, Welcome};
 
-/// Between two tries to connect again: at first, and at most.
+/// Pause between two reconnection attempts: the first, and the maximum.
 const TRY_FIRST_AFTER: Duration = Duration::from_millis(50);
 const TRY_EVERY: Duration = Duration::from_secs(1);
 
@@ -41,28 +41,28 @@ pub(super) struct Session<'a> {
     channels: Mutex<Channels>,
     blocks: Blocks,
     pub(super) order: Order,
-    /// Where the lanes' frames go.
+    /// Outputs of the lanes.
     pub(super) outs: Vec<Out>,
     pub(super) welcome: Welcome,
     pub(super) limits: Arc<InForce>,
     pub(super) link_pace: Pace,
-    /// Of the lanes' CPU time.
+    /// Limiter of the lanes' CPU time.
     pub(super) cpu_pace: Pace,
-    /// How long a lost link is tried to be made again.
+    /// Time for which a lost link is reconnected.
     pub(super) patience: Duration,
     pub(super) progress: &'a Progress,
     steering: &'a Steering,
     end_sent: AtomicBool,
-    /// The receiver has said so too.
+    /// Set once the receiver has sent END too.
     ended: AtomicBool,
     pub(super) ending: Ending<SendError>,
 }
 
 #[derive(Default)]
 struct Channels {
-    /// By number.
+    /// All channels, by number.
     all: Vec<Arc<Channel>>,
-    /// Not closed by both QEMUs.
+    /// Number of channels that are not closed by both QEMUs.
     open: usize,
 }
 
@@ -157,14 +157,14 @@ impl<'a> Session<'a> {
             drop(running);
             session.part("taking in QEMU's connections", || session.accept(listener));
             session.notes.end();
-            // All is over, and lanes that wait for nobody say so to the receiver.
+            // The session is over; lanes that are not blocked send their orderly end to the receiver.
             let _ = all_ended.recv_timeout(LAST_WORDS);
             session.ending.shut();
         });
         self.ending.into_error().map_or(Ok(()), Err)
     }
 
-    /// Exchanges messages with the receiver, over one link after the other, to the end of the session.
+    /// Exchanges messages with the receiver, over successive links, until the session ends.
     fn over_links<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -189,7 +189,7 @@ impl<'a> Session<'a> {
             };
             self.ending.sockets.cut(number);
             self.progress.link_lost();
-            // A session that ends closes it, and only tries to say why.
+            // After a failure the session closes the connection itself, and is only trying to send the reason.
             if !self.ending.has_failed() {
                 tracing::warn!("link lost ({lost}); trying again");
             }
@@ -198,7 +198,7 @@ impl<'a> Session<'a> {
                 None => return Ok(()),
             }
             if let Err(error) = self.mailbox.resume(connected.received) {
-                // There is somebody to tell it.
+                // The new link can carry the reason to the receiver.
                 self.fail(error.into());
             }
             let away = self.progress.link_back();
@@ -206,7 +206,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// A lane sends what the receiver lacks, who has so many of its frames, and goes on over this link.
+    /// Resumes a lane over this link: sends the frames after the first `received`, which the receiver lacks.
     fn go_on_over<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -226,7 +226,7 @@ impl<'a> Session<'a> {
         if let Err(error) = added.and_then(|()| resumed()) {
             return self.fail(error);
         }
-        // It may take its time, in which the control connection is heard.
+        // Repeating may take long, and the control connection must be read meanwhile.
         self.spawn(scope, "repeating frames", move || {
             if let Err(error) = out.go_on_over(link, number, received) {
                 tracing::debug!("lane {lane}: {error}");
@@ -236,7 +236,7 @@ impl<'a> Session<'a> {
         });
     }
 
-    /// The receiver has so many frames of a lane.
+    /// Records that the receiver has `count` frames of a lane.
     fn receipt(&self, lane: u16, count: u64) -> Result<(), SendError> {
         let confirmed = match self.outs.get(usize::from(lane)) {
             Some(out) => out.confirm(count),
@@ -245,7 +245,7 @@ impl<'a> Session<'a> {
         confirmed.map_err(of_lane(lane, count))
     }
 
-    /// Tries again and again; `None` if the session is over meanwhile.
+    /// Tries to reconnect until the patience is exhausted; returns `None` if the session is over.
     fn connect_again(&self, dial: &mut Dial, lost: ControlError) -> Result<Option<Connected>, SendError> {
         let begun = Instant::now();
         let mut pause = Duration::ZERO;
@@ -274,9 +274,10 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Takes in QEMU's connections until the session ends.
+    /// Accepts QEMU's connections until the session ends.
     fn accept(&self, listener: &UnixListener) -> Result<(), SendError> {
-        // One that was held from the beginning may end without a channel; another has its first one coming.
+        // A session that was held from the beginning may end without a channel; any other waits for its first
+        // channel.
         let waits_for_channel = !self.steering.hold.load(Ordering::Relaxed);
         loop {
             if self.poller.is_stopped() {
@@ -329,7 +330,7 @@ impl<'a> Session<'a> {
         lock(&self.channels).all.get(usize::from(number)).map(Arc::clone)
     }
 
-    /// What comes from the receiver, to the end of the control connection.
+    /// Handles a message of the receiver or an error, until the control connection ends.
     fn take(&self, message: Result<Message, ControlError>, returns: &Returns) {
         let is_reason = matches!(&message, Ok(message) if message.kind == Kind::Failed);
         if self.ending.has_failed() && !is_reason {
@@ -343,7 +344,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// A message of the receiver's.
+    /// Handles a message of the receiver.
     fn hear(&self, message: Message, returns: &Returns) -> Result<(), SendError> {
         let unexpected = |message: &Message| SendError::Message(format!("{message:?}"));
         match message.kind {
@@ -375,7 +376,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Hands the source's QEMU what the destination's has said, and last that it has closed a channel.
+    /// Forwards the return path to the source's QEMU in order, and the closing of a channel last.
     fn bring_back(&self, returning: &returns::Returning) -> Result<(), SendError> {
         while let Some((channel, back)) = returning.next() {
             match back {
@@ -389,9 +390,9 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The destination's QEMU has closed a channel, perhaps with bytes of it that it does not take.
+    /// Marks a channel as closed by the destination's QEMU; `refused` is true if it does not take all of its bytes.
     fn closed(&self, channel: &Channel, refused: bool) {
-        // A QEMU that still has something to say must not take it for said.
+        // A QEMU that is still writing must get an error, not take its bytes for sent.
         let how = if refused { Shutdown::Both } else { Shutdown::Write };
         let _ = channel.socket.shutdown(how);
         let mut reading = channel.reading();
@@ -399,7 +400,7 @@ impl<'a> Session<'a> {
         reading.closed = true;
         reading.refused |= refused;
         if refused && !reading.ended {
-            // Nobody would read on where as much is on its way as may be.
+            // No lane would read on where the limit of bytes in flight is reached.
             reading.ended = true;
             self.mailbox
                 .send(&Message::new(Kind::Close, channel.number, reading.offset));
@@ -424,7 +425,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Lets the next lane have the channel.
+    /// Releases the channel to the next lane.
     pub(super) fn again(&self, channel: &Channel, reading: &Reading) -> Result<(), SendError> {
         let again = if reading.left_over.is_empty() {
             self.poller.arm(channel)
@@ -443,7 +444,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Ends the session in order if all channels are closed and nobody holds it.
+    /// Ends the session in order if all channels are closed and the session is not held.
     fn end_if_done(&self) {
         let channels = lock(&self.channels);
         if channels.open > 0
@@ -461,7 +462,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// That a receiver has so many frames of a lane, which it cannot have.
+/// Returns the error for a count of frames of a lane that the receiver cannot have.
 fn of_lane(lane: u16, count: u64) -> impl Fn((u64, u64)) -> SendError {
     move |(least, most)| SendError::Received {
         lane,
@@ -471,7 +472,7 @@ fn of_lane(lane: u16, count: u64) -> impl Fn((u64, u64)) -> SendError {
     }
 }
 
-/// Among what both sides do fast.
+/// Creates a selector of the methods that both sides run fast.
 fn selector(welcome: &Welcome, codecs: &[Codecs]) -> Selector {
     let is_decoded = |method: Method| welcome.methods & 1 << method.number() != 0;
     let ways = codecs.first().map(|codecs| codecs.ways(is_decoded));
