@@ -1,8 +1,8 @@
-//! A client of QEMU's machine protocol (QMP), with what a migration asks of QEMU.
+//! Client of the QEMU machine protocol (QMP), with the commands of a migration.
 //!
-//! One command at a time, each with a limit on how long QEMU may take to answer; events that come meanwhile are kept. A
-//! QEMU that says no is told from one that has gone, and that from one that has not answered yet: it may carry out the
-//! command still. Commands have numbers, so that such a late answer is not taken for that of another.
+//! One command is sent at a time, each with a time limit for the answer; events that arrive meanwhile are kept. Three
+//! failures are distinguished: QEMU refuses, QEMU has exited, and QEMU has not answered yet, in which case it may
+//! still carry out the command. Commands have ids, so that a late answer is not taken for that of another command.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -17,119 +17,119 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// For the answer to a command.
+/// Time limit for the answer to a command.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// Until QEMU has no other client, and greets this one.
+/// Time limit for QEMU to have no other client, and to greet this one.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two tries to connect where too many others wait.
+/// Pause before a retry when QEMU's backlog of connections is full.
 const CONNECT_AGAIN: Duration = Duration::from_millis(20);
-/// Bytes of one line, at most: a list of all devices of a large guest has some 100 KiB.
+/// Maximum bytes of a line: a list of all devices of a large guest has some 100 KiB.
 const LINE_MAX: usize = 16 << 20;
-/// Commands that QEMU has not answered, at most: no more are sent before it has.
+/// Maximum unanswered commands; no more are sent before QEMU answers.
 const LATE_MAX: u64 = 32;
-/// Events that are kept, at most; older ones go.
+/// Maximum events kept; older ones are dropped.
 const EVENTS_MAX: usize = 1024;
 
-/// Why QEMU did not do what it was asked for.
+/// Reasons why QEMU did not carry out a command.
 #[derive(Debug, Error)]
 pub enum QmpError {
-    /// Nobody listens there.
+    /// The socket does not accept connections.
     #[error("cannot connect to QEMU's QMP socket {}: {source}; {}", path.display(), advice(path, source))]
     Connect {
-        /// As given.
+        /// Path as given by the user.
         path: PathBuf,
-        /// As the system says it.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// It listens, but says nothing.
+    /// QEMU listens, but sends no greeting.
     #[error("QEMU does not answer at its QMP socket {}: has it another client? it talks to one at a time; give it a second socket with another -qmp", path.display())]
     Busy {
-        /// As given.
+        /// Path as given by the user.
         path: PathBuf,
     },
-    /// The connection broke, or QEMU has ended.
+    /// The connection broke, or QEMU has exited.
     #[error("QEMU has gone (at its QMP socket {}, in the middle of '{command}'): {source}", path.display())]
     Gone {
-        /// As given.
+        /// Path as given by the user.
         path: PathBuf,
-        /// What was asked for.
+        /// Name of the command.
         command: String,
-        /// As the system says it.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// It lives, and has not answered yet.
+    /// QEMU is alive, and has not answered yet.
     #[error("QEMU has not answered '{command}' in {} s (at its QMP socket {})", limit.as_secs(), path.display())]
     Late {
-        /// As given.
+        /// Path as given by the user.
         path: PathBuf,
-        /// What was asked for; it may be carried out yet.
+        /// Name of the command; it may still be carried out.
         command: String,
-        /// How long it had.
+        /// Time limit that has passed.
         limit: Duration,
     },
-    /// What came is something else.
+    /// The bytes received are not QMP.
     #[error("what came from the QMP socket {} is no QMP: '{what}'; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
     NoQmp {
-        /// As given.
+        /// Path as given by the user.
         path: PathBuf,
-        /// Its beginning.
+        /// First bytes received.
         what: String,
     },
-    /// It says no.
+    /// QEMU has answered with an error.
     #[error("QEMU refuses '{command}': {text}")]
     Refused {
-        /// What was asked for.
+        /// Name of the command.
         command: String,
-        /// In its words.
+        /// Text of QEMU's error.
         text: String,
     },
 }
 
-/// Something that happened in QEMU.
+/// Event of QEMU.
 #[derive(Clone, Debug)]
 pub struct Event {
-    /// Such as `STOP`.
+    /// Name, such as `STOP`.
     pub name: String,
-    /// What else is said of it.
+    /// Data of the event.
     pub data: Value,
-    /// When, by the clock of QEMU's host, since 1970.
+    /// Time of the event by the clock of QEMU's host, since 1970.
     pub at: Duration,
 }
 
-/// A connection to a QEMU's monitor.
+/// Connection to a QEMU's monitor.
 pub struct Qmp {
     path: PathBuf,
     socket: UnixStream,
     received: Vec<u8>,
     events: VecDeque<Event>,
     version: [u64; 3],
-    /// Commands so far.
+    /// Number of commands sent.
     commands: u64,
-    /// Answers so far.
+    /// Number of answers received.
     answers: u64,
-    /// Some may be carried out while others wait.
+    /// True if QEMU can carry out some commands out of band.
     out_of_band: bool,
     process: Option<Process>,
 }
 
-/// A process, which is not another one with its number.
+/// Process, distinguished from later ones with the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number.
+    /// Process id.
     pub pid: i32,
-    /// When it began, in ticks since the host did (proc(5), `starttime`).
+    /// Start time in ticks since boot (proc(5), `starttime`).
     pub started: u64,
 }
 
 impl Process {
-    /// The one that has this number now.
+    /// Returns the process that has this pid now.
     #[must_use]
     pub fn with(pid: i32) -> Option<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name before may have any letters.
+        // The command name before it may contain any characters.
         let (_, rest) = stat.rsplit_once(')')?;
         let mut fields = rest.split_whitespace();
-        // A process that has ended, and was not yet asked how.
+        // A zombie has ended.
         if fields.next()? == "Z" {
             return None;
         }
@@ -137,14 +137,14 @@ impl Process {
         Some(Self { pid, started })
     }
 
-    /// The user that it runs as.
+    /// Returns the user that the process runs as.
     fn user(self) -> Option<u32> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
         line.split_whitespace().nth(1)?.parse().ok()
     }
 
-    /// Whether it has not ended.
+    /// Returns true if the process has not ended.
     #[must_use]
     pub fn lives(self) -> bool {
         Self::with(self.pid) == Some(self)
@@ -152,14 +152,14 @@ impl Process {
 }
 
 impl QmpError {
-    /// QEMU will not answer any more.
+    /// Returns true if QEMU will not answer any more.
     #[must_use]
     pub const fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { .. } | Self::Connect { .. } | Self::NoQmp { .. })
     }
 }
 
-/// Connects to a unix socket; [`io::ErrorKind::WouldBlock`] if others wait there for that until then.
+/// Connects to a UNIX socket. Returns [`io::ErrorKind::WouldBlock`] if its backlog stays full until `until`.
 fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     loop {
@@ -178,7 +178,7 @@ fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
     }
 }
 
-/// What may be wrong with a path that cannot be connected to.
+/// Returns advice about a path that cannot be connected to.
 fn advice(path: &Path, error: &io::Error) -> &'static str {
     let is_other = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
     match error.kind() {
@@ -191,10 +191,10 @@ fn advice(path: &Path, error: &io::Error) -> &'static str {
 }
 
 impl Qmp {
-    /// Connects, and says that this is a client.
+    /// Connects, reads the greeting, and negotiates capabilities.
     ///
     /// # Errors
-    /// No QEMU is there, or it has a client.
+    /// There is no QEMU, or it has another client.
     pub fn connect(path: &Path) -> Result<Self, QmpError> {
         let failed = |source| QmpError::Connect {
             path: path.to_owned(),
@@ -233,19 +233,20 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// As given to [`Self::connect`].
+    /// Returns the path given to [`Self::connect`].
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The process that listens at the socket: QEMU, or who has made the socket for it.
+    /// Returns the process that listens at the socket: QEMU, or the process that created the socket for it.
     #[must_use]
     pub const fn process(&self) -> Option<Process> {
         self.process
     }
 
-    /// The user that QEMU runs as, who need not be the one that it began as, and made its socket as.
+    /// Returns the user that QEMU runs as, which may differ from the user that it started as and that owns its
+    /// socket.
     #[must_use]
     pub fn user(&self) -> u32 {
         let runs_as = self.process.and_then(Process::user);
@@ -253,32 +254,32 @@ impl Qmp {
         runs_as.unwrap_or_else(|| made_by().unwrap_or_else(|_| rustix::process::geteuid().as_raw()))
     }
 
-    /// QEMU's version: major, minor, micro.
+    /// Returns QEMU's version: major, minor, micro.
     #[must_use]
     pub const fn version(&self) -> [u64; 3] {
         self.version
     }
 
-    /// Has QEMU carry out a command, and returns what it answers.
+    /// Sends a command to QEMU and returns the answer.
     ///
     /// # Errors
-    /// It refuses, has gone, or does not answer in 20 s.
+    /// QEMU refuses, has exited, or does not answer within 20 s.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         self.execute_within(command, arguments, ANSWER_TIMEOUT)
     }
 
-    /// The same, with a limit of its own.
+    /// Sends a command to QEMU and returns the answer, with another time limit.
     ///
     /// # Errors
-    /// It refuses, has gone, or does not answer in this time.
+    /// QEMU refuses, has exited, or does not answer within `limit`.
     pub fn execute_within(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, QmpError> {
         self.say("execute", command, &arguments, limit)
     }
 
-    /// Has QEMU end; whether it has within `limit`.
+    /// Makes QEMU quit; returns true if it has exited within `limit`.
     pub fn quit(&mut self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
-        // It closes the connection, at times before it has answered.
+        // QEMU closes the connection, sometimes before it has answered.
         let mut heard = self.execute_within("quit", json!({}), limit).map(|_| ());
         loop {
             match heard {
@@ -289,11 +290,11 @@ impl Qmp {
         }
     }
 
-    /// Has QEMU carry out one of the few commands that need not wait for those before it, if this QEMU can: while it waits
-    /// for memory of its guest that the other host has, it carries out no others.
+    /// Sends one of the few commands that QEMU can carry out out of band, before earlier ones; otherwise in band.
+    /// While QEMU waits for guest memory from the other host, it carries out no other commands.
     ///
     /// # Errors
-    /// As [`Self::execute`].
+    /// Those of [`Self::execute`].
     pub fn execute_out_of_band(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let how = if self.out_of_band { "exec-oob" } else { "execute" };
         self.say(how, command, &arguments, ANSWER_TIMEOUT)
@@ -323,7 +324,7 @@ impl Qmp {
                 continue;
             }
             self.answers = (self.answers + 1).min(self.commands);
-            // That to a command before, which was late. What cannot even be parsed is answered without a number.
+            // Skip the late answer to an earlier command. QEMU answers text that it cannot parse without an id.
             if number.is_none() || message.get("id").is_some_and(|id| id.as_u64() != number) {
                 continue;
             }
@@ -339,10 +340,10 @@ impl Qmp {
         }
     }
 
-    /// The next event that is not yet taken, if one comes in this time.
+    /// Returns the next event that was not taken yet, if there is one within `wait`.
     ///
     /// # Errors
-    /// QEMU has gone.
+    /// QEMU has exited.
     pub fn event(&mut self, wait: Duration) -> Result<Option<Event>, QmpError> {
         let until = Instant::now() + wait;
         while self.events.is_empty() {
@@ -372,7 +373,7 @@ impl Qmp {
         });
     }
 
-    /// The next line, as JSON; `None` when the time is over.
+    /// Returns the next line, parsed as JSON; `None` after `until`.
     fn next_message(&mut self, command: &str, until: Instant) -> Result<Option<Value>, QmpError> {
         loop {
             if let Some(end) = self.received.iter().position(|&byte| byte == b'\n') {
@@ -416,27 +417,27 @@ impl Qmp {
         }
     }
 
-    /// `running`, `paused`, `inmigrate`, `postmigrate`, ...
+    /// Returns QEMU's run state: `running`, `paused`, `inmigrate`, `postmigrate`, ...
     ///
     /// # Errors
-    /// As [`Self::execute`].
+    /// Those of [`Self::execute`].
     pub fn run_state(&mut self) -> Result<String, QmpError> {
         let status = self.execute("query-status", json!({}))?;
         Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
     }
 
-    /// `query-migrate`.
+    /// Returns the answer of `query-migrate`.
     ///
     /// # Errors
-    /// As [`Self::execute`].
+    /// Those of [`Self::execute`].
     pub fn migration(&mut self) -> Result<Value, QmpError> {
         self.execute("query-migrate", json!({}))
     }
 
-    /// The capabilities of migration that this QEMU knows, and whether they are on.
+    /// Returns the migration capabilities that this QEMU knows, and whether they are enabled.
     ///
     /// # Errors
-    /// As [`Self::execute`].
+    /// Those of [`Self::execute`].
     pub fn capabilities(&mut self) -> Result<Vec<(String, bool)>, QmpError> {
         let list = self.execute("query-migrate-capabilities", json!({}))?;
         let entries = list.as_array().into_iter().flatten();
@@ -445,10 +446,10 @@ impl Qmp {
             .collect())
     }
 
-    /// Switches capabilities of migration on or off, by their names.
+    /// Enables or disables migration capabilities by name.
     ///
     /// # Errors
-    /// As [`Self::execute`]; one that this QEMU lacks is refused with its name.
+    /// Those of [`Self::execute`]; QEMU refuses a capability that it lacks, by name.
     pub fn set_capabilities(&mut self, capabilities: &[(String, bool)]) -> Result<(), QmpError> {
         let list: Vec<Value> = capabilities
             .iter()

@@ -1,22 +1,23 @@
-//! The receiver: takes a sender's frames and hands the destination's QEMU the bytes of its channels.
+//! Receiver: takes a sender's frames and passes the bytes of its channels to the destination's QEMU.
 //!
 //! ```text
-//! sender --TCP-- lane 0 (read, decode) --.   a queue for each channel, in the order of its bytes
+//! sender --TCP-- lane 0 (read, decode) --.   a queue per channel, in the order of its bytes
 //! sender --TCP-- lane 1 (read, decode) --+-- channel 0: writer --> QEMU --> return path
 //! sender --TCP-- control                 '-- channel 1: writer --> QEMU
 //! ```
 //!
 //! Invariants:
-//! - A lane never waits for QEMU: what is decoded is put into the channel's queue, which has room for the window that the
-//!   sender keeps to. So a frame that another one waits for is always decoded ([`crate::base`]).
-//! - QEMU gets a channel's bytes in their order, each once, and nothing after a gap.
-//! - A frame that came whole is counted before it is decoded, and only over the link that is the session's then: whatever is
-//!   lost on the way comes again, and nothing that was counted does.
-//! - A link is let go when another one shows the session's number and that it is the same sender's, and not before.
-//! - Only a channel that its sender has closed, and of which all was delivered, ends in order; all else is a connection
-//!   that is shut in the middle, or a QEMU that has all that it needs.
-//! - Strangers at its port, however many and however silent, keep neither a sender out nor the end from coming.
-//! - Memory is bounded by the window times the channels, and the old pages, whatever the peer says.
+//! - A lane never waits for QEMU: decoded bytes are put into the channel's queue, which has room for the window that
+//!   the sender obeys. So a frame on which another one waits is always decoded ([`crate::base`]).
+//! - QEMU gets a channel's bytes in order, each once, and nothing after a gap.
+//! - A frame received in full is counted before it is decoded, and only over the session's current link. Everything
+//!   lost on the way is sent again, and nothing that was counted is.
+//! - A link is abandoned only when a new one shows the session's number and the proof of the same sender.
+//! - A channel ends in order only if its sender has closed it and all of it was delivered. Any other end is a
+//!   connection that is shut early, or a QEMU that has all that it needs.
+//! - Other connections to the port, however many and however silent, keep neither a sender out nor the session from
+//!   ending.
+//! - Memory is bounded by the window times the channels, and the delta memory, whatever the peer sends.
 
 mod claim;
 mod greetings;
@@ -48,27 +49,27 @@ use crate::session::{self as both, Side as _, Weight};
 use crate::tls::ReceiverTls;
 use crate::wire::{CHANNEL_FRAMES_MAX, WireError};
 
-/// What a receiver offers.
+/// Options of a receiver.
 pub struct Options {
-    /// Where the destination's QEMU waits: the path of `-incoming unix:PATH`.
+    /// Path of the socket where the destination's QEMU waits: PATH of `-incoming unix:PATH`.
     pub connect: PathBuf,
-    /// The user that QEMU runs as, and nobody else may listen there.
+    /// User that QEMU runs as. If set, a socket of any other user is refused.
     pub user: Option<u32>,
-    /// Without it, everything comes in the clear.
+    /// TLS configuration; without it, everything is received unencrypted.
     pub tls: Option<ReceiverTls>,
-    /// Bytes of old pages to keep at most.
+    /// Maximum bytes of delta memory.
     pub delta_memory: u64,
-    /// Bytes of each channel that may wait for QEMU.
+    /// Maximum bytes of each channel that wait for QEMU.
     pub window: u32,
-    /// Channels at most, 1 to 256.
+    /// Maximum channels, 1 to 256.
     pub channels: u16,
-    /// Lanes at most, 1 to 64.
+    /// Maximum lanes, 1 to 64.
     pub lanes: u16,
-    /// For those who watch.
+    /// Progress, for monitoring.
     pub watched: Arc<Watched>,
 }
 
-/// What a receiver has done so far, in all of its sessions.
+/// Progress of a receiver, over all of its sessions.
 #[derive(Debug, Default)]
 pub struct Watched(Mutex<Seen>);
 
@@ -80,26 +81,26 @@ struct Seen {
 }
 
 impl Watched {
-    /// What was delivered.
+    /// Returns the sums of what was delivered.
     #[must_use]
     pub fn delivered(&self) -> Delivered {
         lock(&self.0).delivered
     }
 
-    /// Who sends, or has sent last.
+    /// Returns the address of the current sender, or of the last one.
     #[must_use]
     pub fn peer(&self) -> Option<IpAddr> {
         lock(&self.0).peer
     }
 
-    /// Whether the connections are there.
+    /// Returns the state of the connections.
     #[must_use]
     pub fn link(&self) -> LinkState {
         lock(&self.0).link
     }
 }
 
-/// Why a receiver ended without having delivered everything.
+/// Reasons why a receiver ended before everything was delivered.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum ReceiveError {
@@ -185,29 +186,29 @@ impl both::Failure for ReceiveError {
     }
 }
 
-/// What a session has delivered.
+/// Sums of what a session has delivered.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Delivered {
-    /// Bytes that QEMU took.
+    /// Bytes that QEMU has taken.
     pub raw: u64,
-    /// Bytes of frames that came for them.
+    /// Bytes of the frames that contained them.
     pub wire: u64,
-    /// Frames.
+    /// Number of frames.
     pub frames: u64,
-    /// Nanoseconds of processors: lanes, which read, decrypt and decode, and those who hand it to QEMU.
+    /// Nanoseconds of CPU time of the lanes, which read, decrypt and decode, and of the threads that write to QEMU.
     pub cpu_ns: u64,
-    /// Of these, for decoding.
+    /// Part of the CPU time spent decoding.
     pub decode_cpu_ns: u64,
 }
 
-/// Hears of the notes of a session, which begins with its first and ends when [`Notes::receive`] says so. It runs in a
-/// thread of its own.
+/// Handler of a session's notes, called in a separate thread when the session begins. It returns once
+/// [`Notes::receive`] reports that the session is over.
 pub type Agent<'a> = dyn Fn(Notes) + Sync + 'a;
 
-/// Waits for a sender at `port` and delivers what it carries until both QEMUs have closed all channels.
+/// Waits for a sender at `port` and delivers its channels until both QEMUs have closed all of them.
 ///
 /// # Errors
-/// Something broke, and QEMU's sockets were shut.
+/// The session failed, and QEMU's sockets were shut.
 pub fn receive(
     port: &Port,
     options: &Options,

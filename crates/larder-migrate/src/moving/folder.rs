@@ -1,7 +1,7 @@
-//! A folder for a socket that only this process and one QEMU use.
+//! Private directory for a socket that only this process and one QEMU use.
 //!
-//! It is locked as long as it is used. One that a killed process has left is removed by whoever makes the next one, when it
-//! has been there for an hour.
+//! The directory is locked while it is used. A directory left by a killed process is removed when another one is
+//! created, once it is an hour old.
 
 use std::fs::File;
 use std::io;
@@ -15,24 +15,25 @@ use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, open, unlinkat};
 use rustix::process::geteuid;
 
 const SOCKET: &str = "migration";
-/// What their names begin with; random hexadecimal digits follow.
+/// Prefix of the directories' names; random hexadecimal digits follow.
 const NAME: &str = "larder-";
 const DIGITS: usize = 16;
-/// One that is not locked may have been made just now.
+/// Minimum age of a leftover directory. An unlocked one may be new, and about to be locked.
 const LEFT_FOR: Duration = Duration::from_secs(3600);
 
-/// Removed when it is dropped.
+/// Directory, which is removed when it is dropped.
 pub struct Folder {
     path: PathBuf,
-    /// It, whatever its user puts in its place.
+    /// Handle of the directory itself, in case its owner replaces the path.
     handle: OwnedFd,
 }
 
 impl Folder {
-    /// A new one, of QEMU's user, who is to listen there; root reaches it, too, and who is neither runs QEMU himself.
+    /// Creates a directory owned by QEMU's user, in which QEMU is to listen. This process can use it too: it is root,
+    /// or runs as that user itself.
     ///
     /// # Errors
-    /// It cannot be made, or not be given to that user.
+    /// The directory cannot be created, or not be given to that user.
     pub fn for_listener(user: u32) -> io::Result<Self> {
         let folder = Self::new(0o700)?;
         if user != geteuid().as_raw() {
@@ -41,12 +42,12 @@ impl Folder {
         Ok(folder)
     }
 
-    /// A new one of this process', with a socket that QEMU's user may connect to.
+    /// Creates a directory owned by this process, with a socket that QEMU's user may connect to.
     ///
     /// # Errors
-    /// It cannot be made, or the socket not be given to that user.
+    /// The directory cannot be created, or the socket not be given to that user.
     pub fn with_listener(user: u32) -> io::Result<(Self, UnixListener)> {
-        // Others may go to what they know to be there, and nobody else can put anything there.
+        // Others may open names that they know, but only the owner can create any.
         let folder = Self::new(0o711)?;
         let listener = UnixListener::bind(folder.socket())?;
         std::fs::set_permissions(folder.socket(), PermissionsExt::from_mode(0o600))?;
@@ -67,12 +68,12 @@ impl Folder {
         Ok(Self { path, handle })
     }
 
-    /// Removes a socket of before.
+    /// Removes the socket of an earlier use.
     pub fn clear(&self) {
         let _ = unlinkat(&self.handle, SOCKET, AtFlags::empty());
     }
 
-    /// Where the socket is, or will be.
+    /// Returns the path of the socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.path.join(SOCKET)
@@ -84,8 +85,8 @@ fn folder_at(path: &Path) -> io::Result<OwnedFd> {
     Ok(open(path, flags, Mode::empty())?)
 }
 
-/// Removes what killed processes have left. Nothing in it is believed: what is removed is a name in that folder, and the
-/// folder if it is empty then.
+/// Removes directories left by killed processes. Their content is not trusted: only the socket's name in the
+/// directory is removed, and then the directory, if it is empty.
 fn sweep(above: &Path) {
     for entry in std::fs::read_dir(above).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -101,7 +102,7 @@ fn sweep(above: &Path) {
     }
 }
 
-/// Whether nobody uses it any more; it is locked then.
+/// Returns true if the directory is old and no process uses it; it is then locked.
 fn is_left(handle: &OwnedFd) -> bool {
     let found = handle.try_clone().and_then(|handle| File::from(handle).metadata());
     let may_go = found.is_ok_and(|it| {
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_killed_process_has_left_is_removed_and_what_is_used_stays() {
+    fn sweep_removes_only_leftover_directories() {
         let above = tempfile::tempdir().expect("a folder");
         let long_ago = SystemTime::now() - 2 * LEFT_FOR;
         let make = |name: &str, changed: SystemTime| {

@@ -1,4 +1,4 @@
-//! What the two movers tell one another, as JSON in notes.
+//! Messages between the two movers, as JSON in notes.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,92 +7,92 @@ use super::disks::DiskDescription;
 use super::record::MoveId;
 use super::settings::Settings;
 
-/// The version of what is told here.
+/// Version of these messages.
 pub const VERSION: u32 = 4;
 
-/// To the destination. Each is answered.
+/// Message to the destination. Each one is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ToDestination {
-    /// [`VERSION`].
+    /// Version of the messages, [`VERSION`].
     pub version: u32,
-    /// Of which move.
+    /// Number of the move.
     pub id: MoveId,
-    /// What.
+    /// Request.
     pub tell: Tell,
 }
 
-/// What the source wants.
+/// Request of the source.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tell {
-    /// A VM would come: get ready for it.
+    /// Prepare to receive a VM.
     Prepare {
-        /// The source's QEMU and its VM.
+        /// Source's QEMU and its VM.
         vm: Box<Description>,
-        /// What both must be set to.
+        /// Migration settings that both QEMUs must have.
         settings: Settings,
-        /// The disks that are served beside QEMU.
+        /// Disks that are served by processes beside QEMU.
         disks: Vec<DiskDescription>,
     },
-    /// What of a disk that goes along is hot; the hottest first, perhaps in several of these. Nothing depends on it.
+    /// Hot ranges of a disk that moves along, the hottest first, perhaps in several messages. They are only a hint.
     Hot {
-        /// QEMU's character device.
+        /// Name of QEMU's character device.
         chardev: String,
-        /// As the disk's server has told, and the one at the destination understands it.
+        /// Ranges in the text format of the disk's server, which the destination's server parses.
         ranges: String,
     },
-    /// The source is about to switch over to post-copy, from which there is no way back: check once more that the destination
-    /// can receive memory by post-copy.
+    /// Check once more that the destination can receive memory by post-copy. The source is about to switch to
+    /// post-copy, which cannot be undone.
     CheckPostcopy,
-    /// All has come, or post-copy has begun; the source is stopped and will stay so, and its disks that go along are closed
-    /// there: open them, and run it.
+    /// Run the VM. Its state has arrived, or post-copy has begun; the source is stopped and stays so, and its disks
+    /// that move along are closed there. Open them first.
     Go {
-        /// Whether its processors run; else it stays stopped, as it was at the source.
+        /// True if the VM is to run; otherwise it stays stopped, as it was at the source.
         run: bool,
-        /// The source has switched over to post-copy, and can never have it back.
+        /// True if the source has switched to post-copy, and so can never have the VM back.
         postcopy: bool,
     },
-    /// The link broke in the middle of post-copy: wait for the rest over this session.
+    /// Wait for the rest of post-copy over this session: the link broke during post-copy.
     Recover,
 }
 
-/// To the source.
+/// Message to the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "tell")]
 pub enum ToSource {
-    /// QEMU waits.
+    /// QEMU is waiting.
     Prepared {
-        /// What the user should know.
+        /// Warnings for the user.
         warnings: Vec<String>,
-        /// The servers of the disks wait there for them.
+        /// True if the disks' servers wait for them at the destination.
         disks: bool,
     },
-    /// It was passed on, if it could be.
+    /// Acknowledges a message that needs no other answer; a hint was forwarded if possible.
     Noted,
-    /// Not so, and nothing was changed.
+    /// Refuses the request; nothing was changed.
     Refused {
         /// All reasons that were found.
         reasons: Vec<String>,
     },
-    /// It is the destination's, and was let run.
+    /// The VM belongs to the destination and was started there.
     Running {
-        /// All of its memory is there; else post-copy goes on.
+        /// True if all of its memory has arrived; otherwise post-copy continues.
         whole: bool,
     },
-    /// In post-copy: it was not let run there yet, and may be asked for again.
+    /// In post-copy: the VM was not started yet, and the request may be repeated.
     NotYet {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
-    /// It was not let run there, and never will be.
+    /// The VM was not started, and never will be.
     NotRunning {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
-    /// It was to be let run there, and whether it did is not known.
+    /// The VM was to be started, and the result is unknown.
     Unknown {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What a sender has of a session, and who may have what of it.
+//! Ownership of a session by its sender, and the rules by which connections join it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,33 +8,33 @@ use crate::base::{Frontier, Slots};
 use crate::decode::Bases;
 use crate::wire::{Hello, LANES_MAX, Proof, Role, SessionId, continues};
 
-/// The longest that a sender may have a receiver wait for it.
+/// Maximum time that a sender may make a receiver wait for it.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
 
-/// What there is to have.
+/// Parameters of the session on offer.
 pub(super) struct Offer {
     pub(super) id: SessionId,
     pub(super) delta_memory: u64,
     pub(super) lanes: u16,
-    /// There is no link now.
+    /// True while the session has no link.
     pub(super) is_lost: bool,
-    /// A sender that knows nothing of the session may have the next one.
+    /// True if a sender that opens a new session may have the next one.
     pub(super) has_next: bool,
 }
 
-/// What somebody gets who has greeted.
+/// Result of a greeting that is accepted.
 pub(super) enum Granted {
-    /// A session of his own.
+    /// New session for this sender.
     Session,
-    /// The session that there is, over another link.
+    /// Existing session, over another link.
     Link,
-    /// One of its lanes.
+    /// Lane of the existing session.
     Lane(Arc<Lane>),
-    /// The next session; this one ends.
+    /// Next session; the existing one ends.
     Next,
 }
 
-/// Nobody's, before the first control connection.
+/// Claim on the session; `None` before the first control connection.
 #[derive(Default)]
 pub(super) struct Claim(Option<Claimed>);
 
@@ -44,12 +44,12 @@ struct Claimed {
     patience: Duration,
     link: u32,
     proof: Proof,
-    /// Of `lanes`, those that this link has.
+    /// Flags of the lanes that the current link has.
     has: Vec<bool>,
 }
 
 impl Claim {
-    /// What a connection with this greeting may have; or why nothing.
+    /// Decides what a connection with this greeting gets, or returns why it gets nothing.
     pub(super) fn grant(&mut self, hello: &Hello, offer: &Offer) -> Result<Granted, &'static str> {
         const NO_SESSION: &str =
             "there is no such session here: this receiver was started since, or that one has ended";
@@ -90,24 +90,24 @@ impl Claim {
         }
     }
 
-    /// One that had something has gone before it was told.
+    /// Revokes the grant to a connection that has broken before it was answered.
     pub(super) fn give_back(&mut self, hello: &Hello) {
         let Some(claimed) = &mut self.0 else { return };
         match hello.role {
             Role::Control if hello.link == 0 => self.0 = None,
             Role::Lane(number) if hello.link == claimed.link => claimed.has[usize::from(number)] = false,
-            // The next link is another one.
+            // The next link has another number.
             _ => {}
         }
     }
 
-    /// What the frames go by, how many lanes there may be, and how long to wait for the sender; once there is one.
+    /// Returns the delta state, the number of lanes, and the time to wait for the sender, once there is one.
     pub(super) fn terms(&self) -> Option<(Arc<Bases>, u16, Duration)> {
         let claimed = self.0.as_ref()?;
         Some((Arc::clone(&claimed.bases), claimed.lanes.len() as u16, claimed.patience))
     }
 
-    /// Nobody waits any more for what the sender has.
+    /// Ends all waits for the sender's frames and connections.
     pub(super) fn stop(&self) {
         if let Some(claimed) = &self.0 {
             claimed.bases.frontier.stop();

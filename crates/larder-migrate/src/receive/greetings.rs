@@ -1,12 +1,12 @@
-//! Connections in the middle of their greeting, whoever they are from.
+//! Connections that have not finished their greeting, from any peer.
 
 use std::collections::VecDeque;
 use std::net::{Shutdown, TcpStream};
 
-/// Connections that may be in the middle of their greeting; the oldest gives way to a new one.
+/// Maximum connections that have not finished their greeting; a new one replaces the oldest.
 const COUNT_MAX: usize = 64;
 
-/// All of them, so that they can be shut.
+/// Sockets of these connections, so that they can be shut.
 #[derive(Default)]
 pub(super) struct Greetings {
     count: u64,
@@ -14,7 +14,7 @@ pub(super) struct Greetings {
 }
 
 impl Greetings {
-    /// Takes one up, for which the oldest may have to go; its number.
+    /// Registers a connection, shutting the oldest if there are too many; returns its number.
     pub(super) fn begin(&mut self, socket: TcpStream) -> u64 {
         if self.sockets.len() == COUNT_MAX
             && let Some((_, oldest)) = self.sockets.pop_front()
@@ -26,12 +26,12 @@ impl Greetings {
         self.count
     }
 
-    /// It is over, well or not.
+    /// Removes a connection whose greeting has succeeded or failed.
     pub(super) fn end(&mut self, number: u64) {
         self.sockets.retain(|(other, _)| *other != number);
     }
 
-    /// Shuts all.
+    /// Shuts all connections.
     pub(super) fn shut(&mut self) {
         for (_, socket) in self.sockets.drain(..) {
             let _ = socket.shutdown(Shutdown::Both);

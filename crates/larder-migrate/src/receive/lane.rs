@@ -1,4 +1,4 @@
-//! A lane, over one connection after the other: reads frames and decodes them.
+//! Lane of a receiver: reads frames and decodes them, over successive connections.
 
 use std::io::Read as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use crate::link::{self, Link};
 use crate::progress::CpuTime;
 use crate::wire::{FrameHeader, WireError};
 
-/// Where a connection waits that is to take another one's place.
+/// Slot where a new connection waits to replace a lost one.
 #[derive(Default)]
 pub(super) struct Berth {
     state: Mutex<Waiting>,
@@ -22,23 +22,23 @@ pub(super) struct Berth {
 
 #[derive(Default)]
 struct Waiting {
-    /// The number of its link, and what the other side has received.
+    /// Number of the connection's link, the connection, and the count that the other side has received.
     next: Option<(u32, Link, u64)>,
     is_over: bool,
 }
 
-/// What there was at a berth.
+/// Result of waiting at a berth.
 pub(super) enum Landed {
-    /// A connection of the link with this number, whose other side has received so much.
+    /// Connection of the link with this number, whose other side has received this count.
     Link(u32, Link, u64),
-    /// Nothing in this time.
+    /// No connection came in time.
     Late,
-    /// Nothing will come.
+    /// The session is over; no connection will come.
     Over,
 }
 
 impl Berth {
-    /// Leaves a connection there; an older one that nobody has taken goes.
+    /// Leaves a connection for the reader; it replaces an older one that was not taken.
     pub(super) fn put(&self, number: u32, link: Link, received: u64) {
         let mut state = lock(&self.state);
         if state.next.as_ref().is_none_or(|(before, ..)| *before <= number) {
@@ -47,12 +47,12 @@ impl Berth {
         self.changed.notify_all();
     }
 
-    /// Waits for one.
+    /// Waits for a connection.
     pub(super) fn take(&self, patience: Option<Duration>) -> Landed {
         let begun = Instant::now();
         let mut state = lock(&self.state);
         loop {
-            // Also in the end: whoever has come is to hear why.
+            // Checked even after the end, so that a new connection still gets the reason.
             if let Some((number, link, received)) = state.next.take() {
                 return Landed::Link(number, link, received);
             }
@@ -71,20 +71,20 @@ impl Berth {
         }
     }
 
-    /// Nobody waits there any more.
+    /// Ends all waits.
     pub(super) fn stop(&self) {
         lock(&self.state).is_over = true;
         self.changed.notify_all();
     }
 }
 
-/// A lane of a session.
+/// Lane of a session.
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) berth: Berth,
-    /// Frames that have come whole.
+    /// Number of frames received in full.
     came: Mutex<Counted>,
-    /// A thread reads it.
+    /// Set once a thread reads the lane.
     has_reader: AtomicBool,
 }
 
@@ -98,22 +98,22 @@ impl Lane {
         }
     }
 
-    /// The lane goes on over this link; how many frames have come.
+    /// Switches the lane to another link; returns the number of frames received.
     pub(super) fn turn(&self, link: u32) -> u64 {
         lock(&self.came).turn(link)
     }
 
-    /// Whether the caller is to read it: the first one that asks.
+    /// Returns true to the first caller, which must then read the lane.
     pub(super) fn needs_reader(&self) -> bool {
         !self.has_reader.swap(true, Ordering::AcqRel)
     }
 }
 
-/// Why a connection is read no more.
+/// Reasons to stop reading a connection.
 enum Ended {
-    /// It is lost, or another one has taken its place.
+    /// The connection is lost, or another one has replaced it.
     Lost(ReceiveError),
-    /// What came over it ends the session.
+    /// The bytes received end the session.
     Failed(ReceiveError),
 }
 
@@ -123,17 +123,17 @@ impl<E: Into<ReceiveError>> From<E> for Ended {
     }
 }
 
-/// What is used for one frame after the other.
+/// Buffers and state that are reused for each frame.
 struct Reader {
     decoder: FrameDecoder,
     body: Vec<u8>,
-    /// The number of the last frame.
+    /// Number of the last frame.
     before: Option<u64>,
     cpu: CpuTime,
 }
 
 impl Session<'_> {
-    /// Reads and decodes the frames of a lane until the sender closes it, which it may once all has ended.
+    /// Reads and decodes the frames of a lane until the session has ended.
     pub(super) fn lane(&self, lane: &Lane, bases: &Bases, patience: Duration) -> Result<(), ReceiveError> {
         let mut reader = Reader {
             decoder: FrameDecoder::new(),
@@ -155,7 +155,7 @@ impl Session<'_> {
             if patience.is_zero() {
                 return Err(lost);
             }
-            // The others are made anew as well.
+            // All connections of the link are replaced together.
             self.mailbox.lane_lost(number);
         }
     }
@@ -195,7 +195,7 @@ impl Session<'_> {
         }
         let body = &mut reader.body[..len];
         link.read_exact(body).map_err(broken)?;
-        // From here on it does not come again; before, it does.
+        // A frame counted here is not sent again; an uncounted one is.
         let Some(count) = lock(&lane.came).one(number) else {
             return Err(Ended::Lost(ReceiveError::Lane));
         };

@@ -1,4 +1,4 @@
-//! Connecting to the destination's QEMU.
+//! Connection to the destination's QEMU.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -7,20 +7,21 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with};
 
-/// How long QEMU may leave connections waiting that it has not taken up, so that there is no room for another one.
+/// Time limit for QEMU to accept a pending connection and so make room in its backlog for another.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(30);
-/// Between two looks whether there is room.
+/// Interval at which the connection is retried.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Connects to where QEMU waits. `pause` waits for so long, and says whether it is still worth while: without it there is no
-/// connection. With `of` the socket must be that user's: the path is in a folder that is his, and may lead anywhere.
+/// Connects to the socket where QEMU waits. `pause` waits for a time and returns whether to go on; if it returns
+/// false, there is no connection. With `of`, the peer must run as that user: the path is in a directory of that user,
+/// and may lead to any socket.
 pub(super) fn connect(
     path: &Path,
     of: Option<u32>,
     pause: impl Fn(Duration) -> bool,
 ) -> io::Result<Option<UnixStream>> {
     let address = SocketAddrUnix::new(path)?;
-    // A connection that waits for room could be ended by nobody (unix(7) knows no way).
+    // A blocking connect that waits for room in the backlog could not be interrupted (unix(7) has no way).
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let begun = Instant::now();

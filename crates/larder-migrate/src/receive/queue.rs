@@ -1,10 +1,10 @@
-//! The bytes of a channel between the lanes, which decode them in any order, and the writer, which hands them to QEMU in
-//! theirs.
+//! Queue of a channel's bytes between the lanes, which decode them in any order, and the writer, which passes them to
+//! QEMU in their order.
 //!
 //! Invariants:
-//! - No byte is given to the writer twice, and none after a gap.
-//! - What waits, and what the writer has in hand, is no more than the window, in no more than [`CHANNEL_FRAMES_MAX`] pieces,
-//!   and takes at most twice its bytes of memory.
+//! - The writer gets no byte twice, and none after a gap.
+//! - The waiting bytes and those in the writer's hands are at most the window, in at most [`CHANNEL_FRAMES_MAX`]
+//!   pieces, and take at most twice their size in memory.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use super::{ReceiveError, lock};
 use crate::wire::{CHANNEL_FRAMES_MAX, FrameHeader};
 
-/// The bytes of a channel, in pieces that may come in any order.
+/// Queue of the bytes of a channel, in pieces that arrive in any order.
 pub(super) struct Queue {
     pub(super) number: u16,
     window: u64,
@@ -22,25 +22,25 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct State {
-    /// By the offset of their first byte, none of which is below `next`.
+    /// Waiting pieces by the offset of their first byte, which is never below `next`.
     pieces: BTreeMap<u64, Vec<u8>>,
-    /// The offset of the next byte for the writer.
+    /// Offset of the next byte for the writer.
     next: u64,
-    /// Bytes that QEMU took.
+    /// Number of bytes that QEMU has taken.
     taken: u64,
-    /// Of these, those that the sender knows of.
+    /// Part of `taken` that was reported to the sender.
     told: u64,
-    /// Pieces of which it does not.
+    /// Number of taken pieces that were not reported to the sender.
     untold_pieces: usize,
-    /// Bytes in all, once the sender has closed the channel.
+    /// Total bytes of the channel, once the sender has closed it.
     total: Option<u64>,
-    /// Buffers to use again.
+    /// Buffers for reuse.
     spare: Vec<Vec<u8>>,
     opened: bool,
     stopped: bool,
-    /// QEMU takes nothing more; what comes is dropped.
+    /// Set if QEMU takes nothing more; further bytes are dropped.
     refused: bool,
-    /// QEMU has closed it.
+    /// Set once QEMU has closed the channel.
     closed: bool,
 }
 
@@ -50,9 +50,10 @@ pub(super) enum Next {
 }
 
 impl Queue {
-    /// Buffers that are kept for use again.
+    /// Maximum buffers for reuse.
     const SPARE_MAX: usize = 16;
-    /// Bytes that QEMU takes before the sender is told, if more waits for QEMU; a quarter of the window, if that is less.
+    /// Bytes taken by QEMU after which the sender gets a report, even if more bytes wait; a quarter of the window, if
+    /// less.
     const TELL_EVERY: u64 = 1 << 20;
 
     pub(super) fn new(number: u16, window: u32) -> Self {
@@ -64,7 +65,7 @@ impl Queue {
         }
     }
 
-    /// An empty buffer for a frame, which must lie within the window.
+    /// Returns an empty buffer for a frame, which must lie within the window.
     pub(super) fn buffer(&self, header: &FrameHeader) -> Result<Vec<u8>, ReceiveError> {
         let mut state = lock(&self.state);
         let end = header.offset + u64::from(header.raw_len);
@@ -103,7 +104,7 @@ impl Queue {
         if state.pieces.len() >= CHANNEL_FRAMES_MAX {
             return Err(ReceiveError::Frames { channel: self.number });
         }
-        // A few bytes that wait must not hold the room of a whole frame.
+        // A few waiting bytes must not hold the buffer of a whole frame.
         let bytes = if bytes.len() < bytes.capacity() / 2 {
             let small = bytes.as_slice().to_vec();
             state.spare(bytes);
@@ -118,8 +119,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits for what comes next; `None` when the session is over. `tell` is to tell the sender how many bytes QEMU took:
-    /// at times, and before anything is waited for.
+    /// Waits for the next bytes; returns `None` when the session is over. Calls `tell` with the number of bytes that
+    /// QEMU has taken, for a report to the sender: at intervals, and before each wait.
     pub(super) fn next(&self, tell: impl Fn(u64)) -> Option<Next> {
         let mut state = lock(&self.state);
         loop {
@@ -149,7 +150,7 @@ impl Queue {
         }
     }
 
-    /// QEMU took these bytes.
+    /// Records that QEMU has taken these bytes, and reuses their buffer.
     pub(super) fn taken(&self, bytes: Vec<u8>) {
         let mut state = lock(&self.state);
         state.taken += bytes.len() as u64;
@@ -157,17 +158,17 @@ impl Queue {
         state.spare(bytes);
     }
 
-    /// The sender opens the channel; `false` if it has before.
+    /// Marks the channel as opened by the sender; returns false if it was opened before.
     pub(super) fn open(&self) -> bool {
         !std::mem::replace(&mut lock(&self.state).opened, true)
     }
 
-    /// QEMU has closed it.
+    /// Marks the channel as closed by QEMU.
     pub(super) fn closed(&self) {
         lock(&self.state).closed = true;
     }
 
-    /// The sender has closed the channel after so many bytes.
+    /// Marks the channel as closed by the sender, after `total` bytes.
     pub(super) fn close(&self, total: u64) -> Result<(), ReceiveError> {
         let mut state = lock(&self.state);
         let last = state
@@ -185,7 +186,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Its number, if something is still to be delivered or QEMU has not closed it.
+    /// Returns the channel's number if bytes are still to be delivered or QEMU has not closed it.
     pub(super) fn is_open(&self) -> Option<u16> {
         let state = lock(&self.state);
         let delivered = state.refused || state.total == Some(state.taken);

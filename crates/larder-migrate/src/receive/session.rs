@@ -1,4 +1,4 @@
-//! A session with a sender, over one link after the other.
+//! Session with a sender, over successive links.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
@@ -34,16 +34,16 @@ pub(super) struct Session<'a> {
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) greetings: Mutex<Greetings>,
     pub(super) claim: Mutex<Claim>,
-    /// Where another control connection waits to be taken up.
+    /// Slot where a new control connection waits to be taken.
     pub(super) berth: Berth,
-    /// There is no link now.
+    /// True while the session has no link.
     pub(super) lost: AtomicBool,
     queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
     delivered: Mutex<Delivered>,
     pub(super) ending: Ending<ReceiveError>,
-    /// The sender has said something to whoever moves the VM, which comes before it sends any.
+    /// Set once the sender has sent a note; a mover sends one before its QEMU's channels.
     noted: AtomicBool,
-    /// The sender has said that nothing will follow.
+    /// Set once the sender has sent END.
     pub(super) ended: AtomicBool,
     over: AtomicBool,
     pub(super) over_event: OwnedFd,
@@ -123,7 +123,7 @@ impl<'a> Session<'a> {
         lock(&self.greetings).shut();
     }
 
-    /// Waits for so long; whether the session goes on.
+    /// Waits for `time`; returns false if the session is over.
     fn pause(&self, time: Duration) -> bool {
         let timeout = Timespec::try_from(time).ok();
         let _ = poll(&mut [PollFd::new(&self.over_event, PollFlags::IN)], timeout.as_ref());
@@ -138,8 +138,8 @@ impl<'a> Session<'a> {
         self.options.window.max(2 * FRAME_RAW_MAX as u32)
     }
 
-    /// Goes on with the first control connection, with which the session begins, and those that take its place, with the
-    /// last of which it ends.
+    /// Runs the session's control connection: the first one, and those that replace it. The session ends with the
+    /// last.
     pub(super) fn control<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -177,7 +177,7 @@ impl<'a> Session<'a> {
                 .map_err(ReceiveError::io("the control connection"))?;
             let lost = match control.exchange(|message| self.take(opened, message)) {
                 Ok(()) => return Ok(()),
-                // It does not come to say that it has heard the end.
+                // Without patience, the sender does not reconnect to confirm the END.
                 Err(_) if patience.is_zero() && self.ended.load(Ordering::Relaxed) => return Ok(()),
                 Err(error) if patience.is_zero() || !error.is_symptom() => return Err(error.into()),
                 Err(error) => error,
@@ -192,12 +192,12 @@ impl<'a> Session<'a> {
                 Landed::Link(again, over, received) => {
                     (number, link) = (again, over);
                     if let Err(error) = self.mailbox.resume(received) {
-                        // There is somebody to tell it.
+                        // The new link can carry the reason to the sender.
                         self.fail(error.into());
                     }
                 }
                 Landed::Over => return Ok(()),
-                // All is delivered, and only that the sender knows so is not known.
+                // All is delivered; only the sender's confirmation of the END is missing.
                 Landed::Late if self.ended.load(Ordering::Relaxed) => return Ok(()),
                 Landed::Late => return Err(ReceiveError::Away { lost, waited: patience }),
             }
@@ -207,7 +207,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// What comes from the sender, to the end of the control connection.
+    /// Handles a message of the sender or an error, until the control connection ends.
     fn take(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Result<Message, ControlError>) {
         let is_reason = matches!(&message, Ok(message) if message.kind == Kind::Failed);
         if self.ending.has_failed() && !is_reason {
@@ -221,7 +221,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// A message of the sender's.
+    /// Handles a message of the sender.
     fn hear(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Message) -> Result<(), ReceiveError> {
         let unexpected = || Err(ReceiveError::Message(format!("{message:?}")));
         if self.ended.load(Ordering::Relaxed) && message.kind != Kind::Failed {
@@ -233,7 +233,7 @@ impl<'a> Session<'a> {
                 if !queue.open() {
                     return unexpected();
                 }
-                // It fails when the session is over.
+                // It fails only when the session is over.
                 let _ = opened.send(queue);
                 Ok(())
             }
@@ -260,7 +260,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// The queue of a channel, which a frame may need before the channel is opened.
+    /// Returns the queue of a channel. A frame may need it before the channel is opened.
     pub(super) fn queue(&self, number: u16) -> Result<Arc<Queue>, ReceiveError> {
         if number >= self.channels() {
             return Err(ReceiveError::Message(format!("something of channel {number}")));
@@ -272,8 +272,9 @@ impl<'a> Session<'a> {
         Ok(Arc::clone(queue))
     }
 
-    /// Connects to QEMU for each channel, in the order in which the other QEMU has connected: 7.2 takes the first one for the
-    /// main channel. QEMU may let this wait, which the control connection must not.
+    /// Connects to QEMU for each channel, in the order in which the source's QEMU has connected: QEMU 7.2 takes the
+    /// first connection as the main channel. Runs in a separate thread, since QEMU may delay this and the control
+    /// connection must not wait.
     fn open_all<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -283,7 +284,7 @@ impl<'a> Session<'a> {
         for queue in to_open {
             let connected = qemu::connect(path, self.options.user, |time| self.pause(time));
             let connected = connected.map_err(|source| match self.agent {
-                // Nobody has asked for QEMU to wait there.
+                // The sender is no mover, so QEMU was not prepared to wait there.
                 Some(_) if !self.noted.load(Ordering::Relaxed) => ReceiveError::Stream,
                 _ => ReceiveError::Qemu {
                     path: path.clone(),
@@ -306,18 +307,18 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Hands QEMU the bytes of a channel.
+    /// Writes the bytes of a channel to QEMU.
     fn write(&self, queue: &Queue, mut socket: &UnixStream) {
         let tell = |bytes| self.mailbox.send(&Message::new(Kind::Delivered, queue.number, bytes));
         let mut cpu = CpuTime::of_thread();
         while let Some(next) = queue.next(tell) {
             let Next::Bytes(bytes) = next else {
-                // All is delivered; QEMU may still have something to say.
+                // All is delivered; QEMU may still write to the return path.
                 let _ = socket.shutdown(Shutdown::Write);
                 return;
             };
             if socket.write_all(&bytes).is_err() {
-                // QEMU has ended or closed it, with bytes before it that it did not want.
+                // QEMU has ended or closed the channel, with bytes left that it does not want.
                 let _ = socket.shutdown(Shutdown::Both);
                 queue.refuse();
                 self.mailbox.send(&Message::new(Kind::Closed, queue.number, 1));
@@ -333,7 +334,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Brings what QEMU says to the sender.
+    /// Forwards QEMU's return path to the sender.
     fn bring_back(&self, queue: &Queue, mut socket: &UnixStream) {
         let mut buffer = vec![0; 32 << 10];
         loop {
@@ -350,7 +351,7 @@ impl<'a> Session<'a> {
         self.mailbox.send(&Message::new(Kind::Closed, queue.number, 0));
     }
 
-    /// Counts, for the session and for those who watch.
+    /// Updates the sums of the session and those for monitoring.
     pub(super) fn count(&self, count: impl Fn(&mut Delivered)) {
         count(&mut lock(&self.delivered));
         count(&mut lock(&self.options.watched.0).delivered);

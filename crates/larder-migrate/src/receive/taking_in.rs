@@ -1,4 +1,4 @@
-//! Taking in connections, and greeting them.
+//! Acceptance of connections, and their greetings.
 
 use std::io;
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -20,14 +20,14 @@ use crate::link::{Link, LinkError};
 use crate::session::Side as _;
 use crate::wire::{Hello, Role, Welcome};
 
-/// Where senders come, for one session after the other.
+/// Listening socket for senders, for one session after the other.
 pub struct Port {
     listener: TcpListener,
-    /// Whoever has come for the next session, and ended the one before.
+    /// Greeting of a sender that waits for the next session; it has ended the previous one.
     next: Mutex<Option<Greeting>>,
 }
 
-/// Somebody who has said what he wants.
+/// Connection that has sent its greeting.
 struct Greeting {
     link: Link,
     hello: Hello,
@@ -35,10 +35,10 @@ struct Greeting {
 }
 
 impl Port {
-    /// With whoever comes at `listener`.
+    /// Creates the port of `listener`.
     ///
     /// # Errors
-    /// It is no socket that can be waited for.
+    /// The socket cannot be made non-blocking.
     pub fn new(listener: TcpListener) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self {
@@ -47,38 +47,38 @@ impl Port {
         })
     }
 
-    /// Where it is.
+    /// Returns the address of the listening socket.
     ///
     /// # Errors
-    /// It is nowhere.
+    /// The address is unavailable.
     pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// Tells whoever has come for the next session why there is none.
+    /// Refuses the sender that waits for the next session, if there is one, with a reason.
     pub fn refuse_next(&self, reason: &str) {
         if let Some(mut greeting) = lock(&self.next).take() {
-            // It may have gone.
+            // The sender may have disconnected.
             let _ = Welcome::refuse(&mut greeting.link, reason);
         }
     }
 }
 
-/// What somebody has become who was greeted.
+/// Role of a connection that was accepted.
 enum Placed {
-    /// The first control connection.
+    /// First control connection of the session.
     Opens(Link, Duration),
-    /// The first connection of a lane, which waits at its berth.
+    /// First connection of a lane, which waits at the lane's berth.
     Begins(Arc<Lane>, Arc<Bases>, Duration),
-    /// One that waits where somebody takes it up.
+    /// Connection that waits at a berth that has a reader.
     Waits,
-    /// One for the next session.
+    /// Connection for the next session.
     Next(Greeting),
 }
 
 impl Session<'_> {
-    /// Accepts connections until the session is over. Each has a thread of its own from its beginning, so that a stranger
-    /// who says nothing keeps nobody waiting.
+    /// Accepts connections until the session is over. Each one gets a thread at once, so that a silent peer blocks no
+    /// other.
     pub(super) fn take_in<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -112,7 +112,7 @@ impl Session<'_> {
                 }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => self.wait_for(&port.listener)?,
-                    // It has gone before it was taken in.
+                    // The peer has disconnected before the connection was accepted.
                     io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                     _ => return Err(ReceiveError::io("waiting for a sender")(error)),
                 },
@@ -135,7 +135,7 @@ impl Session<'_> {
         }
     }
 
-    /// Hears what somebody wants who has connected.
+    /// Accepts a connection, and reads and verifies its greeting.
     fn greeting(&self, socket: TcpStream, peer: IpAddr) -> Result<Greeting, ReceiveError> {
         socket
             .set_nonblocking(false)
@@ -149,7 +149,7 @@ impl Session<'_> {
         Ok(Greeting { link, hello, peer })
     }
 
-    /// Gives him what he may have of the session; those who are no part of it are told so.
+    /// Assigns a connection its role in the session, or refuses it.
     fn place(&self, mut greeting: Greeting) -> Result<Placed, ReceiveError> {
         let granted = self.grant(&greeting.hello).or_else(|reason| {
             Welcome::refuse(&mut greeting.link, reason)?;
@@ -174,7 +174,7 @@ impl Session<'_> {
         }
         let granted = claim.grant(hello, &offer)?;
         if matches!(granted, Granted::Link) {
-            // Before somebody else can have a later one.
+            // Done under the lock, so that no later link can be granted before.
             self.ending.sockets.turn(hello.link);
         }
         Ok(granted)
@@ -225,7 +225,7 @@ impl Session<'_> {
         }
     }
 
-    /// Does what is to be done for one who was greeted.
+    /// Runs the thread of a connection according to its role.
     fn attend<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -241,7 +241,7 @@ impl Session<'_> {
                 *lock(&port.next) = Some(greeting);
                 Err(ReceiveError::Replaced)
             }
-            // It is nobody's who has anything to do with the session.
+            // The connection has no part in the session.
             Err(error) => {
                 tracing::warn!("{peer}: {error}");
                 Ok(())

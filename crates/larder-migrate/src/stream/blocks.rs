@@ -1,55 +1,55 @@
-//! The RAM blocks of a migration and their numbers.
+//! RAM blocks of a migration and their numbers.
 //!
-//! Shared by the parsers of all channels: a multifd packet names its block, a record of the main channel names it where it
-//! changes, and the size is told once, at the beginning of the main channel. A parser asks here only where a name is
-//! another than the last one, so the lock is of no account.
+//! The parsers of all channels share them. A multifd packet names its block, a record of the main channel names it
+//! where it changes, and the size is sent once, at the beginning of the main channel. A parser accesses the table
+//! only where a name differs from the last one, so the lock costs nothing.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::units::PAGE_BYTES;
 
-/// A RAM block, by its number in this migration: from 0, in the order in which the parsers met them.
+/// Number of a RAM block in this migration: from 0, in the order in which the parsers met the blocks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BlockId(u16);
 
 impl BlockId {
-    /// Block number `id`.
+    /// Creates the number `id`.
     pub const fn new(id: u16) -> Self {
         Self(id)
     }
 
-    /// Its number.
+    /// Returns the number.
     pub const fn get(self) -> u16 {
         self.0
     }
 
-    /// Its number, to index tables of blocks with.
+    /// Returns the number as an index into tables of blocks.
     pub const fn as_usize(self) -> usize {
         self.0 as usize
     }
 }
 
-/// What is known of a RAM block.
+/// Known properties of a RAM block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Block {
-    /// QEMU's name of it, such as `pc.ram`; not always UTF-8, but for QEMU it always has been.
+    /// Name in QEMU, such as `pc.ram`. QEMU's names have always been UTF-8, which is not assumed here.
     pub name: Box<[u8]>,
-    /// Bytes in use, or none if a channel named it before the main channel told.
+    /// Bytes in use; `None` if a channel named the block before the main channel sent its size.
     pub len_bytes: Option<u64>,
-    /// The page size of its memory on the source, where the stream tells: post-copy, and other than 4 KiB.
+    /// Page size of its memory on the source, if the stream has it: with post-copy, and if other than 4 KiB.
     pub page_bytes: Option<u64>,
 }
 
-/// What a parser needs of a block.
+/// Properties of a block that a parser needs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
     pub(super) id: BlockId,
-    /// How many pages it has, if its size is known.
+    /// Number of pages, if the size is known.
     pub(super) pages: Option<u32>,
 }
 
-/// The RAM blocks of one migration. Clones are the same list.
+/// RAM blocks of one migration. Clones share the list.
 #[derive(Clone, Default, Debug)]
 pub struct Blocks {
     table: Arc<Mutex<Table>>,
@@ -59,45 +59,45 @@ pub struct Blocks {
 struct Table {
     list: Vec<Block>,
     by_name: HashMap<Box<[u8]>, BlockId>,
-    /// The section of the main channel that has RAM; a main channel that is connected anew does not tell it again.
+    /// Number of the main channel's section that has RAM; a main channel that reconnects does not send it again.
     ram_section: Option<u32>,
 }
 
 impl Blocks {
-    /// So many blocks are kept, of names of 255 bytes at most. A machine has a few dozen; pages of others are literal.
+    /// Maximum blocks kept, with names of at most 255 bytes. A machine has a few dozen; pages of others are literal.
     pub const MAX: usize = 4096;
 
-    /// None yet.
+    /// Creates an empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// All that are known, by number.
+    /// Returns all known blocks, by number.
     pub fn list(&self) -> Vec<Block> {
         self.lock().list.clone()
     }
 
-    /// What is known of one.
+    /// Returns the properties of a block.
     pub fn get(&self, id: BlockId) -> Option<Block> {
         self.lock().list.get(id.as_usize()).cloned()
     }
 
-    /// How many are known.
+    /// Returns the number of known blocks.
     pub fn len(&self) -> usize {
         self.lock().list.len()
     }
 
-    /// Whether none is known.
+    /// Returns true if no block is known.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The block of this name, new or not; none if there are [`Self::MAX`] others.
+    /// Returns the block with this name, adding it if needed; `None` if there are [`Self::MAX`] others.
     pub(super) fn named(&self, name: &[u8]) -> Option<Found> {
         self.lock().named(name)
     }
 
-    /// The same, and its size is told.
+    /// Returns the block with this name like [`Self::named`], and sets its size.
     pub(super) fn sized(&self, name: &[u8], len_bytes: u64) -> Option<Found> {
         let mut table = self.lock();
         let id = table.named(name)?.id;
@@ -105,14 +105,14 @@ impl Blocks {
         Some(table.found(id))
     }
 
-    /// The page size of a block's memory is told.
+    /// Sets the page size of a block's memory.
     pub(super) fn page_size(&self, id: BlockId, bytes: u64) {
         if let Some(block) = self.lock().list.get_mut(id.as_usize()) {
             block.page_bytes = Some(bytes);
         }
     }
 
-    /// See [`Table::ram_section`].
+    /// Returns [`Table::ram_section`].
     pub(super) fn ram_section(&self) -> Option<u32> {
         self.lock().ram_section
     }
@@ -122,7 +122,7 @@ impl Blocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // No change of the table can stop half-way.
+        // No change of the table can be left half-made by a panic.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_has_one_number_for_all_who_ask() {
+    fn parsers_share_block_numbers() {
         let blocks = Blocks::new();
         let other = blocks.clone();
         let ram = blocks.named(b"pc.ram").unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn more_blocks_than_any_machine_has_are_not_kept() {
+    fn block_table_is_bounded() {
         let blocks = Blocks::new();
         for index in 0..Blocks::MAX {
             assert!(blocks.named(format!("{index}").as_bytes()).is_some());

@@ -1,27 +1,28 @@
-//! The configuration section, with which a main channel begins.
+//! Configuration section, at the beginning of a main channel.
 //!
 //! ```text
 //! u8    7
-//! be32  length, and the machine type
-//! then any of these, each
+//! be32  length, then the machine type
+//! then any number of these:
 //! u8    5, u8 length, name, be32 version
 //!       configuration/target-page-bits  be32
-//!       configuration/capabilities      be32 count; of each u8 length, name
+//!       configuration/capabilities      be32 count; for each: u8 length, name
 //!       configuration/uuid              16 bytes
 //! ```
 //!
-//! Nothing says where it ends, or where one that is not known would: what follows it is looked for then.
+//! The section has no length, and neither has an unknown subsection. Its end is then found by searching for what
+//! follows.
 
 use super::facts::Machine;
 use super::held::{Held, Unknown, be32};
 use super::records::Context;
 
-/// Longer names of a machine type are none.
+/// Maximum bytes of a machine type's name.
 const MACHINE_BYTES_MAX: usize = 255;
 
 const CAPABILITIES: &[u8] = b"configuration/capabilities";
 
-/// How long the section's first part is.
+/// Returns the length of the section's first part.
 pub(super) fn machine_bytes(held: &[u8]) -> Result<usize, Unknown> {
     if held.len() < 5 {
         return Ok(5);
@@ -32,13 +33,13 @@ pub(super) fn machine_bytes(held: &[u8]) -> Result<usize, Unknown> {
     }
 }
 
-/// The section's first part.
+/// Parses the section's first part.
 pub(super) fn machine(cx: &mut Context<'_>) {
     cx.facts.machine = Machine::of(&cx.held.get()[5..]);
     cx.facts.changed();
 }
 
-/// How long a subsection is; of the capabilities, up to the first of them.
+/// Returns the length of a subsection; for the capabilities, the length up to the first of them.
 pub(super) fn subsection_bytes(held: &[u8]) -> Result<usize, Unknown> {
     let Some(&len) = held.get(1) else { return Ok(2) };
     let name_end = 2 + usize::from(len);
@@ -54,7 +55,7 @@ pub(super) fn subsection_bytes(held: &[u8]) -> Result<usize, Unknown> {
     Ok(name_end + 4 + body)
 }
 
-/// How many capabilities follow a subsection.
+/// Returns the number of capabilities that follow a subsection.
 pub(super) fn capabilities(held: &Held) -> u32 {
     let bytes = held.get();
     let name_end = 2 + usize::from(bytes[1]);
@@ -64,12 +65,12 @@ pub(super) fn capabilities(held: &Held) -> u32 {
     }
 }
 
-/// How long a capability is.
+/// Returns the length of a capability.
 pub(super) fn capability_bytes(held: &[u8]) -> Result<usize, Unknown> {
     Ok(1 + held.first().map_or(0, |&len| usize::from(len)))
 }
 
-/// A capability that is on. Only those are here that the destination must have on as well.
+/// Parses a capability that is on. Only those are sent that the destination must enable as well.
 pub(super) fn capability(cx: &mut Context<'_>) {
     if &cx.held.get()[1..] == b"x-ignore-shared" {
         cx.facts.ignore_shared = true;

@@ -1,106 +1,108 @@
-//! What a parser has come across.
+//! Facts that a parser has found.
 
 use std::fmt;
 
-/// What a channel is, by its first bytes.
+/// Kind of a channel, determined from its first bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Channel {
-    /// Fewer bytes than it takes to know.
+    /// Too few bytes have arrived to determine the kind.
     #[default]
     Undecided,
-    /// The main channel.
+    /// Main channel.
     Main,
-    /// The main channel again, connected anew in post-copy.
+    /// Main channel that has reconnected in post-copy.
     Resumed,
-    /// Post-copy's second channel, of pages that are waited for.
+    /// Post-copy's second channel, with pages that the destination waits for.
     Preempt,
-    /// A multifd channel.
+    /// Multifd channel.
     Multifd {
-        /// Which, as the source numbers them.
+        /// Number of the channel at the source.
         id: u8,
     },
-    /// Something else, such as TLS: all of it is literal.
+    /// Other bytes, such as TLS: all are literal.
     Opaque,
 }
 
-/// How far a main channel has come.
+/// Phase of a main channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Phase {
-    /// Configuration, and what is migrated.
+    /// Configuration, and the list of what is migrated.
     #[default]
     Setup,
-    /// Memory, while the source runs, or has just stopped.
+    /// Memory, while the source runs or has just stopped.
     Ram,
     /// Memory, while the destination runs or is about to: its device state has been sent.
     Postcopy,
-    /// Device state, after all memory. All that follows is literal.
+    /// Device state, after all memory. Everything that follows is literal.
     DeviceState,
-    /// The stream says that it ends.
+    /// The stream has sent its end.
     Ended,
 }
 
-/// What a parser has come across. Each channel has its own.
+/// Facts that a parser has found in its channel.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Facts {
-    /// What the channel is.
+    /// Kind of the channel.
     pub channel: Channel,
-    /// How far it has come, if it is a main channel.
+    /// Phase, if the channel is a main channel.
     pub phase: Phase,
-    /// Goes up whenever something here changes that is not a count, so that who watches need not compare all.
+    /// Counter of changes to fields that are not counters themselves, so that a watcher need not compare them all.
     pub changes: u64,
-    /// Bytes looked at.
+    /// Bytes parsed.
     pub bytes: u64,
-    /// Pages that were told.
+    /// Pages that were reported.
     pub pages: u64,
-    /// Pages that were sent as they are and not told: cut by [`pass`](super::Parser::pass), or of a block that is not known.
+    /// Pages with plain content that were not reported: split by [`pass`](super::Parser::pass), or of an unknown
+    /// block.
     pub pages_untold: u64,
-    /// Pages of which the stream says that they are zero.
+    /// Pages that the stream declares as zero.
     pub zero_pages: u64,
     /// Pages that QEMU has encoded itself: XBZRLE, or compressed. They are literal.
     pub encoded_pages: u64,
-    /// How often a section of RAM ended: about every 50 ms while the source runs.
+    /// Number of RAM sections that ended: about one every 50 ms while the source runs.
     pub ram_sections: u64,
-    /// How often the pages of a main channel began again from a lower place: about how often all memory was gone over,
-    /// less one. Not counted once post-copy has begun, nor for pages on multifd channels.
+    /// Number of times that the pages of a main channel restarted from a lower address: about the number of passes
+    /// over all memory, less one. Not counted once post-copy has begun, nor for pages on multifd channels.
     pub passes: u64,
-    /// How often the main channel told the destination to wait for the multifd channels (from machine type 8.1 on:
-    /// once each time that all memory was gone over).
+    /// Number of times that the main channel made the destination wait for the multifd channels (from machine type
+    /// 8.1 on: once per pass over all memory).
     pub multifd_flushes: u64,
-    /// How often a multifd channel was told so (up to machine type 8.0 with each section of RAM, later with each flush).
+    /// Number of syncs on a multifd channel (up to machine type 8.0 with each section of RAM, later with each flush).
     pub multifd_syncs: u64,
-    /// Packets of a multifd channel, those without pages too.
+    /// Packets of a multifd channel, including those without pages.
     pub packets: u64,
-    /// Packets of them that have device state, and none of memory.
+    /// Packets among them with device state, and no memory.
     pub device_packets: u64,
-    /// How often the parser did not understand what it saw. What follows is literal up to a place that it knows again.
+    /// Number of times that the parser lost its place. The bytes after that are literal until it recognises a
+    /// structure.
     pub losses: u64,
-    /// The destination was asked to open the return path.
+    /// Set once the destination was asked to open the return path.
     pub return_path: bool,
-    /// The source may switch to post-copy.
+    /// Set if the source may switch to post-copy.
     pub postcopy_advised: bool,
-    /// Page sizes of memory on the source, or-ed, if it may switch to post-copy; 0 if that is not known.
+    /// Page sizes of memory on the source, or-ed, if it may switch to post-copy; 0 if unknown.
     pub page_sizes: u64,
-    /// The device state of post-copy has begun, and the destination is asked to listen for pages.
+    /// Set once the device state of post-copy has begun, and the destination is asked to listen for pages.
     pub postcopy_listen: bool,
-    /// The device state of post-copy is complete, and the destination is asked to run.
+    /// Set once the device state of post-copy is complete, and the destination is asked to run.
     pub postcopy_run: bool,
-    /// Post-copy goes on after it was interrupted.
+    /// Set if post-copy continues after an interruption.
     pub postcopy_resumed: bool,
-    /// The source has stopped and switches over (from machine type 10.0 on).
+    /// Set once the source has stopped and switches over (from machine type 10.0 on).
     pub switchover_start: bool,
-    /// It is for COLO, and does not end.
+    /// Set if the migration is for COLO, and does not end.
     pub colo: bool,
-    /// Memory in shared files is not sent.
+    /// Set if memory in shared files is not sent.
     pub ignore_shared: bool,
-    /// QEMU says that it has sent all memory.
+    /// Set once QEMU has sent the end of all memory.
     pub ram_ended: bool,
-    /// The machine type, such as `pc-q35-7.2`.
+    /// Machine type, such as `pc-q35-7.2`.
     pub machine: Machine,
 }
 
 impl Facts {
-    /// The oldest release of QEMU that this can be from (major and minor), by its machine type and by what only later ones
-    /// send. QEMU 10 with machine type 7.2 sends what QEMU 7.2 would.
+    /// Returns the oldest release of QEMU (major and minor) that can send this, by its machine type and by features
+    /// that only later ones send. QEMU 10 with machine type 7.2 sends the same as QEMU 7.2.
     pub fn qemu_at_least(&self) -> Option<(u16, u16)> {
         let signs = [
             self.machine.version(),
@@ -111,13 +113,13 @@ impl Facts {
         signs.into_iter().flatten().max()
     }
 
-    /// Something changed that is not a count.
+    /// Counts a change of a field that is not a counter.
     pub(super) fn changed(&mut self) {
         self.changes += 1;
     }
 }
 
-/// The name of a machine type, its first 64 bytes.
+/// Name of a machine type, its first 64 bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Machine {
     name: [u8; 64],
@@ -133,12 +135,12 @@ impl Machine {
         machine
     }
 
-    /// It, or an empty string if it is not known or is not UTF-8.
+    /// Returns the name, or an empty string if it is unknown or not UTF-8.
     pub fn name(&self) -> &str {
         std::str::from_utf8(&self.name[..usize::from(self.len)]).unwrap_or("")
     }
 
-    /// The release that it ends with: 7 and 2 of `pc-q35-7.2`.
+    /// Returns the release at its end: 7 and 2 of `pc-q35-7.2`.
     pub fn version(&self) -> Option<(u16, u16)> {
         let (_, version) = self.name().rsplit_once('-')?;
         let (major, minor) = version.split_once('.')?;
@@ -163,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_type_says_its_release() {
+    fn machine_type_yields_release() {
         assert_eq!(Machine::of(b"pc-i440fx-7.2").version(), Some((7, 2)));
         assert_eq!(Machine::of(b"pc-q35-10.0").version(), Some((10, 0)));
         assert_eq!(Machine::of(b"microvm").version(), None);

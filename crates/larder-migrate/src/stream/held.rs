@@ -1,13 +1,13 @@
-//! The bytes of a structure that is not there wholly yet.
+//! Buffer for the bytes of an incomplete structure.
 //!
-//! They have been carried already: a structure is literal whatever it says, so its bytes need not wait for its end. What
-//! is held here is a copy, to be read once it is whole.
+//! The bytes have been carried already: a structure is always literal, so its bytes need not wait for its end. The
+//! buffer has a copy, which is parsed once it is complete.
 
-/// The bytes are none of this format.
+/// Error: the bytes do not belong to this format.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unknown;
 
-/// The beginning of a structure.
+/// Beginning of a structure.
 #[derive(Debug)]
 pub(super) struct Held {
     bytes: [u8; Held::MAX],
@@ -15,7 +15,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// The longest structure: a multifd packet's header with its 128 offsets.
+    /// Bytes of the longest structure: a multifd packet's header with its 128 offsets.
     pub(super) const MAX: usize = 1344;
 
     pub(super) const fn new() -> Self {
@@ -37,14 +37,15 @@ impl Held {
         self.len = 0;
     }
 
-    /// Holds `bytes` and nothing else.
+    /// Replaces the content by `bytes`.
     pub(super) fn set(&mut self, bytes: &[u8]) {
         self.clear();
         self.fill(bytes.len(), bytes);
     }
 
-    /// Takes of `data`, from `taken` on, what is missing of a structure, and whether it is whole. `need` says how long the
-    /// structure is, or at least is, for the bytes of it that are there: more with more bytes, up to [`Self::MAX`].
+    /// Takes the missing bytes of a structure from `data[taken..]`; returns true once it is complete. `need` returns
+    /// the length of the structure, or a lower bound of it, from the bytes present. It may grow with more bytes, up
+    /// to [`Self::MAX`].
     pub(super) fn whole(
         &mut self,
         data: &[u8],
@@ -71,7 +72,7 @@ impl Held {
     }
 }
 
-/// The big-endian number at `at`, of bytes that are known to be there.
+/// Returns the big-endian number at `at`, which must be in bounds.
 pub(super) fn be16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
@@ -89,8 +90,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_structure_is_held_until_it_is_whole() {
-        // A length, and so many bytes.
+    fn structure_is_held_until_complete() {
+        // A length, and as many bytes.
         let need = |held: &[u8]| Ok(1 + held.first().map_or(0, |&len| usize::from(len)));
         let mut held = Held::new();
         let mut taken = 0;
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn no_structure_is_longer_than_what_can_be_held() {
+    fn held_bytes_are_bounded() {
         let mut held = Held::new();
         let mut taken = 0;
         assert!(!held.whole(&[1; 5000], &mut taken, |_| Ok(5000)).unwrap());

@@ -1,21 +1,21 @@
-//! The main channel: sections, one after the other.
+//! Parser of the main channel: a sequence of sections.
 //!
 //! ```text
 //! "QEVM" be32 3
 //! 07 configuration                        see configuration.rs
 //! 08 be16 command, be16 length            as many bytes
 //!    PACKAGED (7), length 4: be32 length  as many bytes: post-copy's device state
-//! 01 be32 number, u8 length, name, be32 instance, be32 version    the first section of what is sent in several, RAM's too
-//! 02 be32 number                          another section of it
-//! 03 be32 number                          its last one
+//! 01 be32 number, u8 length, name, be32 instance, be32 version    first section of something sent in several, RAM too
+//! 02 be32 number                          further section of it
+//! 03 be32 number                          last section of it
 //! 04                                      as 01: device state, in one section
-//! 7e be32 number                          ends each of these four
-//! 00                                      the end
-//! 06 be32 length                          as many bytes: what device state there was, in JSON
+//! 7e be32 number                          footer of each of these four
+//! 00                                      end of the stream
+//! 06 be32 length                          as many bytes: description of the device state, in JSON
 //! ```
 //!
-//! Only RAM's sections are understood. The end of others is looked for: see `scan.rs`. When all memory has been sent,
-//! device state begins, and all the rest is literal.
+//! Only RAM's sections are parsed. The end of the others is searched for, see `scan.rs`. When all memory has been
+//! sent, device state begins, and all the rest is literal.
 
 use super::configuration;
 use super::facts::Phase;
@@ -26,23 +26,23 @@ use super::wire::{MAIN_VERSION, RAM_VERSION, command, section};
 
 #[derive(Clone, Copy, Debug)]
 enum At {
-    /// The stream's version.
+    /// Version of the stream.
     Version,
-    /// The beginning of a section.
+    /// Beginning of a section.
     Section,
-    /// So many capabilities of the configuration.
+    /// This many capabilities of the configuration.
     Capabilities(u32),
-    /// So many bytes that are literal, and what comes then.
+    /// This many literal bytes, and the state after them.
     Skip(u64, Then),
-    /// The first command of a package of so many bytes.
+    /// First command of a package of this many bytes.
     PackageStart(u32),
-    /// The last command of a package.
+    /// Last command of a package.
     PackageEnd,
     /// RAM's records.
     Ram,
-    /// Something of which the end is looked for.
+    /// Section whose end is searched for.
     Scan(Scan),
-    /// What is literal to the end.
+    /// Literal bytes to the end.
     Opaque,
 }
 
@@ -52,27 +52,27 @@ enum Then {
     PackageEnd,
 }
 
-/// Bytes of a command without more.
+/// Bytes of a command without data.
 const COMMAND_BYTES: usize = 5;
 
-/// QEMU numbers what it saves from 0 on: a few hundred in a large machine.
+/// Upper bound of section numbers: QEMU numbers what it saves from 0 on, a few hundred in a large machine.
 const NUMBER_PLAUSIBLE_MAX: u32 = 0xffff;
 
-/// A parser of the main channel.
+/// Parser of the main channel.
 #[derive(Debug)]
 pub(super) struct MainChannel {
     at: At,
     records: Records,
-    /// The number of RAM's sections.
+    /// Number of RAM's sections.
     ram: Option<u32>,
-    /// The records are of RAM's last section.
+    /// Set while the records are in RAM's last section.
     last_section: bool,
-    /// A section has been taken for ended, and its successor has not been seen to be one yet.
+    /// Search to resume if the supposed end of a section turns out to be wrong, until the next section confirms it.
     doubtful: Option<Scan>,
 }
 
 impl MainChannel {
-    /// After the magic.
+    /// Creates a parser that starts after the magic.
     pub(super) const fn new() -> Self {
         Self {
             at: At::Version,
@@ -83,7 +83,8 @@ impl MainChannel {
         }
     }
 
-    /// One that was connected anew, in post-copy: it goes on with a command, and RAM has the number that it had.
+    /// Creates the parser of a main channel that has reconnected in post-copy: it starts with a command, and RAM
+    /// keeps its number.
     pub(super) const fn resumed(ram: Option<u32>) -> Self {
         Self {
             at: At::Section,
@@ -92,7 +93,7 @@ impl MainChannel {
         }
     }
 
-    /// As [`Records::step`]; it does not end.
+    /// Parses like [`Records::step`], but never returns [`Flow::End`].
     pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
         loop {
             let known = match self.at {
@@ -131,7 +132,7 @@ impl MainChannel {
         }
     }
 
-    /// What is held until it is whole. Whether it is.
+    /// Parses a structure once it is complete. Returns false while it is not.
     fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, Unknown> {
         let whole = match self.at {
             At::Version => cx.held.whole(data, taken, |_| Ok(4)),
@@ -168,7 +169,7 @@ impl MainChannel {
         Ok(true)
     }
 
-    /// A section's beginning, whole.
+    /// Parses the complete beginning of a section.
     fn section(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
         let bytes = cx.held.get();
         let ended = cx.facts.phase == Phase::Ended;
@@ -197,7 +198,7 @@ impl MainChannel {
         Ok(at)
     }
 
-    /// A section of something that has begun before.
+    /// Parses the beginning of a section of something that has begun before.
     fn next_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
         let number = be32(cx.held.get(), 1);
         if self.ram.is_none() && cx.facts.postcopy_resumed {
@@ -212,7 +213,7 @@ impl MainChannel {
         Ok(self.ram_section(cx, kind == section::END))
     }
 
-    /// A section of something new.
+    /// Parses the beginning of a section of something new.
     fn first_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
         let bytes = cx.held.get();
         let (number, name_end) = (be32(bytes, 1), bytes.len() - 8);
@@ -273,7 +274,7 @@ impl MainChannel {
         At::Skip(u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64, Then::Section)
     }
 
-    /// Whether so many bytes have been skipped.
+    /// Skips literal bytes; returns true once all are skipped.
     fn skip(&mut self, left: u64, then: Then, data: &[u8], taken: &mut usize) -> bool {
         let skip = left.min((data.len() - *taken) as u64);
         *taken += skip as usize;
@@ -303,11 +304,11 @@ impl MainChannel {
         }
     }
 
-    /// What was seen is not understood: a place that is known again is looked for.
+    /// Handles bytes that are not understood: searches for a structure that is recognised.
     fn lost(&mut self, cx: &mut Context<'_>) {
         cx.held.clear();
         if let Some(scan) = self.doubtful.take() {
-            // That was no footer.
+            // The bytes found were not a footer.
             self.at = At::Scan(Scan::new(scan.section(), self.ram));
             return;
         }
@@ -333,13 +334,13 @@ fn capabilities(left: u32) -> At {
     }
 }
 
-/// A command without more.
+/// Returns the bytes of a command without data.
 fn bare_command(number: u16) -> [u8; COMMAND_BYTES] {
     let [high, low] = number.to_be_bytes();
     [section::COMMAND, high, low, 0, 0]
 }
 
-/// How long the beginning of a section is.
+/// Returns the length of a section's beginning.
 fn section_bytes(held: &[u8]) -> Result<usize, Unknown> {
     match held.first() {
         None | Some(&section::EOF) => Ok(1),

@@ -1,27 +1,28 @@
-//! Where the pages of guest memory lie in QEMU's migration stream.
+//! Parser of QEMU's migration stream, which finds the pages of guest memory in it.
 //!
 //! ```text
-//! a channel's bytes, as they arrive -> Parser::next -> Literal   headers, device state: carried as they are
-//!                                                     Pages     the content of pages
-//!                                                     Record    a header that the page's number says, and its page
-//!                                                     Zeros     records that say no more than that pages are zero
-//!                                                     NeedMore  the next page is not there wholly
-//!                                      Parser::pass      what is there must go now: it is carried as it is
+//! a channel's bytes, as they arrive -> Parser::next -> Literal   headers, device state: carried unchanged
+//!                                                     Pages     contents of pages
+//!                                                     Record    a header that follows from the page's number, and its page
+//!                                                     Zeros     records that only state that pages are zero
+//!                                                     NeedMore  the next page is incomplete
+//!                                      Parser::pass      the bytes cannot wait: they are carried unchanged
 //! ```
 //!
-//! A channel has a parser; the parsers of a migration share [`Blocks`], which gives RAM blocks their numbers. The
-//! formats, those of QEMU 7.2 to 10.2, are in `docs/migration-stream.md`.
+//! Each channel has a parser. The parsers of a migration share [`Blocks`], which numbers the RAM blocks. The formats,
+//! those of QEMU 7.2 to 10.2, are in `docs/migration-stream.md`.
 //!
 //! Invariants:
-//! - What is told is a hint. The bytes of all steps, one after the other, are the channel's bytes, whatever they say; a
-//!   [`Step::Record`] and [`Step::Zeros`] are told only of bytes that [`page_header`] and [`zero_record`] make again.
-//! - Each byte is looked at once, by `next` or by `pass`, and counts the same for the parser's place in the stream. So
-//!   a channel can be emptied at any byte, in the midst of a page too, without loss of what follows.
-//! - Nothing that the bytes say makes a parser panic, allocate (but for a new block: [`Blocks::MAX`] at most), or ask for
-//!   more than [`Parser::LOOKAHEAD`] bytes.
+//! - Steps are hints. The bytes of all steps, one after the other, are the channel's bytes, whatever the steps are. A
+//!   [`Step::Record`] or [`Step::Zeros`] is reported only for bytes that [`page_header`] and [`zero_record`]
+//!   reproduce.
+//! - Each byte is parsed once, by `next` or by `pass`, and both advance the parser alike. So a channel can be emptied
+//!   at any byte, even inside a page, without losing what follows.
+//! - No input makes a parser panic, allocate (except for a new block: at most [`Blocks::MAX`]), or ask for more than
+//!   [`Parser::LOOKAHEAD`] bytes.
 //!
-//! It never fails: what it does not understand is literal, as is all that follows, up to a place that it knows again for
-//! certain. [`Facts`] tell what it has come across.
+//! The parser never fails. Bytes that it does not understand are literal, and so are all that follow until it
+//! recognises a structure with certainty. [`Facts`] record what it has found.
 
 mod blocks;
 mod configuration;

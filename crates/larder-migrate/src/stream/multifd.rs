@@ -1,4 +1,4 @@
-//! Multifd channels: packets, the pages of each after its header.
+//! Parser of multifd channels: packets, each with a header and its pages.
 //!
 //! ```text
 //! once, 64 bytes
@@ -12,7 +12,7 @@
 //!  12  name[256]    268  be32 instance    272  be32 bytes that follow
 //! ```
 //!
-//! The numbers and offsets of a packet without pages are left over from an earlier one in 7.2.
+//! In QEMU 7.2, the numbers and offsets of a packet without pages are left over from an earlier packet.
 
 use larder_codec::PAGE;
 
@@ -30,22 +30,22 @@ use super::wire::multifd::{
 enum At {
     Init,
     Packet,
-    /// The pages of a packet, from the one of this index on.
+    /// Pages of a packet, from this index on.
     Pages(usize),
-    /// So many bytes that are literal, and then, of the packet's pages, the one of this index.
+    /// This many literal bytes, and then the packet's page of this index.
     Skip(u64, usize),
     Opaque,
 }
 
-/// A parser of a multifd channel.
+/// Parser of a multifd channel.
 #[derive(Debug)]
 pub(super) struct MultifdChannel {
     at: At,
-    /// The packet's block and its name, which most packets share.
+    /// Block of the packet and its name, which most packets share.
     block: Option<Found>,
     name: [u8; NAME.end - NAME.start],
     pages: [PageIndex; PAGES],
-    /// How many pages of the packet are to be told.
+    /// Number of pages of the packet that are to be reported.
     count: usize,
 }
 
@@ -60,12 +60,12 @@ impl MultifdChannel {
         }
     }
 
-    /// The pages of the packet that is being told.
+    /// Returns the pages of the packet that is being reported.
     pub(super) fn pages(&self) -> &[PageIndex] {
         &self.pages[..self.count]
     }
 
-    /// As [`Records::step`](super::records::Records::step); it does not end.
+    /// Parses like [`Records::step`](super::records::Records::step), but never returns [`Flow::End`].
     pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
         loop {
             match self.at {
@@ -104,11 +104,11 @@ impl MultifdChannel {
         }
     }
 
-    /// As many of the packet's pages as are there.
+    /// Reports as many of the packet's pages as are complete.
     fn tell(&mut self, cx: &mut Context<'_>, index: usize, data: &[u8]) -> Flow {
         let count = (self.count - index).min(data.len() / PAGE);
         let Some(block) = self.block else {
-            // Not so: the pages of such a packet are skipped.
+            // Cannot happen: the pages of a packet without a block are skipped.
             return Flow::Lost;
         };
         if count == 0 {
@@ -148,7 +148,7 @@ impl MultifdChannel {
         Ok(true)
     }
 
-    /// A packet's header, whole.
+    /// Parses a packet's complete header.
     fn packet(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
         let bytes = cx.held.get();
         let flags = be32(bytes, 8);
@@ -181,7 +181,7 @@ impl MultifdChannel {
         Ok(At::Pages(0))
     }
 
-    /// The packet's block: the last one's, if the name is the same and all is known of it.
+    /// Finds the packet's block: the previous one, if the name is the same and its size is known.
     fn find_block(&mut self, cx: &mut Context<'_>) {
         let name = &cx.held.get()[NAME];
         let is_known = self.block.is_some_and(|block| block.pages.is_some());
@@ -196,7 +196,7 @@ impl MultifdChannel {
         self.name.copy_from_slice(name);
     }
 
-    /// The pages sent. Whether they can be told.
+    /// Reads the numbers of the pages sent; returns false if they cannot be reported.
     fn set_pages(&mut self, bytes: &[u8], sent: usize) -> bool {
         let Some(block) = self.block else { return false };
         let limit = block.pages.unwrap_or(u32::MAX);
@@ -211,7 +211,7 @@ impl MultifdChannel {
     }
 }
 
-/// How long a packet's header is.
+/// Returns the length of a packet's header.
 fn packet_bytes(held: &[u8]) -> Result<usize, Unknown> {
     if held.len() < COMMON_BYTES {
         return Ok(COMMON_BYTES);

@@ -1,4 +1,4 @@
-//! The parser of a channel, whatever kind of channel it is.
+//! Parser of a channel of any kind.
 
 use larder_codec::PAGE;
 
@@ -11,46 +11,46 @@ use super::records::{Context, Flow, Records, Told};
 use super::units::PageIndex;
 use super::wire::{MAIN_MAGIC, PAGE_HEADER, ZERO_RECORD, multifd, section};
 
-/// What the next bytes of a channel are.
+/// Content of the next bytes of a channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step<'p> {
-    /// Headers, device state, what is not understood, what was cut.
+    /// Headers, device state, bytes that are not understood, incomplete pages.
     Literal {
-        /// Bytes, not 0.
+        /// Number of bytes, not 0.
         len: usize,
     },
-    /// The content of pages, [`PAGE`] bytes each, one after the other.
+    /// Contents of pages, [`PAGE`] bytes each, one after the other.
     Pages {
-        /// Their block.
+        /// Block of the pages.
         block: BlockId,
-        /// Their numbers, in the order of their content; not empty. A packet of a multifd channel has up to 128.
+        /// Page numbers, in the order of the contents; not empty. A packet of a multifd channel has up to 128.
         pages: &'p [PageIndex],
     },
-    /// [`page_header`](super::page_header)`(page)`, then the page's content: [`PAGE_HEADER`] + [`PAGE`] bytes.
+    /// Header [`page_header`](super::page_header)`(page)`, then the page's content: [`PAGE_HEADER`] + [`PAGE`] bytes.
     Record {
-        /// Its block.
+        /// Block of the page.
         block: BlockId,
-        /// Its number.
+        /// Number of the page.
         page: PageIndex,
     },
-    /// [`zero_record`](super::zero_record) of `first` and of those after it: [`ZERO_RECORD`] bytes each.
+    /// Records [`zero_record`](super::zero_record) of `first` and of the pages after it: [`ZERO_RECORD`] bytes each.
     Zeros {
-        /// Their block.
+        /// Block of the pages.
         block: BlockId,
-        /// The first of them.
+        /// First page.
         first: PageIndex,
-        /// How many pages, not 0.
+        /// Number of pages, not 0.
         count: u32,
     },
-    /// Nothing can be said yet, and nothing was consumed.
+    /// No step can be reported yet; nothing was consumed.
     NeedMore {
-        /// How many bytes there must be in all before asking again; [`Parser::LOOKAHEAD`] at most.
+        /// Total bytes needed before the next call; at most [`Parser::LOOKAHEAD`].
         at_least: usize,
     },
 }
 
 impl Step<'_> {
-    /// How many bytes it is about, which are consumed.
+    /// Returns the number of bytes of the step, which are consumed.
     #[allow(clippy::len_without_is_empty, reason = "a step is no collection")]
     pub const fn len(&self) -> usize {
         match self {
@@ -63,14 +63,14 @@ impl Step<'_> {
     }
 }
 
-/// The parser of one channel's bytes, from its first to its last.
+/// Parser of one channel's bytes, from the first to the last.
 #[derive(Debug)]
 pub struct Parser {
     blocks: Blocks,
     kind: Kind,
     held: Held,
     facts: Facts,
-    /// The page of a step that has one.
+    /// Page of a step that has one page.
     one: [PageIndex; 1],
 }
 
@@ -79,19 +79,19 @@ enum Kind {
     Undecided,
     Main(MainChannel),
     Preempt(Records),
-    /// In a box, for it has a packet's page numbers.
+    /// Boxed because of its size: it has a packet's page numbers.
     Multifd(Box<MultifdChannel>),
     Opaque,
 }
 
-/// So many bytes tell what a channel is.
+/// Number of bytes that identify the kind of a channel.
 const KIND_BYTES: usize = 4;
 
 impl Parser {
-    /// No step needs more bytes than this to be told.
+    /// Maximum bytes that any step needs to be reported.
     pub const LOOKAHEAD: usize = PAGE_HEADER + PAGE;
 
-    /// The parser of another channel of the migration that `blocks` are of.
+    /// Creates the parser of another channel of the migration that `blocks` belong to.
     pub fn new(blocks: &Blocks) -> Self {
         Self {
             blocks: blocks.clone(),
@@ -102,8 +102,8 @@ impl Parser {
         }
     }
 
-    /// What the channel's next bytes are: `data`, from the first that was not consumed, as many as there are. Unless it
-    /// needs more, [`Step::len`] of them are consumed.
+    /// Parses the channel's next bytes. `data` begins with the first byte that was not consumed and has all bytes
+    /// available. [`Step::len`] bytes are consumed, unless the step is [`Step::NeedMore`].
     pub fn next(&mut self, data: &[u8]) -> Step<'_> {
         let mut taken = 0;
         let flow = self.step(data, &mut taken, true);
@@ -132,8 +132,8 @@ impl Parser {
         step
     }
 
-    /// All of `data`, the channel's next bytes, has been carried as it is, whatever it is: there was no time to wait for
-    /// the rest of a page or of a record. What follows is understood as if it had been told.
+    /// Parses all of `data`, the channel's next bytes, which were carried as literals: there was no time to wait for
+    /// the rest of a page or of a record. What follows is parsed as after [`Self::next`].
     pub fn pass(&mut self, data: &[u8]) {
         let mut from = 0;
         while from < data.len() {
@@ -145,7 +145,7 @@ impl Parser {
         self.facts.bytes += data.len() as u64;
     }
 
-    /// What it has come across so far.
+    /// Returns the facts found so far.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
@@ -166,7 +166,7 @@ impl Parser {
                 Kind::Main(channel) => return channel.step(&mut cx, data, taken),
                 Kind::Multifd(channel) => return channel.step(&mut cx, data, taken),
                 Kind::Preempt(records) => match records.step(&mut cx, data, taken) {
-                    // It is told once, at the very end.
+                    // The end is reported once, at the very end.
                     Flow::End => {}
                     Flow::Lost => {
                         cx.facts.losses += 1;
@@ -185,7 +185,7 @@ impl Parser {
     }
 }
 
-/// What a channel is, by its first bytes. They stay held if they belong to its first structure.
+/// Determines the kind of a channel from its first bytes. They stay held if they belong to its first structure.
 fn kind(cx: &mut Context<'_>) -> Kind {
     let bytes = cx.held.get();
     let (kind, channel) = match be32(bytes, 0) {
@@ -194,7 +194,7 @@ fn kind(cx: &mut Context<'_>) -> Kind {
             Kind::Multifd(Box::new(MultifdChannel::new())),
             Channel::Multifd { id: 0 },
         ),
-        // The upper half of an offset.
+        // These bytes are the upper half of an offset.
         0..0x1000 => (Kind::Preempt(Records::new()), Channel::Preempt),
         _ if bytes[..2] == [section::COMMAND, 0] => (
             Kind::Main(MainChannel::resumed(cx.blocks.ram_section())),

@@ -1,4 +1,4 @@
-//! RAM records: what a section of RAM on the main channel is made of, and the whole of post-copy's second channel.
+//! RAM records: the content of a section of RAM on the main channel, and the whole of post-copy's second channel.
 //!
 //! ```text
 //! be64  offset in the block | flags
@@ -13,8 +13,8 @@
 //! MULTIFD_FLUSH
 //! ```
 //!
-//! The usual record, of a page whose block is the last one's, takes the short way ([`Records::usual`]): nothing of it is
-//! copied. All others are held until they are whole.
+//! The usual record, a page of the last record's block, takes a fast path ([`Records::usual`]) that copies nothing.
+//! All other records are held until they are complete.
 
 use larder_codec::PAGE;
 
@@ -24,31 +24,31 @@ use super::held::{Held, Unknown, be16, be32, be64};
 use super::units::{PAGE_BYTES, PageIndex};
 use super::wire::{PAGE_HEADER, ZERO_RECORD, flag};
 
-/// What all parts of a parser share.
+/// State that all parts of a parser share.
 pub(super) struct Context<'a> {
     pub(super) blocks: &'a Blocks,
     pub(super) facts: &'a mut Facts,
     pub(super) held: &'a mut Held,
-    /// Whether pages are told, or all is passed on as literal.
+    /// True if pages are reported, false if all bytes are passed as literals.
     pub(super) tell: bool,
 }
 
-/// How a part of a parser goes on.
+/// Result of a parser's step.
 #[derive(Debug)]
 pub(super) enum Flow {
-    /// What the first bytes of the data are; none was taken as literal before.
+    /// Reports the content of the first bytes of the data; none of them was taken as literal before.
     Tell(Told),
-    /// What was taken is literal, and all that can be said for now.
+    /// The taken bytes are literal; nothing more can be reported for now.
     Pause,
-    /// Nothing was taken, and so many bytes are needed.
+    /// Nothing was taken, and this many bytes are needed.
     NeedMore(usize),
     /// The records have ended.
     End,
-    /// What was taken is literal, and what follows is not understood.
+    /// The taken bytes are literal, and the following ones are not understood.
     Lost,
 }
 
-/// See [`Step`](super::Step).
+/// Step without its slices; see [`Step`](super::Step).
 #[derive(Debug)]
 pub(super) enum Told {
     Page {
@@ -71,41 +71,41 @@ pub(super) enum Told {
     },
 }
 
-/// The block that records without a name are of.
+/// Block of records without a name.
 #[derive(Clone, Copy, Debug)]
 struct Current {
     id: BlockId,
-    /// Offsets up to this one are pages of it.
+    /// Number of pages; offsets below it are valid.
     pages: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum At {
-    /// The beginning of a record.
+    /// Beginning of a record.
     Header,
-    /// A page's content. Its header has been carried.
+    /// Content of a page. Its header has been carried.
     Page(PageIndex),
-    /// So many bytes that are literal.
+    /// This many literal bytes.
     Skip(usize),
-    /// The list of blocks.
+    /// List of blocks.
     Block(List),
-    /// The same, after a block's name and size, where there may be another number.
+    /// List of blocks, after a block's name and size, where an optional number may follow.
     AfterBlock(List, Option<BlockId>),
 }
 
-/// What is left of the list of blocks.
+/// Rest of the list of blocks.
 #[derive(Clone, Copy, Debug)]
 struct List {
     bytes: u64,
     blocks: usize,
 }
 
-/// A parser of RAM records.
+/// Parser of RAM records.
 #[derive(Debug)]
 pub(super) struct Records {
     at: At,
     block: Option<Current>,
-    /// Block and page of the last record; see [`Facts::passes`].
+    /// Block and page of the last record, for [`Facts::passes`].
     last_place: u64,
 }
 
@@ -118,13 +118,13 @@ impl Records {
         }
     }
 
-    /// Records have been missed: which block those without a name are of is not known.
+    /// Resets the parser after records were missed: the block of records without a name is unknown.
     pub(super) fn resynchronised(&mut self) {
         self.at = At::Header;
         self.block = None;
     }
 
-    /// Looks at `data`, of which `taken` bytes are literal already, and takes more.
+    /// Parses `data`, whose first `taken` bytes are literal already, and increases `taken`.
     pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
         loop {
             let rest = &data[*taken..];
@@ -198,7 +198,8 @@ impl Records {
         }
     }
 
-    /// Records of the last one's block, of a page or of zero pages: what nearly all are. None: it is another.
+    /// Parses the usual records, which nearly all are: a page or zero pages of the last record's block. Returns
+    /// `None` for any other record.
     #[inline]
     fn usual(&mut self, facts: &mut Facts, data: &[u8]) -> Option<Flow> {
         let Some(word) = word(data) else {
@@ -236,7 +237,7 @@ impl Records {
         }
     }
 
-    /// A header that is whole. Whether the section ends.
+    /// Parses a complete header. Returns true if the section ends.
     fn header(&mut self, cx: &mut Context<'_>) -> Result<bool, Unknown> {
         let bytes = cx.held.get();
         let word = be64(bytes, 0);
@@ -307,7 +308,7 @@ impl Records {
         Ok(false)
     }
 
-    /// A page's content.
+    /// Reports a page's content.
     fn page(&mut self, cx: &mut Context<'_>, page: PageIndex, data: &[u8], taken: &mut usize) -> Option<Flow> {
         let block = self.block.map(|block| block.id);
         match block {
@@ -341,16 +342,16 @@ impl Records {
 }
 
 impl List {
-    /// What follows when a block is done with.
+    /// Returns the state after a block of the list.
     fn next(self) -> At {
         if self.bytes > 0 { At::Block(self) } else { At::Header }
     }
 }
 
-/// What zlib makes of a page at most: its `compressBound`, which QEMU 7.2 checks too.
+/// Maximum bytes of a page compressed by zlib: its `compressBound`, which QEMU 7.2 checks too.
 const COMPRESSED_BYTES_MAX: usize = PAGE + (PAGE >> 12) + (PAGE >> 14) + (PAGE >> 25) + 13;
 
-/// Whether a record is one of those that are told, or too short to know.
+/// Returns true if a record is one of the usual ones, or too short to tell.
 fn is_usual(data: &[u8]) -> bool {
     word(data).is_none_or(|word| matches!(word & flag::MASK, flag::NEXT_PAGE | flag::NEXT_ZERO))
 }
@@ -359,7 +360,8 @@ fn word(data: &[u8]) -> Option<u64> {
     data.first_chunk().map(|word| u64::from_be_bytes(*word))
 }
 
-/// How many records from the front of `data` say that `first` and the pages after it are zero.
+/// Returns the number of records at the front of `data` that are the zero-page records of `first` and the pages after
+/// it.
 fn zeros(data: &[u8], first: PageIndex, pages: u32) -> u32 {
     let word_of_first = first.byte_offset() | flag::NEXT_ZERO;
     let follows = |(record, index): (&[u8], u64)| {
@@ -370,7 +372,7 @@ fn zeros(data: &[u8], first: PageIndex, pages: u32) -> u32 {
         .count() as u32
 }
 
-/// How long a record is, up to its content, or none that is known.
+/// Returns the length of a record up to its content, or [`Unknown`].
 fn header_bytes(held: &[u8]) -> Result<usize, Unknown> {
     if held.len() < 8 {
         return Ok(8);
@@ -399,7 +401,7 @@ fn header_bytes(held: &[u8]) -> Result<usize, Unknown> {
     }
 }
 
-/// How long a block's entry in the list is.
+/// Returns the length of a block's entry in the list.
 fn block_bytes(held: &[u8]) -> Result<usize, Unknown> {
     match held.first() {
         None => Ok(1),
@@ -408,7 +410,7 @@ fn block_bytes(held: &[u8]) -> Result<usize, Unknown> {
     }
 }
 
-/// A block's name and size.
+/// Parses a block's name and size.
 fn listed(cx: &mut Context<'_>, list: List) -> Result<At, Unknown> {
     let (name, size) = cx.held.get()[1..].split_at(cx.held.get().len() - 9);
     let len_bytes = be64(size, 0);
@@ -424,9 +426,10 @@ fn listed(cx: &mut Context<'_>, list: List) -> Result<At, Unknown> {
     Ok(At::AfterBlock(list, found.map(|found| found.id)))
 }
 
-/// After a block's size there is its address if shared memory is not sent; or else, for post-copy, the page size of its
-/// memory if that is not 4 KiB; or else what follows. That begins with a byte other than zero if it is another block's
-/// name, and has flags if it is a record, as neither number does. What is held stays held if it belongs to what follows.
+/// Parses the optional number after a block's size. If shared memory is not sent, it is the block's address.
+/// Otherwise, for post-copy, it is the page size of the block's memory if that is not 4 KiB. If there is none, the
+/// held bytes belong to what follows and stay held: a block's name begins with a non-zero byte, and a record has
+/// flags, unlike either number.
 fn after_block(cx: &mut Context<'_>, list: List, block: Option<BlockId>) -> At {
     let held = cx.held.get();
     if held.len() == 8 {

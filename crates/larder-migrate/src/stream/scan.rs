@@ -1,11 +1,11 @@
-//! Looks for a place that is known again, in bytes that are not.
+//! Search for a known structure in bytes that are not parsed.
 //!
-//! Device state, the bitmaps of disks and what other subsystems send have no length: where they end is only known by what
-//! follows. A section ends with a footer, `7e` and its number, and then comes another section.
+//! Device state, the bitmaps of disks and the data of other subsystems have no length; only what follows shows where
+//! they end. A section ends with a footer, `7e` and its number, and then comes another section.
 
 use super::wire::section;
 
-/// The name, instance and version with which RAM's first section begins, after its number.
+/// Name, instance and version at the beginning of RAM's first section, after its number.
 const RAM_START: u128 = u128::from_be_bytes([
     0,
     0,
@@ -25,33 +25,33 @@ const RAM_START: u128 = u128::from_be_bytes([
     super::wire::RAM_VERSION as u8,
 ]);
 
-/// What was found, up to and with the last byte taken.
+/// Result of a search; the last byte taken is its last byte.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Found {
-    /// RAM's first section begins: its number, and then its records.
+    /// Beginning of RAM's first section, with its number; its records follow.
     RamStart(u32),
     /// RAM's records.
     RamRecords {
-        /// In its last section.
+        /// True if they are in its last section.
         last: bool,
     },
-    /// The footer that was looked for, and the first byte of what may be a section.
+    /// Footer of the section, and the first byte of what may be the next section.
     Section(u8),
 }
 
-/// A search.
+/// Search state.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scan {
-    /// The last 16 bytes, the latest lowest.
+    /// Last 16 bytes, the latest in the lowest bits.
     window: u128,
-    /// The section whose end is looked for, if that is known.
+    /// Section whose end is searched for, if known.
     section: Option<u32>,
     /// RAM's section, if it has begun.
     ram: Option<u32>,
 }
 
 impl Scan {
-    /// Looks for the end of `section`, and for the beginning of RAM (of a section of it, once the first is known).
+    /// Starts a search for the end of `section`, and for RAM's first section (or the next one, once `ram` is known).
     pub(super) fn new(section: Option<u32>, ram: Option<u32>) -> Self {
         Self {
             window: u128::MAX,
@@ -60,7 +60,7 @@ impl Scan {
         }
     }
 
-    /// The section whose end is looked for.
+    /// Returns the section whose end is searched for.
     pub(super) fn section(&self) -> Option<u32> {
         self.section
     }
@@ -112,7 +112,7 @@ mod tests {
     fn find(scan: Scan, data: &[u8]) -> Option<(usize, Found)> {
         let mut whole = (scan, 0);
         let found = whole.0.find(data, &mut whole.1).map(|found| (whole.1, found));
-        // Byte by byte it is the same.
+        // The search byte by byte gives the same result.
         let mut parts = (scan, 0);
         let by_byte = data.chunks(1).find_map(|byte| {
             parts.1 += 1;
@@ -123,14 +123,14 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_section_is_found() {
+    fn scan_finds_section_end() {
         let data = b"abc\x7e\0\0\0\x07\xff\x7e\0\0\0\x07\x04\0\0\0";
         assert_eq!(find(Scan::new(Some(7), None), data), Some((15, Found::Section(4))));
         assert_eq!(find(Scan::new(Some(8), None), data), None);
     }
 
     #[test]
-    fn a_section_of_ram_is_found_whatever_was_before() {
+    fn scan_finds_ram_section() {
         let data = b"abc\x7e\0\0\0\x07\x03\0\0\0\x02";
         let found = Some((13, Found::RamRecords { last: true }));
         assert_eq!(find(Scan::new(None, Some(2)), data), found);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_beginning_of_ram_is_found() {
+    fn scan_finds_first_ram_section() {
         let data = b"\x05abc\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04rest";
         assert_eq!(find(Scan::new(None, None), data), Some((21, Found::RamStart(2))));
     }

@@ -1,13 +1,13 @@
-//! The numbers of QEMU's migration stream, from its `migration/savevm.h`, `savevm.c`, `ram.h` and `multifd.h`, of 7.2 to
-//! 10.2. All are big-endian.
+//! Constants of QEMU's migration stream, from its `migration/savevm.h`, `savevm.c`, `ram.h` and `multifd.h`, of QEMU
+//! 7.2 to 10.2. All numbers are big-endian.
 
 use super::units::PageIndex;
 
-/// How a main channel begins; its version, 3, follows.
+/// Magic of a main channel; its version, 3, follows.
 pub(super) const MAIN_MAGIC: &[u8; 4] = b"QEVM";
 pub(super) const MAIN_VERSION: u32 = 3;
 
-/// What a section of the main channel is.
+/// Types of the main channel's sections.
 pub(super) mod section {
     pub(in super::super) const EOF: u8 = 0;
     pub(in super::super) const START: u8 = 1;
@@ -21,7 +21,7 @@ pub(super) mod section {
     pub(in super::super) const FOOTER: u8 = 0x7e;
 }
 
-/// The commands of which something is to be known; all have their length.
+/// Commands that the parser interprets; every command has a length.
 pub(super) mod command {
     pub(in super::super) const OPEN_RETURN_PATH: u16 = 1;
     pub(in super::super) const POSTCOPY_ADVISE: u16 = 3;
@@ -31,11 +31,11 @@ pub(super) mod command {
     pub(in super::super) const ENABLE_COLO: u16 = 8;
     pub(in super::super) const POSTCOPY_RESUME: u16 = 9;
     pub(in super::super) const SWITCHOVER_START: u16 = 11;
-    /// QEMU 10.2 has 11; what is above this is no command.
+    /// Upper bound of command numbers: QEMU 10.2 has 11 commands, and a larger number than this is not a command.
     pub(in super::super) const PLAUSIBLE_MAX: u16 = 31;
 }
 
-/// The lower bits of a RAM record's first word, whose upper bits are an offset in the block.
+/// Lower bits of a RAM record's first word; its upper bits are an offset in the block.
 pub(super) mod flag {
     pub(in super::super) const MASK: u64 = 0xfff;
     pub(in super::super) const ZERO: u64 = 0x02;
@@ -46,15 +46,15 @@ pub(super) mod flag {
     pub(in super::super) const XBZRLE: u64 = 0x40;
     pub(in super::super) const COMPRESS_PAGE: u64 = 0x100;
     pub(in super::super) const MULTIFD_FLUSH: u64 = 0x200;
-    /// The usual records: of the last one's block.
+    /// Flags of the usual records, whose block is the last record's.
     pub(in super::super) const NEXT_PAGE: u64 = PAGE | CONTINUE;
     pub(in super::super) const NEXT_ZERO: u64 = ZERO | CONTINUE;
 }
 
-/// The version of RAM's section whose records are known.
+/// Version of RAM's section whose records are known.
 pub(super) const RAM_VERSION: u32 = 4;
 
-/// Multifd channels.
+/// Constants of multifd channels.
 pub(super) mod multifd {
     pub(in super::super) const MAGIC: u32 = 0x1122_3344;
     pub(in super::super) const VERSION: u32 = 1;
@@ -62,14 +62,14 @@ pub(super) mod multifd {
     pub(in super::super) const FLAG_COMPRESSION_MASK: u32 = 0x1f << 1;
     pub(in super::super) const FLAG_DEVICE_STATE: u32 = 32 << 1;
     pub(in super::super) const INIT_BYTES: usize = 64;
-    /// What packets have in common: magic, version, flags.
+    /// Bytes of the part that all packets share: magic, version, flags.
     pub(in super::super) const COMMON_BYTES: usize = 12;
-    /// Pages in a packet at most, always of 512 KiB.
+    /// Maximum pages in a packet, which always covers 512 KiB.
     pub(in super::super) const PAGES: usize = 128;
-    /// A packet's header up to its offsets, and with them: there is place for 128, however many there are.
+    /// Offset of the page offsets in a packet's header; there is space for 128, however many are used.
     pub(in super::super) const OFFSETS: usize = 320;
     pub(in super::super) const PACKET_BYTES: usize = OFFSETS + 8 * PAGES;
-    /// The block's name, up to a zero.
+    /// Position of the block's name, which ends at a zero byte.
     pub(in super::super) const NAME: std::ops::Range<usize> = 64..320;
     pub(in super::super) const DEVICE_STATE_BYTES: usize = COMMON_BYTES + 256 + 4 + 4;
 }
@@ -77,15 +77,15 @@ pub(super) mod multifd {
 /// Bytes of the header of a [`Step::Record`](super::Step::Record).
 pub const PAGE_HEADER: usize = 8;
 
-/// Bytes that say of one page that it is zero.
+/// Bytes of a record that states that one page is zero.
 pub const ZERO_RECORD: usize = 9;
 
-/// The bytes before a page's content, where its block is the last page's.
+/// Returns the bytes before a page's content, where the page's block is the last record's.
 pub const fn page_header(page: PageIndex) -> [u8; PAGE_HEADER] {
     (page.byte_offset() | flag::NEXT_PAGE).to_be_bytes()
 }
 
-/// The bytes that say that a page is zero, where its block is the last page's.
+/// Returns the record of a zero page, where the page's block is the last record's.
 pub const fn zero_record(page: PageIndex) -> [u8; ZERO_RECORD] {
     let [a, b, c, d, e, f, g, h] = (page.byte_offset() | flag::NEXT_ZERO).to_be_bytes();
     [a, b, c, d, e, f, g, h, 0]
