@@ -1,4 +1,4 @@
-//! A QEMU and its VM, as far as they must be alike on both hosts.
+//! Description of a QEMU and its VM, with the properties that must match on both hosts.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -8,40 +8,40 @@ use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// What a QEMU says of itself.
+/// Properties of a QEMU and its VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Description {
-    /// Major, minor, micro.
+    /// QEMU's version: major, minor, micro.
     pub qemu: [u64; 3],
-    /// Such as `pc-i440fx-7.2`.
+    /// Machine type, such as `pc-i440fx-7.2`.
     pub machine: String,
     /// Bytes of RAM: at the start, and plugged in as DIMMs since.
     pub memory_bytes: [u64; 2],
-    /// virtio-mem devices.
+    /// List of virtio-mem devices.
     pub virtio_mem: Vec<VirtioMem>,
-    /// Virtual processors that are there.
+    /// Number of virtual processors present.
     pub processors: u64,
-    /// What they are.
+    /// Model and features of the processors.
     pub processor: Option<Processor>,
-    /// PCI devices: place, vendor and device.
+    /// PCI devices: address, vendor and device.
     pub pci: Vec<String>,
-    /// As QEMU knows it; zeros without `-uuid`.
+    /// UUID in QEMU; zeros without `-uuid`.
     pub uuid: String,
-    /// As QEMU knows it.
+    /// Name in QEMU.
     pub name: Option<String>,
-    /// The host's clock, in milliseconds since 1970.
+    /// Time of the host's clock, in milliseconds since 1970.
     pub clock_ms: u64,
-    /// Bytes of memory that the host has left.
+    /// Bytes of memory available on the host.
     pub available_bytes: Option<u64>,
 }
 
-/// A virtio-mem device. The guest plugs and unplugs its memory itself, and the destination learns how much of it is plugged
-/// from the migration stream.
+/// State of a virtio-mem device. The guest plugs and unplugs its memory itself, and the destination gets the plugged
+/// size from the migration stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct VirtioMem {
-    /// QEMU's name of the device; empty without `id=`.
+    /// Name of the device in QEMU; empty without `id=`.
     pub id: String,
     /// Bytes that are plugged.
     pub plugged_bytes: u64,
@@ -49,26 +49,27 @@ pub struct VirtioMem {
     pub bytes_max: u64,
 }
 
-/// What a guest may see of a processor.
+/// Properties of a processor that are visible to a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Processor {
     /// QEMU's type, such as `Nehalem-x86_64-cpu`.
     pub model: String,
-    /// As CPUID has it, such as `GenuineIntel`; empty where there is no CPUID.
+    /// Vendor in CPUID, such as `GenuineIntel`; empty where there is no CPUID.
     pub vendor: String,
     /// Words of CPUID that are not zero: the name of each, such as `80000001h ECX`, and its bits.
     pub features: BTreeMap<String, u64>,
 }
 
-/// Clocks that are further apart make the guest's time jump. What a description takes to get there looks the same.
+/// Maximum difference of the hosts' clocks; a larger one makes the guest's time jump. The transfer time of a
+/// description looks like a difference.
 const CLOCK_MS_MAX: u64 = 1000;
 
 impl Description {
-    /// Asks QEMU.
+    /// Queries QEMU for its description.
     ///
     /// # Errors
-    /// It does not answer.
+    /// QEMU does not answer.
     pub fn of(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let nothing = || json!({});
         let machine = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
@@ -101,7 +102,7 @@ impl Description {
         })
     }
 
-    /// Why a VM of this description cannot become one of `there`.
+    /// Returns the differences that prevent a VM of this description from becoming one of `there`.
     #[must_use]
     pub fn differences(&self, there: &Self) -> Vec<String> {
         let mut found = Vec::new();
@@ -158,7 +159,7 @@ impl Description {
         found
     }
 
-    /// What is worth a word, though it does not hinder.
+    /// Returns problems that do not prevent the move.
     #[must_use]
     pub fn warnings(&self, there: &Self) -> Vec<String> {
         let mut found = Vec::new();
@@ -199,7 +200,7 @@ impl Description {
 }
 
 impl VirtioMem {
-    /// Finds them among QEMU's memory devices (`query-memory-devices`), in a fixed order.
+    /// Finds the devices among QEMU's memory devices (`query-memory-devices`), in a fixed order.
     fn listed(devices: &Value) -> Vec<Self> {
         let of_kind = devices.as_array().into_iter().flatten();
         let mut found: Vec<Self> = of_kind
@@ -225,12 +226,12 @@ impl VirtioMem {
 }
 
 impl Processor {
-    /// Of a processor as QEMU lists it.
+    /// Queries the properties of a processor in QEMU's list.
     fn of(qmp: &mut Qmp, listed: &Value) -> Result<Option<Self>, QmpError> {
         let Some(path) = listed["qom-path"].as_str() else {
             return Ok(None);
         };
-        // What other architectures do not have is refused.
+        // QEMU refuses properties that other architectures lack.
         let mut property = |name: &str| match qmp.execute("qom-get", json!({"path": path, "property": name})) {
             Err(QmpError::Refused { .. }) => Ok(Value::Null),
             answer => answer,
@@ -245,7 +246,7 @@ impl Processor {
         }))
     }
 
-    /// Words with the bits that `there` lacks, which a guest may use here.
+    /// Returns the words with the bits that `there` lacks and that a guest may use here.
     fn missing(&self, there: &Self) -> Vec<String> {
         let words = self.features.iter().filter_map(|(word, bits)| {
             let lacks = bits & !there.features.get(word).unwrap_or(&0);
@@ -265,7 +266,7 @@ impl std::fmt::Display for Processor {
     }
 }
 
-/// A word of CPUID, with its name, if a bit is set in it.
+/// Returns a word of CPUID with its name, if any bit is set.
 fn feature_word(word: &Value) -> Option<(String, u64)> {
     let bits = word["features"].as_u64().filter(|&bits| bits != 0)?;
     let leaf = word["cpuid-input-eax"].as_u64()?;
@@ -276,7 +277,7 @@ fn feature_word(word: &Value) -> Option<(String, u64)> {
     Some((format!("{leaf:x}h{below} {register}"), bits))
 }
 
-/// Place, vendor and device of each, those behind bridges too.
+/// Returns the address, vendor and device of each device, including those behind bridges.
 fn pci_devices(buses: &Value) -> Vec<String> {
     let mut found = Vec::new();
     let mut buses: Vec<&Value> = buses.as_array().into_iter().flatten().collect();
@@ -298,13 +299,13 @@ fn pci_devices(buses: &Value) -> Vec<String> {
     found
 }
 
-/// This host's clock, in milliseconds since 1970.
+/// Returns this host's clock, in milliseconds since 1970.
 pub(super) fn clock_ms() -> u64 {
     let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     clock.as_millis() as u64
 }
 
-/// Bytes of memory that this host has left (proc(5), `MemAvailable`).
+/// Returns the bytes of memory available on this host (proc(5), `MemAvailable`).
 #[must_use]
 pub fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -317,7 +318,7 @@ pub fn available_memory() -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// As QEMU 7.2 lists them: a DIMM, and two virtio-mem devices, one without a name.
+    /// Returns devices as QEMU 7.2 lists them: a DIMM, and two virtio-mem devices, one without a name.
     fn devices(plugged: u64) -> Value {
         let virtio_mem = |id: Option<&str>, size: u64, max: u64| {
             let mut data = json!({"size": size, "max-size": max, "requested-size": size, "block-size": 2 << 20});
@@ -333,7 +334,7 @@ mod tests {
         ])
     }
 
-    /// Memory that virtio-mem has plugged comes with the stream; the devices must be alike.
+    /// Only the maximum size must match: the plugged size comes with the stream.
     #[test]
     fn virtio_mem_devices_compare_by_maximum() {
         let here = VirtioMem::listed(&devices(256 << 20));

@@ -1,4 +1,4 @@
-//! The destination's mover: gets QEMU ready, and lets it run when the source says so.
+//! Mover at the destination: prepares QEMU, and runs the VM when the source asks for it.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,51 +20,51 @@ use super::{Description, status_of};
 use crate::notes::{Notes, Received};
 use crate::qmp::{Qmp, QmpError};
 
-/// How long it may take to let the VM run: it opens its images for writing.
+/// Time limit for QEMU to run the VM: it opens its images for writing.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the servers of disks may take to make their images this host's, before the VM runs.
+/// Time limit for the servers of disks to make the images this host's, before the VM runs.
 const KEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two tries of it.
+/// Pause before that is retried.
 const KEEP_AGAIN: Duration = Duration::from_millis(200);
-/// What QEMU is when it has loaded a VM and was not told to run it.
+/// Run states of a QEMU that has loaded a VM and was not told to run it.
 const STILL: [&str; 2] = ["paused", "prelaunch"];
 
-/// How far a VM has come.
+/// State of a VM at its destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// QEMU waits for one.
+    /// QEMU waits for a VM.
     Waiting,
-    /// One is coming, or has come and may not run yet.
+    /// A VM is arriving, or has arrived and may not run yet.
     Coming,
-    /// It was let run here.
+    /// The VM was started here.
     Running {
-        /// All of its memory is here; else post-copy goes on.
+        /// True if all of its memory is here; otherwise post-copy continues.
         whole: bool,
     },
-    /// It was let run here, and QEMU has ended since.
+    /// The VM was started here, and QEMU has exited since.
     Ended,
-    /// It was never let run here, and never will be.
+    /// The VM was never started here, and never will be.
     Never {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
 }
 
-/// How far a VM has come, for those who watch: known without asking QEMU.
+/// Stage of a VM's arrival, for monitoring: available without asking QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// None has, or it is coming; it runs at its source.
+    /// No VM has arrived, or one is arriving; it runs at its source.
     Coming,
-    /// Its source has stopped it, and it does not run here yet, or does and has nothing more to come.
+    /// The source has stopped the VM, and it does not run here yet, or it runs here with nothing left to transfer.
     HandingOver,
-    /// It runs here, and some of its memory is still to come.
+    /// The VM runs here, and some of its memory has not arrived yet.
     PostCopy,
 }
 
-/// The mover of one QEMU, over as many sessions as it takes.
+/// Mover of one QEMU at the destination, over any number of sessions.
 pub struct Destination {
     qmp_path: PathBuf,
-    /// Where QEMU is to wait.
+    /// Directory of the socket where QEMU is to wait.
     incoming: Folder,
     user: u32,
     in_session: AtomicBool,
@@ -78,38 +78,38 @@ struct Inner {
     fault_handlers: Arc<dyn FaultHandlers>,
     /// Held from the preparation of a move with post-copy until QEMU has all of the memory, or never will.
     fault_claim: Option<FaultClaim>,
-    /// QEMU's character devices that are sockets.
+    /// Character devices of QEMU that are sockets.
     devices: Vec<(String, PathBuf)>,
     place: Place,
     arriving: Option<Arriving>,
-    /// What QEMU waits with.
+    /// Settings with which QEMU waits.
     settings: Option<Settings>,
-    /// The last answer.
+    /// Last answer to the source.
     told: Option<ToSource>,
-    /// All has come.
+    /// Set once all of the VM has arrived.
     whole: bool,
-    /// QEMU did not answer the last question.
+    /// Set if QEMU did not answer the last query.
     is_late: bool,
 }
 
-/// Why there is no mover of a QEMU.
+/// Reasons why a mover cannot be created for a QEMU.
 #[derive(Debug, Error)]
 pub enum NotReady {
-    /// QEMU.
+    /// Error of QEMU.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Something else; the text says what to do.
+    /// Another obstacle; the text includes what to do.
     #[error("{0}")]
     Other(String),
 }
 
 impl Destination {
-    /// Of the QEMU at `qmp`, which was started with `-incoming defer`; or of one that a mover before this one was at, of
-    /// which there is a record in the folder `records`. Its disks are served by some of `servers`; a move with post-copy claims
-    /// its page faults from `fault_handlers`.
+    /// Creates the mover of the QEMU at `qmp`. Either QEMU was started with `-incoming defer`, or an earlier mover
+    /// has left a record of it in the directory `records`. Its disks are served by some of `servers`; a move with
+    /// post-copy claims its page faults from `fault_handlers`.
     ///
     /// # Errors
-    /// It does not answer, or waits for nothing.
+    /// QEMU does not answer, or does not wait for a VM.
     pub fn new(
         qmp: &Path,
         records: &Path,
@@ -120,7 +120,7 @@ impl Destination {
         let place = Place::new(records, "to", &connection);
         let mut arriving: Option<Arriving> = place.load().map_err(|error| NotReady::Other(error.to_string()))?;
         let waits = is_waiting(&mut connection)?;
-        // It was not told to wait before the mover ended.
+        // The earlier mover ended before it told QEMU to wait.
         if waits && arriving.take_if(|it| it.phase == Phase::Coming).is_some() {
             place.remove();
         }
@@ -132,7 +132,7 @@ impl Destination {
             )));
         }
         let devices = disks::sockets_of(&mut connection)?;
-        // A mover before this one had heard that it may run, and ended before QEMU did.
+        // An earlier mover was told that the VM may run, and ended before it told QEMU.
         let let_run = arriving.as_ref().filter(|it| matches!(it.phase, Phase::LetRun { .. }));
         if let Some(arriving) = let_run.filter(|it| !it.disks.is_empty()) {
             servers.have(&arriving.disks, Deed::Keep).map_err(NotReady::Other)?;
@@ -168,17 +168,17 @@ impl Destination {
         })
     }
 
-    /// Where QEMU waits, once it does.
+    /// Returns the path of the socket where QEMU waits, once it does.
     pub fn incoming(&self) -> PathBuf {
         self.incoming.socket()
     }
 
-    /// The user that QEMU runs as.
+    /// Returns the user that QEMU runs as.
     pub const fn user(&self) -> u32 {
         self.user
     }
 
-    /// How far it is, if QEMU is not just asked for something else.
+    /// Returns the state of the VM, or `None` while QEMU is busy with another query.
     pub fn look(&self) -> Option<State> {
         match self.inner.try_lock() {
             Ok(mut inner) => Some(self.looked(inner.look())),
@@ -187,12 +187,12 @@ impl Destination {
         }
     }
 
-    /// The same, after what else QEMU is asked for.
+    /// Returns the state of the VM, after waiting for other queries to QEMU.
     pub fn look_now(&self) -> State {
         self.looked(self.lock().look())
     }
 
-    /// How far it was when that was heard of last.
+    /// Returns the stage that was last determined.
     pub fn stage(&self) -> Stage {
         *self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -208,17 +208,17 @@ impl Destination {
         state
     }
 
-    /// Whether a source is here.
+    /// Returns true while a source has a session with this mover.
     pub fn is_in_session(&self) -> bool {
         self.in_session.load(Ordering::Relaxed)
     }
 
-    /// Whether all of the VM had come, so that its source may ask for it.
+    /// Returns true if all of the VM has arrived, so that its source may ask to run it.
     pub fn was_loaded(&self) -> bool {
         self.lock().whole
     }
 
-    /// The last that the source was told, if anything.
+    /// Returns the last answer to the source, if there was one.
     pub fn told(&self) -> Option<ToSource> {
         self.lock().told.clone()
     }
@@ -243,7 +243,7 @@ impl Destination {
         self.in_session.store(false, Ordering::Relaxed);
     }
 
-    /// What to answer to a note.
+    /// Processes a note and returns the answer.
     pub(super) fn heard(&self, note: &[u8]) -> ToSource {
         let mut inner = self.lock();
         let answer = match parse(note) {
@@ -287,7 +287,7 @@ impl Destination {
                 settings.multifd_channels
             )]);
         }
-        // It waits for one that has not begun to come: its source has thought better of it.
+        // QEMU waits for a move that has not begun, because its source has given up.
         let waits_still = inner.waits_with(settings).map_err(said)?;
         if inner.arriving.is_some() && !waits_still {
             return Err(vec![format!(
@@ -336,7 +336,7 @@ impl Destination {
         })
     }
 
-    /// Has QEMU wait for this move, and records it.
+    /// Makes QEMU wait for this move, and records the move.
     fn wait_for(
         &self,
         inner: &mut Inner,
@@ -346,7 +346,7 @@ impl Destination {
     ) -> Result<(), Vec<String>> {
         let said = |error: QmpError| vec![error.to_string()];
         if !waits_still {
-            // It may have had other visitors since.
+            // Other clients may have used QEMU since.
             if !is_waiting(&mut inner.qmp).map_err(said)? {
                 return Err(vec![format!(
                     "the QEMU at {} does not wait for a VM any more: start a new one",
@@ -354,7 +354,7 @@ impl Destination {
                 )]);
             }
             settings.apply(&mut inner.qmp, Role::Destination).map_err(said)?;
-            // While it waits, this only takes back that it would run once all has come.
+            // While QEMU waits, this only revokes that it would run once all has arrived.
             inner.qmp.execute("stop", json!({})).map_err(said)?;
         }
         inner.save(coming).map_err(|error| vec![error])?;
@@ -370,7 +370,8 @@ impl Destination {
         Ok(())
     }
 
-    /// Has QEMU wait for the rest of a VM that is here already. Where it waits for memory, it can be asked for nothing else.
+    /// Makes QEMU wait for the rest of a VM that is partly here. While it waits for memory, it can execute no other
+    /// command.
     fn recover(&self, inner: &mut Inner, id: &MoveId) -> ToSource {
         if !inner.is_of(id) {
             return inner.unknown_move();
@@ -408,7 +409,7 @@ impl Inner {
         ))
     }
 
-    /// Whether QEMU waits for a VM that is sent so, and nothing of it has come.
+    /// Returns true if QEMU waits for a VM with these settings, and none of it has arrived.
     fn waits_with(&mut self, settings: Settings) -> Result<bool, QmpError> {
         let is_coming = self.arriving.as_ref().is_some_and(|it| it.phase == Phase::Coming);
         if !is_coming || self.settings != Some(settings) {
@@ -422,7 +423,7 @@ impl Inner {
         })
     }
 
-    /// On disk first, then here: what is answered must not be forgotten.
+    /// Saves the record on disk first, then here: an answer must not be forgotten.
     fn save(&mut self, arriving: Arriving) -> Result<(), String> {
         self.place
             .save(&arriving)
@@ -463,7 +464,8 @@ impl Inner {
             tracing::warn!("{error}; if it does not take in a VM just now, end it");
         }
         self.is_late = is_late;
-        // A QEMU that is busy says nothing of it, and it stays so. Only what leaves is cancelled, which all had come for.
+        // A busy QEMU reports no status, so the flag is sticky. Only an outgoing migration is cancelled, before which
+        // all must have arrived.
         self.whole |= migration
             .as_ref()
             .is_ok_and(|status| ["completed", "cancelling", "cancelled"].contains(&status.as_str()));
@@ -500,8 +502,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Checks again whether QEMU can receive memory by post-copy: the claim may be a killed receiver's, which is lost, and a
-    /// pager may have come since.
+    /// Checks again whether QEMU can receive memory by post-copy. A receiver that was killed has lost its claim, and
+    /// a pager may have attached since.
     fn check_postcopy(&mut self, id: &MoveId) -> ToSource {
         if !self.is_of(id) {
             return self.unknown_move();
@@ -512,7 +514,7 @@ impl Inner {
         }
     }
 
-    /// The server of a disk that comes along is told what was hot at the source.
+    /// Passes the ranges that were hot at the source to the server of a disk that moves along.
     fn warm(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
         let socket = self
             .devices
@@ -536,8 +538,8 @@ impl Inner {
         }
     }
 
-    /// The VM is about to run, and whatever becomes of this process, or of this host, its disks are this host's: nobody
-    /// finds them another one's that its guest has written to.
+    /// Makes the disks this host's before the VM runs. Then neither a crash of this process nor of this host can give
+    /// another host disks that the guest here has written to.
     fn keep_disks(&self) -> Result<(), String> {
         let until = Instant::now() + KEEP_TIMEOUT;
         while let Err(error) = self.have_disks(Deed::Keep) {
@@ -551,19 +553,19 @@ impl Inner {
         Ok(())
     }
 
-    /// It never runs here from now on, whatever comes. Returns why.
+    /// Records that the VM never runs here, whatever happens. Returns the reason.
     fn never(&mut self, reason: String) -> Result<String, String> {
-        // The source opens them then, and storage without locks would let it.
+        // The source opens the disks next, and storage without locks would permit that while they are open here.
         self.have_disks(Deed::Yield)
             .map_err(|error| format!("{reason}; and its disks may be open at the destination still: {error}"))?;
         self.enter(Phase::Never { reason: reason.clone() })
             .map_err(|error| format!("that it does not run there could not be recorded: {error}"))?;
-        // At best it has ended already.
+        // QEMU may have exited already.
         let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
         Ok(reason)
     }
 
-    /// Lets the VM run, if all of it is here; says so, too, if it was let run before.
+    /// Starts the VM if all of it is here; also confirms a VM that was started before.
     fn go(&mut self, id: &MoveId, run: bool, postcopy: bool) -> ToSource {
         if !self.is_of(id) {
             return self.unknown_move();
@@ -580,7 +582,7 @@ impl Inner {
                 NotLoaded::Never(reason) | NotLoaded::Late(reason) => self.not_running(reason),
             };
         }
-        // Until it is to run, a server of disks that is started again has them closed.
+        // Until the VM may run, a server of disks that restarts has them closed.
         if let Err(reason) = self.have_disks(Deed::Take) {
             let reason = format!("its disks cannot be opened at the destination: {reason}");
             return match postcopy {
@@ -588,7 +590,7 @@ impl Inner {
                 false => self.not_running(reason),
             };
         }
-        // It may run from here on.
+        // The VM may run from here on.
         if let Err(error) = self.enter(Phase::LetRun { run }) {
             return refused(error);
         }
@@ -607,19 +609,19 @@ impl Inner {
         ToSource::Running { whole: self.whole }
     }
 
-    /// QEMU has said that it does not let it run: so it has not run, and its disks are nobody's again.
+    /// Handles QEMU's refusal to run the VM: it has not run, so its disks are released again.
     fn refuses_to_run(&mut self, postcopy: bool, reason: String) -> ToSource {
         let left = self.have_disks(Deed::GiveBack);
         let not_run = left.and_then(|()| self.enter(Phase::Coming));
         match not_run {
             Err(error) => not_yet(postcopy, format!("{reason}; and then: {error}")),
-            // It is still to be had.
+            // The source may ask again.
             Ok(()) if postcopy => ToSource::NotYet { reason },
             Ok(()) => self.not_running(reason),
         }
     }
 
-    /// It was let run before, and perhaps the mover ended in between.
+    /// Confirms a VM that was started before. The mover may have ended before QEMU ran it.
     fn go_again(&mut self, run: bool, postcopy: bool, whole: bool) -> ToSource {
         if let Err(reason) = self.keep_disks() {
             return not_yet(postcopy, reason);
@@ -654,7 +656,7 @@ const fn running(whole: bool) -> Stage {
     }
 }
 
-/// Something is in the way. In post-copy the source asks again; else its user does.
+/// Returns the answer for an obstacle that may pass. In post-copy the source asks again; otherwise its user does.
 fn not_yet(postcopy: bool, reason: String) -> ToSource {
     match postcopy {
         true => ToSource::NotYet { reason },

@@ -1,7 +1,7 @@
-//! The disks of a VM that somebody serves beside QEMU, and that go with it: what the movers need of their servers.
+//! Disks of a VM that a process beside QEMU serves and that move along: the movers' interface to their servers.
 //!
-//! QEMU knows them as sockets of its character devices. Who has their images open, at every moment of a move, is in
-//! `docs/migration-wire.md`.
+//! QEMU knows these disks as sockets of its character devices. `docs/migration-wire.md` has the owner of their images
+//! at every moment of a move.
 
 use std::path::{Path, PathBuf};
 
@@ -10,55 +10,56 @@ use serde_json::json;
 
 use crate::qmp::{Qmp, QmpError};
 
-/// What a server is to do. Each may be asked for again.
+/// Action of a server of disks. Each may be requested again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deed {
-    /// Use caches as before again.
+    /// Use caches as before the move.
     Stay,
-    /// The guest has stopped, and goes on elsewhere with what its QEMU knows of its queues: close the images for another host,
-    /// and open them never again without being told. Refused where QEMU cannot know that.
+    /// Close the images for another host, and do not open them again without a request. The guest has stopped, and
+    /// continues elsewhere with its QEMU's state of the queues. Refused where QEMU cannot have that state.
     Leave,
-    /// The guest does not run here after all: close them likewise.
+    /// Close the images likewise, whatever the state of the queues: the guest does not run here after all.
     GiveBack,
-    /// Open them.
+    /// Open the images.
     Take,
-    /// Open them, and as often as the server is started again: no other host has them.
+    /// Open the images, now and whenever the server is started again: no other host has them.
     Keep,
-    /// Close what was opened by [`Deed::Take`].
+    /// Close the images that [`Deed::Take`] has opened.
     Yield,
 }
 
-/// The servers of disks on this host.
+/// Servers of disks on this host.
 pub trait DiskServers: Send + Sync {
-    /// What those serve that listen on these sockets; nothing for a socket of which none is known. The socket is as it was
-    /// asked for.
+    /// Returns the disks served on these sockets, each with the socket as it was passed; nothing for a socket without
+    /// a known server.
     ///
     /// # Errors
-    /// As a text for people: one is known, and does not answer.
+    /// A text for users: a known server does not answer.
     fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String>;
 
-    /// Has those give the images what only their caches have, and keep it so until [`Deed::Stay`] or the end of the move;
-    /// whether that is done, or goes on: then it is asked for again.
+    /// Makes these servers write the data that only their caches have to the images, and write through until
+    /// [`Deed::Stay`] or the end of the move. Returns true once that is done; while it returns false, the caller must
+    /// call again.
     ///
     /// # Errors
-    /// As a text for people.
+    /// A text for users.
     fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String>;
 
-    /// What of each of these disks is hot, as their servers tell it: ranges with commas between them, the hottest first;
-    /// nothing of one that does not know. As well as that goes.
+    /// Returns the hot ranges of each of these disks, as reported by their servers: separated by commas, the hottest
+    /// first. Disks without such data are left out. Best effort.
     fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)>;
 
-    /// Tells the server of a disk what was hot elsewhere. As well as that goes.
+    /// Passes ranges that were hot on another host to the server of a disk. Best effort.
     fn warm(&self, socket: &Path, ranges: &str);
 
-    /// Has those do something that listen on these sockets. Waits until it is done.
+    /// Makes the servers on these sockets perform an action, and waits until it is done.
     ///
     /// # Errors
-    /// As a text for people; with several servers, some may have done it.
+    /// A text for users; with several servers, some may have performed it.
     fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String>;
 }
 
-/// There are none.
+/// Stub for a host without servers of disks.
 pub struct NoServers;
 
 impl DiskServers for NoServers {
@@ -81,45 +82,45 @@ impl DiskServers for NoServers {
     }
 }
 
-/// A disk that is served.
+/// Served disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ServedDisk {
-    /// The image, for messages.
+    /// Path of the image, for messages.
     pub image: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// The sector size that the guest sees, in bytes.
+    /// Sector size that the guest sees, in bytes.
     pub block_size: u32,
-    /// The serial number that the guest sees.
+    /// Serial number that the guest sees.
     pub serial: String,
-    /// `raw` or `qcow2`.
+    /// Format of the image, `raw` or `qcow2`.
     pub format: String,
-    /// Changes are refused.
+    /// True if writes are refused.
     pub read_only: bool,
-    /// It does not keep others from using the image.
+    /// True if the server does not lock the image against other users.
     pub shared: bool,
-    /// Its server waits for it to come.
+    /// True if the server waits for the disk to arrive.
     pub away: bool,
-    /// The number of the image's file in its file system, if it is a file.
+    /// Inode number of the image, if it is a file.
     pub inode: Option<u64>,
 }
 
-/// A disk of the VM that is to be moved, as the other host must have it.
+/// Disk of the VM to be moved, with the properties that it must have on the other host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskDescription {
-    /// QEMU's character device (`-chardev socket,id=...`).
+    /// Name of QEMU's character device (`-chardev socket,id=...`).
     pub chardev: String,
-    /// What it is.
+    /// Properties of the disk.
     #[serde(flatten)]
     pub served: ServedDisk,
 }
 
-/// The character devices of a QEMU that are unix sockets, and where each is. (`query-chardev` does not tell it of one that is
-/// connected.)
+/// Returns the character devices of a QEMU that are UNIX sockets, with their paths. (`query-chardev` does not report
+/// the path of a connected one.)
 ///
 /// # Errors
-/// It does not answer.
+/// QEMU does not answer.
 pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
     let devices = qmp.execute("query-chardev", json!({}))?;
     let labels = devices.as_array().into_iter().flatten();
@@ -130,7 +131,7 @@ pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
     for label in labels {
         let asked = json!({"path": format!("/chardevs/{label}"), "property": "addr"});
         let address = match qmp.execute("qom-get", asked) {
-            // It is no socket.
+            // The device is no socket.
             Err(QmpError::Refused { .. }) => continue,
             address => address?,
         };
@@ -142,10 +143,10 @@ pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
     Ok(found)
 }
 
-/// The disks behind these character devices.
+/// Returns the disks behind these character devices.
 ///
 /// # Errors
-/// As [`DiskServers::look`].
+/// Those of [`DiskServers::look`].
 pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Result<Vec<DiskDescription>, String> {
     let sockets = paths(devices);
     let served = servers.look(&sockets)?;
@@ -157,18 +158,19 @@ pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Res
     Ok(described.collect())
 }
 
-/// Bytes of what is hot in one message, at most, and messages for one disk.
+/// Maximum bytes of hot ranges in one message, and maximum messages for one disk.
 const HOT_BYTES_MAX: usize = 48 << 10;
 const HOT_MESSAGES_MAX: usize = 16;
 
-/// What is hot in parts that a message has room for: whole ranges, the hottest first, and not more than can be of use.
+/// Splits hot ranges into parts that fit in a message: whole ranges, the hottest first, up to a useful number of
+/// parts.
 pub fn hot_parts(ranges: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest = ranges;
     while !rest.is_empty() && parts.len() < HOT_MESSAGES_MAX {
         let (part, left) = match rest.len() <= HOT_BYTES_MAX {
             true => (rest, ""),
-            // All of it is ASCII; what is not is not sent.
+            // The text is ASCII; other text is not sent.
             false => match rest.get(..HOT_BYTES_MAX).and_then(|head| head.rsplit_once(',')) {
                 Some((head, _)) => (head, &rest[head.len() + 1..]),
                 None => break,
@@ -180,24 +182,25 @@ pub fn hot_parts(ranges: &str) -> Vec<&str> {
     parts
 }
 
-/// Where they are.
+/// Returns the paths of these devices.
 pub fn paths(devices: &[(String, PathBuf)]) -> Vec<PathBuf> {
     devices.iter().map(|(_, path)| path.clone()).collect()
 }
 
-/// How the disks of a VM get from one host to the other.
+/// Agreement on how the disks of a VM get from one host to the other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Agreement {
-    /// The character devices of those whose servers wait there: their images are closed here before they are opened there.
+    /// Character devices of the disks that move along, whose servers wait for them: their images are closed here
+    /// before they are opened there.
     pub go_along: Vec<String>,
-    /// What is worth a word, though it does not hinder.
+    /// Problems that do not prevent the move.
     pub warnings: Vec<String>,
 }
 
-/// Whether the disks of the source can become those of the destination, `there`.
+/// Checks that the disks of the source can become those of the destination, `there`.
 ///
 /// # Errors
-/// All that is in the way.
+/// All obstacles.
 pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agreement, Vec<String>> {
     let mut agreement = Agreement::default();
     let mut reasons = Vec::new();
@@ -309,7 +312,7 @@ mod tests {
         }
     }
 
-    /// But for what `change` makes otherwise.
+    /// Returns the disk with the changes of `change`.
     fn other(away: bool, change: impl FnOnce(&mut ServedDisk)) -> DiskDescription {
         let mut disk = disk(away);
         change(&mut disk.served);
@@ -317,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_goes_only_where_it_is_waited_for_and_is_the_same() {
+    fn disk_moves_only_to_matching_waiting_server() {
         assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").go_along, ["vda"]);
         assert_eq!(agree(&[], &[]), Ok(Agreement::default()));
         for (there, why) in [
@@ -350,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hot_goes_in_parts_of_whole_ranges() {
+    fn hot_ranges_are_split_between_ranges() {
         assert!(hot_parts("").is_empty());
         assert_eq!(hot_parts("17+3,4+1"), ["17+3,4+1"]);
         let many = vec!["123456+7"; 10_000].join(",");
@@ -363,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_that_are_shared_need_not_be_waited_for() {
+    fn shared_disk_needs_no_waiting_server() {
         let both = [other(false, |disk| disk.shared = true)];
         assert_eq!(agree(&both, &both), Ok(Agreement::default()));
     }

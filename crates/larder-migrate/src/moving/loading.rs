@@ -1,4 +1,4 @@
-//! Questions to a QEMU that is to receive a VM: whether it waits for one, and whether it has loaded one.
+//! Queries to a QEMU that is to receive a VM: whether it waits for one, and whether it has loaded one.
 
 use std::time::{Duration, Instant};
 
@@ -7,22 +7,23 @@ use serde_json::{Value, json};
 use super::status_of;
 use crate::qmp::{Qmp, QmpError};
 
-/// How long QEMU may take to have loaded all that it was sent before it is let run.
+/// Time limit for QEMU to load everything that it was sent, before it is told to run.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// For a question while QEMU may be busy with something else.
+/// Time limit for a query while QEMU may be busy.
 pub(super) const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two looks at QEMU.
+/// Interval at which QEMU is polled.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Why a VM cannot be let run.
+/// Reasons why a VM cannot be started.
 pub(super) enum NotLoaded {
-    /// It never can.
+    /// The VM can never be started.
     Never(String),
-    /// Not in this time.
+    /// QEMU has not loaded it in time.
     Late(String),
 }
 
-/// Until QEMU has all of the VM but what post-copy brings, and only its processors stand still.
+/// Waits until QEMU has loaded the VM, except memory that arrives by post-copy, so that only its processors are
+/// stopped.
 pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
     let until = Instant::now() + LOAD_TIMEOUT;
     loop {
@@ -37,7 +38,7 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
                         let reason = migration["error-desc"].as_str().unwrap_or("it says no more");
                         return Err(NotLoaded::Never(format!("the QEMU here failed to load it: {reason}")));
                     }
-                    // The last of it is still on its way to QEMU's devices.
+                    // QEMU is still passing the last of the state to its devices.
                     ("inmigrate", _) => {}
                     (_, status) if status == "completed" || status.starts_with("postcopy-") => return Ok(()),
                     _ => {}
@@ -60,13 +61,14 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
     }
 }
 
-/// Whether QEMU was started to take a VM in, and was told nothing yet.
+/// Returns true if QEMU was started to receive a VM and has not been told to listen yet.
 pub(super) fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let migration = qmp.migration()?;
     Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
 }
 
-/// Whether QEMU was told where a VM comes from: until somebody connects there QEMU 7.2 tells the place, and no status.
+/// Returns true if QEMU was told where a VM comes from. Until a sender connects there, QEMU 7.2 reports the address,
+/// but no status.
 pub(super) fn listens(migration: &Value) -> bool {
     migration["socket-address"]
         .as_array()

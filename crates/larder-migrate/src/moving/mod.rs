@@ -1,32 +1,34 @@
-//! Moves a VM: QEMU's monitor on both hosts, and what its two movers agree on.
+//! Mover of a VM: controls QEMU through its monitor on both hosts, and the protocol between the two movers.
 //!
 //! ```text
 //! source: larder migrate VM --to HOST                    destination: larder migrate receive --qmp
 //!   describe QEMU                    -- Prepare -->        compare, set QEMU, let it wait
-//!                                    <-- Prepared --       (it will not run of itself: `stop` while it waits)
+//!                                    <-- Prepared --       (it does not run by itself: `stop` while it waits)
 //!   migrate; QEMU -> sender ============================> receiver -> QEMU
-//!   QEMU says completed: stopped, and all is over there
+//!   QEMU reports completed: the guest is stopped, and all has arrived
 //!                                    -- Go -->             cont
 //!                                    <-- Running --
 //!   QEMU quits
 //! ```
 //!
-//! Who has the VM, at every moment:
-//! - Until `Go` is sent it is the source. Whatever fails before, its QEMU runs on, or is made to.
+//! Owner of the VM, at every moment:
+//! - Until `Go` is sent, it is the source. Whatever fails before, its QEMU runs on, or is resumed.
 //! - The destination's QEMU runs only after `Go`, and only for the move that it was prepared for.
-//! - Once `Go` is sent, the source's QEMU stays stopped, unless the destination says `NotRunning`, which it says only of a
-//!   QEMU that it never told to run and, having noted so, never will. If the link breaks before an answer, the source asks
-//!   again, over a new session, until it is answered; asking again does no harm. Nobody guesses: where the destination does
-//!   not know whether its QEMU ran before it ended, it says so, and the user decides ([`source::take_back`]).
-//! - Post-copy hands over when the source's QEMU has switched over: from then on neither half is a VM by itself, and
-//!   neither is ended before the other has all.
+//! - Once `Go` is sent, the source's QEMU stays stopped unless the destination answers `NotRunning`. The destination
+//!   answers this only for a QEMU that it never told to run and, having recorded so, never will. If the link breaks
+//!   before an answer, the source repeats `Go` over new sessions until it is answered; repeating it is harmless.
+//!   Neither side guesses: where the destination does not know whether its QEMU ran before it exited, it reports
+//!   that, and the user decides ([`source::take_back`]).
+//! - Post-copy hands over when the source's QEMU has switched over. From then on neither half is a VM by itself, and
+//!   neither is ended before the other has everything.
 //!
-//! Disks that are served beside QEMU go along ([`disks`]): their images are closed at the source before `Go` is sent, when its
-//! guest has stopped, and opened at the destination before the VM is let run. Whoever lets it run at the source again opens
-//! them there first.
+//! Disks that are served beside QEMU move along ([`disks`]). Their images are closed at the source once its guest has
+//! stopped, before `Go` is sent, and opened at the destination before the VM is started. Before the VM is started at
+//! the source again, they are opened there first.
 //!
-//! Either mover may die at any moment: what it must not forget is in a [`record`] before it is done. Of the source: which
-//! move, before QEMU migrates. Of the destination: which move, before QEMU waits; and that QEMU may run, before `cont`.
+//! Either mover may be killed at any moment. Before each irreversible step, the state that must survive is saved in a
+//! [`record`]. At the source: the number of the move, before QEMU migrates. At the destination: the number of the
+//! move, before QEMU waits; and that QEMU may run, before `cont`.
 
 mod description;
 pub mod destination;
@@ -47,12 +49,12 @@ use std::io;
 pub use description::{Description, available_memory};
 use serde_json::Value;
 
-/// Of what `query-migrate` answers; `none` before the first migration.
+/// Returns the status in an answer of `query-migrate`; `none` before the first migration.
 fn status_of(migration: &Value) -> &str {
     migration["status"].as_str().unwrap_or("none")
 }
 
-/// Whether a migration of this status is not under way.
+/// Returns true if no migration is in progress at this status.
 fn has_ended(status: &str) -> bool {
     matches!(status, "none" | "completed" | "failed" | "cancelled")
 }

@@ -1,8 +1,8 @@
 //! Preconditions of post-copy at the destination, checked before a move begins and again before it switches over.
 //!
-//! In post-copy QEMU handles the page faults of its guest with a userfaultfd (QEMU, docs/devel/migration/postcopy.rst). It
-//! registers its RAM only after the source has stopped the guest for good, and where the kernel refuses that the VM is lost.
-//! So everything that makes the kernel refuse is looked for here.
+//! In post-copy QEMU handles the page faults of its guest with a userfaultfd (QEMU,
+//! docs/devel/migration/postcopy.rst). It registers its RAM only after the source has stopped the guest for good; if
+//! the kernel then refuses, the VM is lost. So this module checks for everything that makes the kernel refuse.
 
 use std::any::Any;
 use std::ffi::OsString;
@@ -15,19 +15,19 @@ use crate::qmp::{Process, Qmp, QmpError};
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of linux/magic.h: file systems whose pages userfaultfd(2) can serve.
 const SERVED_FILE_SYSTEMS: [u32; 2] = [0x0102_1994, 0x9584_58f6];
 
-/// A claim to the page faults of a QEMU's memory, released when it is dropped.
+/// Claim to the page faults of a QEMU's memory, released when it is dropped.
 pub type FaultClaim = Box<dyn Any + Send>;
 
-/// What else on this host may handle the page faults of a QEMU's memory, such as a pager.
+/// Other processes on this host that may handle the page faults of a QEMU's memory, such as a pager.
 pub trait FaultHandlers: Send + Sync {
-    /// Claims the faults of all memory of `qemu`, so that nothing else begins to handle them meanwhile.
+    /// Claims the faults of all memory of `qemu`, so that no other process starts to handle them during the claim.
     ///
     /// # Errors
-    /// Something handles them already, or that cannot be found out; the text says what to do.
+    /// Another process handles them already, or that cannot be determined; the text includes what to do.
     fn claim(&self, qemu: Process) -> Result<FaultClaim, String>;
 }
 
-/// For a host where nothing else handles page faults.
+/// Stub for a host where no other process handles page faults.
 pub struct NoFaultHandlers;
 
 impl FaultHandlers for NoFaultHandlers {
@@ -63,7 +63,8 @@ pub(super) fn claim(qmp: &mut Qmp, handlers: &dyn FaultHandlers) -> Result<Fault
     }
 }
 
-/// Files of other file systems that memory backends are in. A file whose file system cannot be found out is left out.
+/// Returns the files of memory backends on other file systems. A file whose file system cannot be determined is left
+/// out.
 fn files_on_disk(qmp: &mut Qmp, process: Process) -> Result<Vec<String>, QmpError> {
     let objects = match qmp.execute("qom-list", json!({"path": "/objects"})) {
         Err(QmpError::Refused { .. }) => return Ok(Vec::new()),
@@ -89,7 +90,7 @@ fn files_on_disk(qmp: &mut Qmp, process: Process) -> Result<Vec<String>, QmpErro
     Ok(found)
 }
 
-/// `None` where that cannot be found out. The path is one of QEMU's mount namespace.
+/// Returns whether `path`, in QEMU's mount namespace, is on another file system; `None` if that cannot be determined.
 fn is_on_disk(process: Process, path: &str) -> Option<bool> {
     let mut seen = OsString::from(format!("/proc/{}/root", process.pid));
     seen.push(Path::new("/").join(path).as_os_str());

@@ -1,8 +1,9 @@
-//! What a mover keeps of a move until the host restarts, so that one that is started after a crash knows where the VM may run.
+//! Record of a move, kept by a mover until the host restarts, so that a mover started after a crash knows where the
+//! VM may run.
 //!
-//! One file for each QEMU and role, in a folder that is this user's alone. It is believed only for the very process it was
-//! written for, which is part of its name: when that process has ended, nobody writes the file again, and whoever comes next
-//! removes it. A host that has restarted has none of these processes, nor the folder.
+//! There is one file for each QEMU and role, in a directory of this user alone. A record is valid only for the very
+//! process that it was written for, which is part of its name. Once that process has ended, the file is not written
+//! again, and the next mover removes it. A restarted host has neither these processes nor the directory.
 
 use std::fs;
 use std::io;
@@ -15,13 +16,13 @@ use serde::{Deserialize, Serialize};
 use super::settings::Before;
 use crate::qmp::{Process, Qmp};
 
-/// The number of a move, which no other has: 16 bytes, in hexadecimal digits.
+/// Number of a move, unique: 16 bytes, in hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MoveId(String);
 
 impl MoveId {
-    /// One that nobody can guess.
+    /// Creates a number that cannot be guessed.
     ///
     /// # Errors
     /// The system has no random numbers.
@@ -30,59 +31,59 @@ impl MoveId {
     }
 }
 
-/// The source's.
+/// Record of a move at its source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Leaving {
-    /// Which move.
+    /// Number of the move.
     pub id: MoveId,
-    /// Whether the VM's processors run; else it stays stopped.
+    /// True if the VM's processors run; otherwise it stays stopped.
     pub run: bool,
-    /// Where to.
+    /// Destination.
     pub to: String,
-    /// The mover has stopped it, for post-copy, or is about to.
+    /// True if the mover has stopped the VM for post-copy, or is about to.
     pub stopped: bool,
-    /// Where the disks are served that go along; none if none do.
+    /// Sockets of the disks that move along; empty if there are none.
     pub disks: Vec<PathBuf>,
-    /// They may have been closed for the destination.
+    /// True if the disks may have been closed for the destination.
     pub disks_left: bool,
-    /// The destination may have been told to run it.
+    /// True if the destination may have been told to run the VM.
     pub told: bool,
-    /// How QEMU was set.
+    /// Migration settings of QEMU before the move.
     pub before: Before,
 }
 
-/// The destination's.
+/// Record of a move at its destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Arriving {
-    /// Which move.
+    /// Number of the move.
     pub id: MoveId,
-    /// Where the disks are served that go along; none if none do.
+    /// Sockets of the disks that move along; empty if there are none.
     pub disks: Vec<PathBuf>,
-    /// How far it is.
+    /// Phase of the move.
     pub phase: Phase,
 }
 
-/// What has become of a VM at its destination.
+/// Phase of a VM at its destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "is")]
 pub enum Phase {
-    /// QEMU was never told to let it run.
+    /// QEMU was never told to run the VM.
     Coming,
-    /// The source has said that it may run.
+    /// The source has allowed the VM to run.
     LetRun {
-        /// Whether its processors do; QEMU was told so then, or is about to be.
+        /// True if its processors run; QEMU was then told so, or is about to be.
         run: bool,
     },
-    /// QEMU was never told so, and never will be.
+    /// QEMU was never told to run the VM, and never will be.
     Never {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
 }
 
-/// The place of a record.
+/// File of a record.
 pub struct Place {
     path: PathBuf,
     qemu: Option<Process>,
@@ -95,7 +96,7 @@ struct Kept<T> {
 }
 
 impl Place {
-    /// In a folder, of a QEMU, in a role.
+    /// Returns the file for a QEMU and a role in a directory, and removes outdated files from the directory.
     #[must_use]
     pub fn new(folder: &Path, role: &str, qmp: &Qmp) -> Self {
         let socket = fs::canonicalize(qmp.path()).unwrap_or_else(|_| qmp.path().to_owned());
@@ -110,10 +111,10 @@ impl Place {
         }
     }
 
-    /// What was kept of this QEMU; `None` if nothing was.
+    /// Reads the record of this QEMU; returns `None` if there is none.
     ///
     /// # Errors
-    /// It cannot be read, or not be understood.
+    /// The file cannot be read or parsed.
     pub fn load<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
         let bytes = match small_file::read(&self.path, STATE_BYTES_MAX) {
             Ok(bytes) => bytes,
@@ -124,10 +125,10 @@ impl Place {
         Ok((kept.qemu == self.qemu).then_some(kept.record))
     }
 
-    /// Keeps it. Either this or what was there before is there afterwards, wherever this process ends.
+    /// Saves the record. If this process ends at any moment, the file has either this record or the previous one.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn save<T: Serialize>(&self, record: T) -> io::Result<()> {
         let kept = Kept {
             qemu: self.qemu,
@@ -138,7 +139,7 @@ impl Place {
         fs::rename(&new, &self.path).map_err(|error| self.named(&error))
     }
 
-    /// Keeps nothing any more.
+    /// Removes the record.
     pub fn remove(&self) {
         let _ = fs::remove_file(&self.path);
     }
@@ -148,14 +149,14 @@ impl Place {
     }
 }
 
-/// Removes records of QEMUs that have ended: nobody can ask them anything, and no other process is meant.
+/// Removes records of QEMUs that have exited: they describe no other process, and nothing can be asked of theirs.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let kept = small_file::read(&entry.path(), STATE_BYTES_MAX).ok();
         let kept: Option<Kept<IgnoredAny>> = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let qemu = kept.and_then(|kept| kept.qemu);
         if qemu.is_some_and(|qemu| !qemu.lives()) {
-            // Another one's, or one that is gone already, is in nobody's way.
+            // A file of another user, or one that is removed already, does no harm.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_of_qemus_that_have_ended_are_removed_and_no_others() {
+    fn sweep_removes_only_records_of_exited_qemus() {
         let folder = tempfile::tempdir().expect("a folder");
         let us = Process::with(std::process::id() as i32).expect("it lives");
         let before = Process {

@@ -1,38 +1,38 @@
-//! What QEMU is told about migration, on either host: both must agree on most of it.
+//! Migration settings of QEMU on either host; both hosts must agree on most of them.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// QEMU's channels for pages, at most.
+/// Maximum multifd channels of QEMU.
 pub const CHANNELS_MAX: u8 = 64;
 
-/// What both hosts must be set to.
+/// Settings that both hosts must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Channels for pages besides QEMU's main channel; 0: none.
+    /// Number of multifd channels, in addition to QEMU's main channel; 0: none.
     pub multifd_channels: u8,
-    /// It may be ended by post-copy.
+    /// True if the migration may be ended by post-copy.
     pub postcopy: bool,
 }
 
-/// Where a QEMU is.
+/// Side of a migration that a QEMU is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The VM is to leave it.
+    /// The VM leaves this QEMU.
     Source {
         /// QEMU's `downtime-limit`, in milliseconds.
         downtime_ms: u64,
-        /// It may be slowed down.
+        /// True if the guest may be throttled.
         throttle: bool,
     },
-    /// The VM is to come to it.
+    /// The VM enters this QEMU.
     Destination,
 }
 
-/// How a QEMU was set before.
+/// Previous values of the settings that were changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Before {
     capabilities: Vec<(String, bool)>,
@@ -40,10 +40,10 @@ pub struct Before {
 }
 
 impl Settings {
-    /// Sets a QEMU, whatever it was set to, and returns what has changed.
+    /// Applies the settings to a QEMU, whatever its current ones, and returns the previous values.
     ///
     /// # Errors
-    /// It cannot do what is needed, or has gone.
+    /// QEMU lacks a needed capability, refuses, or has exited.
     pub fn apply(self, qmp: &mut Qmp, role: Role) -> Result<Before, QmpError> {
         let mut before = Before::default();
         let known = qmp.capabilities()?;
@@ -76,7 +76,7 @@ impl Settings {
         let mut changes = Map::new();
         for (name, value) in self.parameters(role) {
             let Some(was) = is.get(name) else { continue };
-            // This one changes later, too.
+            // This parameter is also changed later, during the move.
             if *was != value || name == "downtime-limit" {
                 before.parameters.insert(name.to_owned(), was.clone());
                 changes.insert(name.to_owned(), value);
@@ -97,18 +97,18 @@ impl Settings {
             ("return-path", true),
             ("multifd", self.multifd_channels > 0),
             ("postcopy-ram", self.postcopy),
-            // So that it is heard when the guest stands still.
+            // So that an event reports when the guest is paused.
             ("events", true),
-            // Nobody would let it go on.
+            // No client would continue the migration after the pause.
             ("pause-before-switchover", false),
-            // What both ends would have to be told of, and Larder has no use for.
+            // Both ends would have to be prepared for these, and Larder has no use for them.
             ("postcopy-preempt", false),
             ("switchover-ack", false),
             ("dirty-limit", false),
-            // What Larder does instead, and better on pages that nobody has touched yet.
+            // Larder does this itself, and does it better on pages that QEMU has not encoded.
             ("xbzrle", false),
             ("compress", false),
-            // What does not go through a stream that Larder could carry.
+            // These do not use a stream that Larder could carry.
             ("rdma-pin-all", false),
             ("zero-copy-send", false),
             ("x-ignore-shared", false),
@@ -116,12 +116,13 @@ impl Settings {
             ("background-snapshot", false),
             ("x-colo", false),
             ("block", false),
-            // The source's QEMU is to have all its memory until the VM runs at the destination.
+            // The source's QEMU must keep all its memory until the VM runs at the destination.
             ("release-ram", false),
         ];
         match role {
             Role::Source { throttle, .. } => wanted.push(("auto-converge", throttle)),
-            // Its images stay the source's until it runs: a source that takes the VM back could not open them otherwise.
+            // The images stay the source's until the VM runs: otherwise a source that takes the VM back could not
+            // open them.
             Role::Destination => wanted.push(("late-block-activate", true)),
         }
         wanted
@@ -131,16 +132,16 @@ impl Settings {
         let mut wanted = vec![
             ("multifd-channels", self.multifd_channels.max(1).into()),
             ("multifd-compression", "none".into()),
-            // Larder encrypts.
+            // Larder encrypts the connection.
             ("tls-creds", "".into()),
             ("mode", "normal".into()),
         ];
         if let Role::Source { downtime_ms, .. } = role {
-            // The cap is Larder's; what QEMU measures is then what Larder takes.
+            // Larder limits the bandwidth, so that QEMU measures the rate at which Larder accepts bytes.
             wanted.push(("max-bandwidth", (i64::MAX / 4).into()));
             wanted.push(("max-postcopy-bandwidth", 0.into()));
             wanted.push(("downtime-limit", downtime_ms.into()));
-            // Times the limit it would be what may be left.
+            // If set, this value times the limit would be the bytes that may remain, whatever QEMU measures.
             wanted.push(("avail-switchover-bandwidth", 0.into()));
         }
         wanted
@@ -148,7 +149,7 @@ impl Settings {
 }
 
 impl Before {
-    /// Sets it as it was. What cannot be set is not worth more than a word: the VM has what it needs.
+    /// Restores the settings. A failure is only logged, because the VM has what it needs.
     pub fn restore(&self, qmp: &mut Qmp) {
         let mut result = Ok(());
         if !self.capabilities.is_empty() {

@@ -1,4 +1,4 @@
-//! How a migration goes: what there is to show, and whether it will end.
+//! Monitor of a migration: its progress, and whether it will converge.
 
 use std::time::{Duration, Instant};
 
@@ -8,64 +8,64 @@ use serde_json::Value;
 use crate::progress::{Progress, Totals};
 use crate::qmp::{Event, Qmp, QmpError};
 
-/// Rates are averages over this long.
+/// Time over which rates are averaged.
 const RATE_OVER: Duration = Duration::from_secs(1);
-/// Rounds that bring nothing before it is said that none will.
+/// Rounds without gain after which the migration is judged not to converge.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 
-/// A moment of a migration.
+/// Snapshot of a migration.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Report {
-    /// Since QEMU began, in seconds.
+    /// Seconds since QEMU began to migrate.
     pub seconds: f64,
-    /// As QEMU says it.
+    /// Status as reported by QEMU.
     pub status: String,
-    /// From 1; the first sends all memory.
+    /// Number of the round, from 1; the first round sends all memory.
     pub round: u64,
-    /// Bytes of memory that are still to be sent in this round.
+    /// Bytes of memory still to be sent in this round.
     pub remaining_bytes: u64,
-    /// Bytes of memory in all.
+    /// Total bytes of memory.
     pub total_bytes: u64,
-    /// Bytes of memory that the guest changes in a second, as QEMU saw it in the round before.
+    /// Bytes of memory dirtied per second, as QEMU measured it in the previous round.
     pub dirty_bytes_per_s: u64,
-    /// Bytes of QEMU's stream that are sent in a second.
+    /// Bytes of QEMU's stream sent per second.
     pub stream_bytes_per_s: u64,
-    /// Bytes on the link in a second.
+    /// Bytes sent on the link per second.
     pub wire_bytes_per_s: u64,
-    /// Processors that the lanes take: reading, encoding, encrypting, writing.
+    /// CPU time of the lanes, in processors: reading, encoding, encrypting, writing.
     pub processors: f64,
-    /// Of these, for encoding.
+    /// Part of the CPU time spent encoding, in processors.
     pub encoding: f64,
-    /// Lanes that wait for the link, on an average.
+    /// Average number of lanes that wait for the link.
     pub waiting: f64,
-    /// In seconds, if it goes on so.
+    /// Seconds to the expected end, if the rates stay the same.
     pub expected_seconds: Option<f64>,
-    /// For which the guest would stand still if it were to stop now, in milliseconds.
+    /// Expected downtime if the guest were stopped now, in milliseconds.
     pub expected_downtime_ms: Option<u64>,
-    /// How long the guest stood still, in milliseconds, once that is over and if it is known.
+    /// Downtime of the guest in milliseconds, once it is over and if it is known.
     pub downtime_ms: Option<u64>,
-    /// Why it will not end at this rate, and what can be done.
+    /// Reason why the migration will not end at this rate, and possible remedies.
     pub verdict: Option<String>,
-    /// All that was sent so far.
+    /// Sums of everything sent so far.
     pub totals: Totals,
 }
 
-/// What QEMU says of its guest's memory (`query-migrate`, `ram`); 0 is what it does not say yet.
+/// Statistics of the guest's memory from QEMU (`query-migrate`, `ram`); 0 where QEMU does not report a value yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ram {
-    /// From 1.
+    /// Number of the round, from 1.
     pub round: u64,
-    /// Bytes that are still to be sent in this round.
+    /// Bytes still to be sent in this round.
     pub remaining_bytes: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total_bytes: u64,
-    /// Bytes that the guest changes in a second, as QEMU has counted over a second at least.
+    /// Bytes dirtied per second, measured by QEMU over at least a second.
     pub dirty_bytes_per_s: u64,
 }
 
 impl Ram {
-    /// Out of the whole answer.
+    /// Extracts the statistics from the whole answer.
     #[must_use]
     pub fn of(migration: &Value) -> Self {
         let ram = &migration["ram"];
@@ -79,7 +79,7 @@ impl Ram {
     }
 }
 
-/// The words for a `ShutdownCause` of QEMU's (qapi/run-state.json).
+/// Returns the words for a `ShutdownCause` of QEMU (qapi/run-state.json).
 fn shutdown_cause(reason: Option<&str>) -> &'static str {
     match reason {
         Some("guest-shutdown") => "the guest shut down",
@@ -92,28 +92,28 @@ fn shutdown_cause(reason: Option<&str>) -> &'static str {
     }
 }
 
-/// Looks at a migration again and again.
+/// Monitor of a migration, fed with QEMU's events and statistics.
 pub struct Watch {
     downtime_ms: u64,
     stopped: Option<Instant>,
-    /// Its migration has failed, or it runs again.
+    /// Set once the migration has failed or the guest runs again.
     gone_on: bool,
-    /// The event that ends QEMU.
+    /// Cause in the event that ends QEMU.
     shutdown: Option<&'static str>,
-    /// QEMU reported it while the guest ran.
+    /// Set if QEMU reported that event while the guest ran.
     shutdown_before_stop: bool,
     samples: Vec<(Duration, Totals)>,
     round: u64,
-    /// Times that the link was lost before this round.
+    /// Losses of the link before this round.
     losses: u64,
-    /// Remaining at the beginning of the best round so far.
+    /// Bytes remaining at the beginning of the best round so far.
     least: u64,
     without_gain: u32,
     verdict: Option<String>,
 }
 
 impl Watch {
-    /// Of one that has begun.
+    /// Creates the monitor of a migration that has begun.
     #[must_use]
     pub const fn new(downtime_ms: u64) -> Self {
         Self {
@@ -131,10 +131,10 @@ impl Watch {
         }
     }
 
-    /// Waits for events, until one comes or the time is over.
+    /// Waits for an event for up to `wait`, and processes it.
     ///
     /// # Errors
-    /// QEMU has gone.
+    /// QEMU has exited.
     pub fn hear(&mut self, qmp: &mut Qmp, wait: Duration) -> Result<(), QmpError> {
         if let Some(event) = qmp.event(wait)? {
             self.take(&event, Instant::now());
@@ -157,35 +157,36 @@ impl Watch {
         }
     }
 
-    /// Whether QEMU, which has ended since, had let the guest go on here, or had been about to.
+    /// Returns true if QEMU, which has exited since, had resumed the guest here or had been about to.
     pub fn has_gone_on(&mut self, qmp: &mut Qmp) -> bool {
         self.take_pending(qmp);
         self.gone_on
     }
 
-    /// Takes all events that have arrived.
+    /// Processes all events that have arrived.
     fn take_pending(&mut self, qmp: &mut Qmp) {
         while let Ok(Some(event)) = qmp.event(Duration::ZERO) {
             self.take(&event, Instant::now());
         }
     }
 
-    /// Returns the event that ends QEMU, as a subject and a verb, if QEMU has reported one.
+    /// Returns the cause of QEMU's end, as a subject and a verb, if QEMU has reported it.
     pub fn shutdown_cause(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
         self.take_pending(qmp);
         self.shutdown
     }
 
-    /// Returns the same event if the guest ran until then: pre-copy sends the last of a VM only after it has stopped the guest.
+    /// Returns the cause of QEMU's end if the guest ran until then: pre-copy sends the last of a VM only after it has
+    /// stopped the guest.
     pub fn shutdown_before_stop(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
         self.take_pending(qmp);
         self.shutdown.filter(|_| self.shutdown_before_stop)
     }
 
-    /// When the guest stopped, as far as that was heard.
+    /// Returns when the guest stopped, if that was reported.
     ///
     /// # Errors
-    /// QEMU has gone.
+    /// QEMU has exited.
     pub fn stopped_at(&mut self, qmp: &mut Qmp) -> Result<Option<Instant>, QmpError> {
         while self.stopped.is_none() {
             match qmp.event(Duration::ZERO)? {
@@ -203,18 +204,18 @@ impl Watch {
         Ok(self.stopped)
     }
 
-    /// The guest may stand still for another time than was said before.
+    /// Changes the permitted downtime.
     pub const fn allow(&mut self, downtime_ms: u64) {
         self.downtime_ms = downtime_ms;
     }
 
-    /// Why it will not end at this rate; `None` while that is not known.
+    /// Returns why the migration will not end at this rate; `None` while that is unknown.
     #[must_use]
     pub fn verdict(&self) -> Option<String> {
         self.verdict.clone()
     }
 
-    /// What there is to say now.
+    /// Takes a sample and returns the snapshot.
     pub fn report(&mut self, migration: &Value, progress: &Progress, elapsed: Duration) -> Report {
         let ram = Ram::of(migration);
         let totals = progress.totals();
@@ -256,13 +257,13 @@ impl Watch {
         report
     }
 
-    /// At the beginning of each round what is left is compared with the rounds before.
+    /// Compares the bytes remaining at the beginning of each round with those of earlier rounds.
     fn judge(&mut self, report: &Report, losses: u64) {
         if report.round == self.round || report.status != "active" {
             return;
         }
         self.round = report.round;
-        // A round in which nothing went over for a while says nothing of those that come.
+        // A round during which the link was lost does not predict later rounds.
         if std::mem::replace(&mut self.losses, losses) != losses {
             return;
         }

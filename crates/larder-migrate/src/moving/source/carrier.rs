@@ -1,4 +1,4 @@
-//! A session with the destination.
+//! Session with the destination.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,10 +12,10 @@ use crate::notes::{Notes, Received};
 use crate::progress::Progress;
 use crate::send::{self, SendError, Sender, Steering};
 
-/// How long a session may take to end after all is over.
+/// Time limit for a session to end after everything is done.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A session with the destination, and the thread that carries it.
+/// Session with the destination, and the thread that carries it.
 pub(super) struct Carrier {
     pub(super) notes: Notes,
     pub(super) steering: Arc<Steering>,
@@ -43,8 +43,8 @@ impl Carrier {
         })
     }
 
-    /// Says something to the destination and waits for its answer: as long as the session lives, and until it is cancelled,
-    /// of which nothing is heard before the end of `patience`.
+    /// Sends a message to the destination and waits for the answer, as long as the session lives. Cancellation is
+    /// ignored until `patience` has passed.
     pub(super) fn ask(
         &self,
         told: &ToDestination,
@@ -77,7 +77,7 @@ impl Carrier {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Lets the session end in order, once QEMU's channels have, which they have had time for.
+    /// Ends the session in order once QEMU's channels have ended, for which they are given time.
     pub(super) fn end(mut self) -> Result<(), SendError> {
         self.steering.hold.store(false, Ordering::Relaxed);
         let until = Instant::now() + END_TIMEOUT;
@@ -88,7 +88,7 @@ impl Carrier {
         self.join()
     }
 
-    /// Ends the session, whatever is under way, and says why it ended if it had before.
+    /// Ends the session at once; returns the error if it had failed before.
     pub(super) fn break_off(mut self) -> Option<SendError> {
         self.steering.stop.store(true, Ordering::Relaxed);
         self.join().err().filter(|error| !matches!(error, SendError::Stopped))

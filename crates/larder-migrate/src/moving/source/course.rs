@@ -1,4 +1,4 @@
-//! How far a move is.
+//! State of a move.
 
 use std::time::{Duration, Instant};
 
@@ -8,29 +8,30 @@ use crate::moving::messages::{Tell, ToDestination, VERSION};
 use crate::moving::record::Leaving;
 use crate::moving::watch::Watch;
 
-/// How long QEMU may take to see that its sockets are shut, in post-copy; QEMU 7.2 does not where all is sent.
+/// Time limit for QEMU to detect in post-copy that its sockets are shut; QEMU 7.2 does not detect it once all is
+/// sent.
 const CUT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often it is told to see it.
+/// Maximum number of times that QEMU is told that the connection is lost.
 const CUT_TRIES: u32 = 6;
 
-/// A move that QEMU has begun.
+/// State of a move that QEMU has begun.
 pub(super) struct Course {
     pub(super) leaving: Leaving,
     pub(super) begun: Instant,
     pub(super) watch: Watch,
     pub(super) ending: Ending,
-    /// If QEMU were let end it now.
+    /// Downtime to expect if QEMU were allowed to end the migration now.
     pub(super) expected_downtime: Option<Duration>,
-    /// What QEMU was set to.
+    /// Current `downtime-limit` of QEMU, in milliseconds.
     pub(super) limit_ms: u64,
-    /// The source has switched over, or is about to.
+    /// Progress of the switch to post-copy.
     pub(super) postcopy: Postcopy,
-    /// The destination has said that it runs the VM.
+    /// Set once the destination has answered that it runs the VM.
     pub(super) answered: bool,
     pub(super) downtime_ms: Option<u64>,
-    /// By a mover before.
+    /// Set if an earlier mover had begun the move.
     pub(super) resumed: bool,
-    /// The session carries QEMU's channels.
+    /// Set if the session carries QEMU's channels.
     pub(super) carries: bool,
 }
 
@@ -59,7 +60,7 @@ impl Course {
         }
     }
 
-    /// The destination may run the VM: it was told to.
+    /// Returns true if the destination may run the VM, because it was told to.
     pub(super) const fn told(&self) -> bool {
         self.leaving.told
     }
@@ -80,7 +81,7 @@ impl Course {
     }
 }
 
-/// A cut of the connection in post-copy that QEMU does not see.
+/// Loss of the connection in post-copy that QEMU does not detect.
 #[derive(Default)]
 pub(super) struct Cut {
     since: Option<Instant>,
@@ -88,7 +89,7 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// Whether it is time to do something about it.
+    /// Returns true if it is time to make QEMU detect the loss.
     pub(super) fn is_unseen(&mut self, is_cut: bool) -> Result<bool, MoveError> {
         if !is_cut {
             self.since = None;

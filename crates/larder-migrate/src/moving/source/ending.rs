@@ -1,12 +1,13 @@
-//! When QEMU is let stop the guest and send the rest.
+//! Decision when QEMU may stop the guest and send the rest.
 //!
-//! QEMU stops it when what is left takes no longer than its `downtime-limit`, at the rate of the last tenth of a second. Between
-//! it and the link lies Larder, and that rate says how well the pages compress that went last: pages of zeros at the end of
-//! memory go twenty times faster than what the guest keeps changing, and the guest would stand still for seconds. So QEMU's
-//! limit is kept at nearly nothing, and raised beyond all bounds at the moment when Larder expects the rest to go over in
-//! time: at the rate at which the changed pages of whole rounds went before.
+//! QEMU stops the guest when the remaining bytes take no longer than its `downtime-limit`, at the rate of the last
+//! tenth of a second. Larder is between QEMU and the link, so that rate depends on how well the most recent pages
+//! compress: zero pages at the end of memory are sent twenty times faster than the pages that the guest keeps
+//! changing, and the downtime would be seconds. So QEMU's limit is kept near zero. It is raised to its maximum once
+//! Larder expects the rest to be sent in time, at the rate at which the changed pages of whole earlier rounds were
+//! sent.
 //!
-//! A limit that is raised or lowered too late costs downtime or time, and nothing else.
+//! A limit that is raised or lowered too late costs only downtime or time.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,39 +16,40 @@ use serde_json::Value;
 
 use crate::moving::watch::Ram;
 
-/// QEMU's limit while the guest is to run, in milliseconds: of 0 it takes what is left for nothing without looking at what
-/// was changed meanwhile.
+/// Limit of QEMU while the guest is to run, in milliseconds. With 0, QEMU would take the rest for nothing without
+/// checking what was dirtied meanwhile.
 pub(super) const LIMIT_MS: u64 = 1;
-/// And when it is to stop: QEMU's largest.
+/// Limit of QEMU when the guest is to stop, in milliseconds: QEMU's maximum.
 pub(super) const LIMIT_TO_END_MS: u64 = 2_000_000;
 
-/// From what is seen of QEMU until it stops the guest, which it thinks about every 100 ms.
+/// Time from a sample of QEMU until it stops the guest, which it considers every 100 ms.
 const REACTION: Duration = Duration::from_millis(150);
-/// What is sent in less time says little about the rate.
+/// Minimum time over which a rate is measured.
 const RATE_OVER: Duration = Duration::from_millis(100);
-/// That are remembered.
+/// Maximum rounds that are remembered.
 const ROUNDS_MAX: usize = 16;
-/// Until changed pages have gone over for so long, it is the link's rate that counts: they compress, if at all.
+/// Time over which the link's rate is measured. It is used until changed pages have been sent for long enough, since
+/// their compression can only make them faster.
 const LINK_RATE_OVER: Duration = Duration::from_secs(1);
 
-/// What is seen at a time.
+/// Sample of a migration.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Look {
-    /// Since the move began.
+    /// Time since the move began.
     at: Duration,
-    /// From 1.
+    /// Number of the round, from 1.
     round: u64,
     remaining_bytes: u64,
-    /// As QEMU has counted, 0 in its first second.
+    /// Bytes dirtied per second as counted by QEMU, 0 in its first second.
     dirty_bytes_per_s: u64,
-    /// Of QEMU's stream, in frames.
+    /// Bytes of QEMU's stream in frames.
     raw_bytes: u64,
-    /// On the link.
+    /// Bytes on the link.
     wire_bytes: u64,
 }
 
 impl Look {
-    /// At what QEMU says (`query-migrate`) and what was sent.
+    /// Creates a sample from QEMU's statistics (`query-migrate`) and the bytes sent.
     pub(super) fn new(at: Duration, migration: &Value, raw_bytes: u64, wire_bytes: u64) -> Self {
         let ram = Ram::of(migration);
         Self {
@@ -61,26 +63,26 @@ impl Look {
     }
 }
 
-/// Expects how long the guest would stand still.
+/// Estimator of the downtime.
 #[derive(Default)]
 pub(super) struct Ending {
-    /// Looks of the last second of the first round.
+    /// Samples of the last second of the first round.
     first: VecDeque<Look>,
-    /// The second round and those after it, up to [`ROUNDS_MAX`].
+    /// Second and later rounds, up to [`ROUNDS_MAX`].
     rounds: VecDeque<Round>,
 }
 
 #[derive(Clone, Copy)]
 struct Round {
-    /// The first look at it.
+    /// First sample of the round.
     begun: Look,
-    /// The one before it: in so much time the guest changed what was left in the beginning.
+    /// Time since the round before began, in which the guest dirtied the bytes that remained at this round's start.
     after: Duration,
 }
 
 impl Ending {
-    /// How long the rest would take from QEMU to its end on the link, if QEMU were let end it now; `None` while nothing
-    /// can be said.
+    /// Returns how long the rest would take from QEMU to the end of the link if QEMU were allowed to stop the guest
+    /// now; `None` while that is unknown.
     pub(super) fn expected(&mut self, look: Look) -> Option<Duration> {
         let before = self.rounds.back().map_or(Duration::ZERO, |round| round.begun.at);
         let last = self.rounds.back().map_or(1, |round| round.begun.round);
@@ -105,8 +107,8 @@ impl Ending {
         Some(Duration::try_from_secs_f64(rest).unwrap_or(Duration::MAX))
     }
 
-    /// Bytes of changed pages that go over in a second: of the latest rounds that took long enough, all but one of them
-    /// whole.
+    /// Returns the bytes of changed pages sent per second: over the latest rounds that took long enough, all of them
+    /// whole except the current one.
     fn rate(&self, look: &Look) -> Option<f64> {
         let last = self.rounds.len() - 1;
         let long = self.rounds.iter().take(last).rev();
@@ -119,11 +121,12 @@ impl Ending {
         }
     }
 
-    /// Bytes that would be left: those that are, and what was changed for so long. Both were changed since the round before
-    /// began, and the guest changes no more pages in that time than it did in a longer one.
+    /// Returns the bytes that would remain after another `meanwhile`: those remaining now, and those dirtied until
+    /// then. All of them are dirtied after the previous round began, and the guest dirties no more pages in that time
+    /// than it did in a longer one.
     fn rest(&self, look: &Look, meanwhile: Duration) -> f64 {
         let after = self.rounds.back().map_or(Duration::ZERO, |round| round.after);
-        // QEMU counts over a second at least.
+        // QEMU counts over at least a second.
         let last = self.rounds.back().filter(|_| after >= RATE_OVER);
         let last = last.map_or(0.0, |round| round.begun.remaining_bytes as f64 / after.as_secs_f64());
         let changed = last.max(look.dirty_bytes_per_s as f64) * meanwhile.as_secs_f64();
@@ -145,13 +148,14 @@ mod tests {
 
     const MB: u64 = 1_000_000;
 
-    /// A QEMU that sends all that is left, round by round, and a guest that changes so much in a second, of at most so much.
+    /// Model of a QEMU that sends everything that remains, round by round, and of a guest that dirties `dirty` bytes
+    /// per second, within at most `working_set` bytes.
     struct Model {
         ending: Ending,
         look: Look,
         dirty: u64,
         working_set: u64,
-        /// Of changed pages, in a second.
+        /// Bytes of changed pages sent per second.
         rate: u64,
         ratio: u64,
     }
@@ -171,7 +175,7 @@ mod tests {
                 rate,
                 ratio,
             };
-            // The first round: 20 times faster, as most of it is empty.
+            // The first round is 20 times faster, as most of it is empty.
             for _ in 0..40 {
                 model.sends(20 * rate / 20, 20 * ratio);
                 assert_eq!(model.ending.expected(model.look), None);
@@ -194,7 +198,7 @@ mod tests {
             self.look.dirty_bytes_per_s = self.dirty;
         }
 
-        /// How long the guest would really stand still when at most `limit` was expected; `None`: it never was.
+        /// Returns the real downtime once at most `limit` is expected; `None` if that never happens.
         fn stands_still(&mut self, limit: Duration) -> Option<Duration> {
             let mut begun = self.look.at;
             for _ in 0..400 {
@@ -221,7 +225,8 @@ mod tests {
     const LIMIT: Duration = Duration::from_millis(250);
 
     #[test]
-    fn a_guest_stops_for_no_longer_than_it_may_however_fast_other_pages_went() {
+    /// The downtime stays within the limit, however fast other pages were sent.
+    fn downtime_stays_within_limit() {
         for (dirty, ratio) in [(5 * MB, 1), (9 * MB, 1), (5 * MB, 20), (0, 1)] {
             let mut model = Model::new(dirty, 128 * MB, 12 * MB, ratio);
             let stood = model.stands_still(LIMIT);
@@ -233,14 +238,14 @@ mod tests {
     }
 
     #[test]
-    fn one_that_changes_more_than_goes_over_is_not_stopped() {
+    fn non_converging_guest_is_not_stopped() {
         assert_eq!(Model::new(14 * MB, 512 * MB, 12 * MB, 1).stands_still(LIMIT), None);
-        // What it changes fits the time.
+        // Its working set is sent within the limit.
         assert!(Model::new(14 * MB, 2 * MB, 12 * MB, 1).stands_still(LIMIT).is_some());
     }
 
     #[test]
-    fn nothing_is_expected_of_no_time_and_no_bytes() {
+    fn zero_time_and_bytes_give_no_estimate() {
         let mut ending = Ending::default();
         for round in [0, 1, 2, 2, 3, 4] {
             let look = Look {

@@ -1,4 +1,4 @@
-//! The moment in which a VM goes over, and what is done if that goes wrong.
+//! Hand-over of a VM to the destination, and recovery when it fails.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,29 +13,29 @@ use crate::moving::disks::Deed;
 use crate::moving::messages::{Tell, ToSource};
 use crate::qmp::{Qmp, QmpError};
 
-/// How long a VM that is handed over is not left alone by a mover that is to stop.
+/// Time for which a cancelled mover still waits for the answer to `Go`.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
-/// The time in which a QEMU that has closed its monitor ends: it gives back all of its memory.
+/// Time limit for a QEMU that has closed its monitor to exit: it first releases all of its memory.
 const EXIT_PATIENCE: Duration = Duration::from_secs(120);
-/// How long it asks if QEMU has ended here.
+/// Time for which the destination is asked once QEMU has exited here.
 const ASK_WITHOUT_SOURCE: Duration = Duration::from_secs(60);
 
-/// Why post-copy is not taken up again.
+/// Reasons why post-copy is not resumed.
 enum NotRecovered {
-    /// It never can be.
+    /// Post-copy can never be resumed.
     Never(String),
-    /// Perhaps the next time.
+    /// The next attempt may succeed.
     Yet(String),
 }
 
 impl Mover<'_> {
-    /// The source is stopped and all has arrived, or comes by post-copy: has the destination run it. Returns a session in
-    /// which it has said that it does.
+    /// Hands the VM over to the destination. The source is stopped, and everything has arrived or arrives by
+    /// post-copy. Returns a session in which the destination has answered that it runs the VM.
     pub(super) fn hand_over(&mut self, carrier: Carrier, course: &mut Course) -> Result<Carrier, MoveError> {
         let stopped = course.watch.stopped_at(&mut self.qmp).ok().flatten();
         if let Err(reason) = self.let_disks_go(&mut course.leaving) {
             return Err(match course.postcopy {
-                // They went before it switched over, or would have kept it from doing so.
+                // The disks were closed before the switch to post-copy, or their refusal would have prevented it.
                 Postcopy::Yes => MoveError::Unsettled(format!("{reason}: run the same command again")),
                 _ => self.take_back(carrier, course, reason),
             });
@@ -54,7 +54,7 @@ impl Mover<'_> {
         result
     }
 
-    /// From here on the destination may run it.
+    /// Records that the destination may run the VM from here on.
     fn will_tell(&self, course: &mut Course) -> Result<(), MoveError> {
         if !course.leaving.told {
             course.leaving.told = true;
@@ -67,7 +67,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Asks, in post-copy until the destination can; the answer, or why there is none.
+    /// Sends `Go`, in post-copy until the destination can run the VM. Returns the answer, or why there is none.
     fn ask_to_go(&self, carrier: &Carrier, course: &Course) -> Result<ToSource, String> {
         let mut late = Late::default();
         loop {
@@ -83,12 +83,13 @@ impl Mover<'_> {
         }
     }
 
-    /// Whether `Go` has arrived is not known, or what has become of the VM since: asks over new sessions until somebody says
-    /// so. Returns the session in which the destination has said that it runs the VM, and whether it has all of its memory.
+    /// Asks the destination over new sessions until it answers. It is unknown whether `Go` has arrived, or what has
+    /// happened to the VM since. Returns the session in which the destination has answered that it runs the VM, and
+    /// whether it has all of its memory.
     pub(super) fn reach(&mut self, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
         self.let_disks_go(&mut course.leaving)
             .map_err(|reason| match self.is_gone {
-                // No mover after this one would find a VM here.
+                // A later mover would not find a VM here.
                 true => MoveError::Lost {
                     reason: format!(
                         "it was not let run there, because {reason}; larder vm NAME --take has them open here for the next \
@@ -120,7 +121,7 @@ impl Mover<'_> {
             }
             thread::sleep(ASK_AGAIN);
         }
-        // There is nobody here who could have it back.
+        // No QEMU is left here that could have the VM back.
         if self.is_gone {
             let disks = match course.leaving.disks_left {
                 true => {
@@ -135,7 +136,7 @@ impl Mover<'_> {
         Err(MoveError::InDoubt { reason: lost })
     }
 
-    /// The destination has answered to `Go`; whether it has all of the VM's memory.
+    /// Handles the answer to `Go`; returns whether the destination has all of the VM's memory.
     fn took(&mut self, answer: ToSource, course: &mut Course) -> Result<bool, MoveError> {
         match answer {
             ToSource::Running { whole } => {
@@ -173,7 +174,7 @@ impl Mover<'_> {
         }
     }
 
-    /// There is no VM any more, and its disks are here for the next one.
+    /// Opens the disks here for the next VM, since this one is gone from both hosts.
     fn take_disks_alone(&self, course: &Course) {
         if course.leaving.disks_left
             && let Err(error) = self.options.servers.have(&course.leaving.disks, Deed::Keep)
@@ -182,8 +183,8 @@ impl Mover<'_> {
         }
     }
 
-    /// QEMU has failed after the destination was told to run the VM, which it does at the end of post-copy, and lets its own
-    /// processors run again.
+    /// Handles a failure in QEMU after the destination was told to run the VM. This can happen at the end of
+    /// post-copy, and QEMU then resumes its own processors, so they are stopped again.
     pub(super) fn after_failure(
         &mut self,
         carrier: Option<Carrier>,
@@ -200,7 +201,7 @@ impl Mover<'_> {
         }
     }
 
-    /// QEMU has ended here. Nothing stands in the way of the destination, if all had gone.
+    /// Handles the exit of QEMU here. The destination can still run the VM if everything was sent.
     pub(super) fn without_source(
         &mut self,
         carrier: Carrier,
@@ -239,8 +240,9 @@ impl Mover<'_> {
         }
     }
 
-    /// Waits for the end of QEMU's process, which closes its monitor before it ends; false if it lives on (its monitor may be out
-    /// of reach: its socket's path is gone), or if this mover is cancelled first. A process that is not known counts as living.
+    /// Waits for QEMU's process to exit, which closes its monitor first. Returns false if it lives on (its monitor
+    /// may be unreachable because the socket's path was removed), or if this mover is cancelled first. An unknown
+    /// process counts as alive.
     fn has_exited(&self) -> bool {
         let Some(process) = self.qmp.process() else {
             return false;
@@ -263,8 +265,8 @@ impl Mover<'_> {
         true
     }
 
-    /// Post-copy whose connection broke: both QEMUs wait for another one. Returns a session that carries the rest, or in
-    /// which the destination has said that there is none.
+    /// Recovers post-copy after a lost connection: both QEMUs wait for a new one. Returns a session that carries the
+    /// rest, or in which the destination has answered that nothing is left.
     pub(super) fn recover(&mut self, carrier: Carrier, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
         tracing::warn!("the connection was lost in the middle of post-copy; connecting anew");
         drop(carrier);

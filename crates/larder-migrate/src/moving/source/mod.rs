@@ -1,4 +1,4 @@
-//! The source's mover: sets QEMU going, watches it, and hands the VM over.
+//! Mover at the source: starts QEMU's migration, watches it, and hands the VM over.
 
 mod carrier;
 mod course;
@@ -26,111 +26,111 @@ use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 use crate::send;
 
-/// After so long without an answer, and again, it is said that there is none.
+/// Interval of warnings that an answer is late.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
-/// Between two looks at QEMU.
+/// Interval at which QEMU is polled.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Between two questions whether the VM runs at the destination.
+/// Interval at which the destination is asked whether the VM runs there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-/// What is to be moved, and how.
+/// Options of a move.
 pub struct Options {
-    /// The source QEMU's monitor.
+    /// Socket of the source QEMU's monitor.
     pub qmp: PathBuf,
-    /// A folder, this user's alone, for what a mover after this one must know ([`super::record`]).
+    /// Directory of this user alone, for the records that a later mover needs ([`super::record`]).
     pub records: PathBuf,
-    /// What may serve its disks.
+    /// Servers of the VM's disks.
     pub servers: Arc<dyn DiskServers>,
-    /// Where to, over what, and within which limits.
+    /// Destination, connection and limits.
     pub send: send::Options,
-    /// QEMU's channels for pages besides its main channel; 0: none.
+    /// Number of multifd channels, in addition to QEMU's main channel; 0: none.
     pub multifd_channels: u8,
-    /// What does not converge may be ended by post-copy.
+    /// Allows post-copy if the migration does not converge.
     pub postcopy: bool,
-    /// What does not converge may be throttled.
+    /// Allows throttling if the migration does not converge.
     pub throttle: bool,
-    /// The source's QEMU is not ended.
+    /// Keeps the source's QEMU after the move.
     pub keep: bool,
 }
 
 impl Options {
-    /// Those in force now.
+    /// Returns the current limits.
     fn limits(&self) -> Limits {
         self.send.limits.now()
     }
 }
 
-/// How it ended well.
+/// Result of a successful move.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Done {
-    /// From the start of QEMU's migration until the VM ran at the destination and nothing was left, in seconds.
+    /// Seconds from the start of QEMU's migration until the VM ran at the destination with nothing left to transfer.
     pub seconds: f64,
-    /// From the stop of the guest here until the destination said that it runs, in milliseconds.
+    /// Milliseconds from the stop of the guest here until the destination reported that it runs.
     pub downtime_ms: Option<u64>,
-    /// As QEMU counts.
+    /// Number of rounds, as counted by QEMU.
     pub rounds: u64,
-    /// By post-copy.
+    /// True if post-copy was used.
     pub postcopy: bool,
-    /// It had been handed over by a mover before, which had not heard of it.
+    /// True if an earlier mover had handed the VM over without getting the answer.
     pub resumed: bool,
 }
 
-/// Why a VM was not moved.
+/// Reasons why a VM was not moved.
 #[derive(Debug, Error)]
 pub enum MoveError {
-    /// Found before anything was touched.
+    /// An obstacle was found before anything was changed.
     #[error("it cannot be moved, and nothing was changed: {}", .0.join("; "))]
     Preflight(Vec<String>),
-    /// Found before anything was touched, and where the VM is was not found.
+    /// The owner of the VM could not be determined; nothing was changed.
     #[error("it cannot be moved: {0}")]
     Unclear(String),
-    /// It runs on where it was.
+    /// The VM runs on at the source.
     #[error("not moved; the VM goes on here: {reason}")]
     Here {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
-    /// It runs on where it was, since the user wanted so.
+    /// The user has cancelled the move, and the VM runs on at the source.
     #[error("cancelled; the VM goes on here")]
     Cancelled,
-    /// It stands still.
+    /// The VM is stopped at the source, and may run at the destination.
     #[error(
         "the VM stands still here: it was handed over, and whether it runs at the destination is not known ({reason}); run \
         the same command again once the destination can be reached, and it will run there or here. Only if its QEMU there \
         has ended, and will not run: larder migrate --take-back lets it run here"
     )]
     InDoubt {
-        /// Why there is no answer.
+        /// Reason why there is no answer.
         reason: String,
     },
-    /// Post-copy was cut, and the halves do not come together.
+    /// Post-copy was interrupted and could not be resumed.
     #[error("post-copy broke off and could not be taken up again, and the VM needs both QEMUs: {reason}")]
     Broken {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
-    /// The source's QEMU has ended before all had gone.
+    /// The source's QEMU exited before everything was sent.
     #[error(
         "the QEMU here has ended in the middle of the move, and the VM with it unless it runs at the destination: {reason}"
     )]
     Lost {
-        /// Why.
+        /// Reason why.
         reason: String,
     },
-    /// The VM was ended during the move, and runs at no host.
+    /// The VM was shut down during the move, and runs on neither host.
     #[error(
         "not moved: {cause} during the move, and its QEMU has ended. The VM runs at neither host, and its disks are as it left \
         them: start it at either"
     )]
     ShutDown {
-        /// The event that ended it: a subject and a verb.
+        /// Event that ended it: a subject and a verb.
         cause: &'static str,
     },
-    /// QEMU.
+    /// Error of the source's QEMU.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Not moved, and QEMU did not go on as it should.
+    /// The VM was not moved, and QEMU did not resume as it should.
     #[error("{0}")]
     Unsettled(String),
 }
@@ -138,7 +138,7 @@ pub enum MoveError {
 /// Moves the VM.
 ///
 /// # Errors
-/// It is not at the destination, or nobody knows: the error says where it is.
+/// The VM is not at the destination, or its place is unknown; the error states where it is.
 pub fn run(
     options: &Options,
     progress: &Arc<Progress>,
@@ -193,16 +193,16 @@ pub fn run(
     }
 }
 
-/// A guest that sleeps is woken at the destination, as QEMU does it.
+/// Returns true if the VM runs. A guest that is suspended is woken at the destination, as QEMU does it.
 fn runs(state: &str) -> bool {
     matches!(state, "running" | "suspended")
 }
 
-/// Lets a VM run here that was handed over, with the disks that had gone along. Whoever wants this has made sure that the
-/// destination's QEMU has ended.
+/// Runs a VM here again that was handed over, with the disks that had moved along. The caller must have made sure
+/// that the destination's QEMU has exited.
 ///
 /// # Errors
-/// It was not handed over, or can never run here again.
+/// The VM was not handed over, or can never run here again.
 pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Result<(), MoveError> {
     let mut qmp = Qmp::connect(qmp)?;
     let place = Place::new(records, "from", &qmp);
@@ -234,7 +234,7 @@ pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Resul
     }
 }
 
-/// Their caches are used as before.
+/// Makes the servers use the disks' caches as before the move.
 fn disks_stay(servers: &dyn DiskServers, sockets: &[PathBuf]) {
     if sockets.is_empty() {
         return;
@@ -248,7 +248,7 @@ fn preflight(error: impl std::fmt::Display) -> MoveError {
     MoveError::Preflight(vec![error.to_string()])
 }
 
-/// Whether it is time to say again that something does not come.
+/// Rate limiter for warnings that something is late.
 #[derive(Default)]
 struct Late(Option<Instant>);
 

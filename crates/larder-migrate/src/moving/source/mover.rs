@@ -1,4 +1,4 @@
-//! From the first question to the end of QEMU's migration.
+//! Mover from the first query to the end of QEMU's migration.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,14 +23,15 @@ use crate::moving::{Description, status_of};
 use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 
-/// How long it takes from the last byte until the VM runs at the destination.
+/// Time from the last byte until the VM runs at the destination.
 const HAND_OVER: Duration = Duration::from_millis(30);
 
-/// How QEMU refuses another migration while one is being cleared up, and how long that may take.
+/// Errors of QEMU for a new migration while an old one is being cleaned up, and the time limit for that.
 const STILL_BUSY: [&str; 2] = ["duplicate yank instance", "There's a migration process in progress"];
 const FREE_WITHIN: Duration = Duration::from_secs(5);
 
-/// Why QEMU's migration has not succeeded. The source's QEMU often has only seen that the other one hung up.
+/// Returns why QEMU's migration has not succeeded. Often the source's QEMU only knows that the other one has
+/// disconnected.
 fn why(migration: &Value, status: &str) -> String {
     let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
     match status {
@@ -42,11 +43,11 @@ fn why(migration: &Value, status: &str) -> String {
     }
 }
 
-/// Why QEMU's migration does not go on.
+/// Reasons why QEMU's migration has not begun.
 enum NotBegun {
-    /// QEMU was not told, or refuses.
+    /// QEMU was not asked, or refuses.
     Refused(String),
-    /// It may have begun.
+    /// The migration may have begun.
     Unclear(QmpError),
 }
 
@@ -63,14 +64,14 @@ pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
     vm: Description,
-    /// QEMU's character devices that are sockets.
+    /// Character devices of QEMU that are sockets.
     devices: Vec<(String, PathBuf)>,
-    /// What of the disks that go along is hot, by their sockets.
+    /// Hot ranges of the disks that move along, by their sockets.
     hot: Vec<(PathBuf, String)>,
     progress: Arc<Progress>,
     pub(super) cancel: &'a AtomicBool,
     pub(super) place: Place,
-    /// QEMU has ended.
+    /// Set once QEMU has exited.
     pub(super) is_gone: bool,
 }
 
@@ -97,7 +98,8 @@ impl<'a> Mover<'a> {
         })
     }
 
-    /// What the VM and its migration are; one of a mover that has ended has lost its connection, which QEMU sees soon.
+    /// Returns the states of the VM and of its migration. With `is_ours`, waits while a migration is in progress: its
+    /// mover has ended and its connection is lost, which QEMU detects soon.
     pub(super) fn at_rest(&mut self, is_ours: bool) -> Result<(String, Value), MoveError> {
         let until = Instant::now() + SETTLE_TIMEOUT;
         loop {
@@ -117,8 +119,8 @@ impl<'a> Mover<'a> {
         Carrier::start(&self.options.send, self.qmp.user(), &self.progress)
     }
 
-    /// QEMU 7.2 takes both multifd and post-copy, and its destination then ends with an assertion (`yank_unregister_instance`);
-    /// those after it refuse both, up to 10.0.
+    /// Returns the migration settings. QEMU 7.2 accepts multifd with post-copy, and its destination then fails an
+    /// assertion (`yank_unregister_instance`); later versions up to 10.0 refuse the combination.
     const fn settings(&self) -> Settings {
         Settings {
             multifd_channels: if self.options.postcopy {
@@ -130,7 +132,7 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// What a mover before this one has left, that had not handed the VM over.
+    /// Cleans up after an earlier mover that had not handed the VM over.
     pub(super) fn clear_up(&mut self, leaving: Leaving) -> Result<(), MoveError> {
         if leaving.stopped || leaving.disks_left {
             self.run_here(&leaving).map_err(MoveError::Unclear)?;
@@ -192,7 +194,7 @@ impl<'a> Mover<'a> {
             self.disks_stay(&course.leaving);
             return Err(preflight(format!("the destination: {reason}")));
         }
-        // Getting ready takes time, and others may have a monitor, too.
+        // The preparation takes time, and other monitor clients may have changed the state.
         let state = self.qmp.run_state()?;
         if runs(&state) != run {
             self.disks_stay(&course.leaving);
@@ -202,7 +204,7 @@ impl<'a> Mover<'a> {
         }
         match self.begin(&carrier.socket.socket(), &mut course) {
             Ok(()) => self.see_through(carrier, course, report),
-            // Whatever goes on in QEMU is not this move.
+            // A migration that is in progress in QEMU is not this move.
             Err(NotBegun::Refused(reason)) => {
                 self.stays(&course.leaving);
                 Err(MoveError::Here { reason })
@@ -211,9 +213,9 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// Caches that write back have what the image has not: it is written now, while the guest runs, and nothing more gets
-    /// there. A mover after this one knows whose caches those are only once the move has begun; one that dies before that
-    /// leaves them writing through.
+    /// Makes write-back caches write the data that the images lack, while the guest runs, and write through
+    /// afterwards. A later mover knows the servers of these caches only once the move has begun; a mover that is
+    /// killed before that leaves the caches writing through.
     fn settle_disks(&self, leaving: &Leaving) -> Result<(), String> {
         if leaving.disks.is_empty() {
             return Ok(());
@@ -228,7 +230,8 @@ impl<'a> Mover<'a> {
         settled.inspect_err(|_| self.disks_stay(leaving))
     }
 
-    /// So that caches at the destination become warm before its guest asks for what they lack.
+    /// Sends the hot ranges to the destination, so that its caches are warm before the guest asks for data that they
+    /// lack.
     fn tell_what_is_hot(&mut self, carrier: &Carrier, course: &Course) -> Result<(), String> {
         if course.leaving.disks.is_empty() {
             return Ok(());
@@ -249,7 +252,7 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Caches were emptied when their disks left; what was hot in them is brought in again.
+    /// Refills caches that were emptied when their disks were closed, with their hot ranges.
     pub(super) fn warm_again(&self, leaving: &Leaving) {
         for (socket, ranges) in self.hot.iter().filter(|_| leaving.disks_left) {
             for part in disks::hot_parts(ranges) {
@@ -262,20 +265,20 @@ impl<'a> Mover<'a> {
         super::disks_stay(&*self.options.servers, &leaving.disks);
     }
 
-    /// The guest has stopped, and will run at the destination or be stopped until its disks are open here again: they are
-    /// closed. May be said again.
+    /// Closes the disks here. The guest has stopped, and will run at the destination or stay stopped until its disks
+    /// are open here again. May be repeated.
     pub(super) fn let_disks_go(&self, leaving: &mut Leaving) -> Result<(), String> {
         if leaving.disks.is_empty() || leaving.told {
             return Ok(());
         }
-        // A mover after this one must open them again.
+        // A later mover must open them again.
         leaving.disks_left = true;
         self.place.save(&*leaving).map_err(|error| error.to_string())?;
         let left = self.options.servers.have(&leaving.disks, Deed::Leave);
         left.map_err(|error| format!("its disks cannot go: {error}"))
     }
 
-    /// What QEMU itself says against a migration.
+    /// Checks for migration blockers that QEMU reports.
     fn blockers(&mut self) -> Result<(), MoveError> {
         let migration = self.qmp.migration()?;
         let reasons: Vec<String> = migration["blocked-reasons"]
@@ -298,7 +301,7 @@ impl<'a> Mover<'a> {
         };
         let settings = self.settings();
         course.leaving.before = self.once_free(|mover| settings.apply(&mut mover.qmp, role))?;
-        // A mover after this one knows from it what was moved where, should this one end.
+        // From the record, a later mover knows what was moved where, if this one is killed.
         if let Err(error) = self.place.save(&course.leaving) {
             course.leaving.before.restore(&mut self.qmp);
             return Err(NotBegun::Refused(format!("no record of the move can be kept: {error}")));
@@ -307,7 +310,8 @@ impl<'a> Mover<'a> {
         Ok(self.once_free(|mover| mover.migrate(socket, false))?)
     }
 
-    /// QEMU says of a migration that it was cancelled or has failed before it has let go of all that belonged to it.
+    /// Repeats a command while QEMU is busy: it reports a migration as cancelled or failed before it has released all
+    /// of its resources.
     fn once_free<T>(&mut self, mut ask: impl FnMut(&mut Self) -> Result<T, QmpError>) -> Result<T, QmpError> {
         let give_up = Instant::now() + FREE_WITHIN;
         loop {
@@ -330,7 +334,7 @@ impl<'a> Mover<'a> {
         self.qmp.execute("migrate", arguments).map(|_| ())
     }
 
-    /// A mover before this one has ended, when QEMU had done all, or in the middle of post-copy.
+    /// Continues a move whose mover has ended after QEMU had completed, or during post-copy.
     pub(super) fn go_on(
         &mut self,
         leaving: Leaving,
@@ -354,7 +358,7 @@ impl<'a> Mover<'a> {
         self.see_through(carrier, course, report)
     }
 
-    /// Watches a migration until the VM runs at the destination, or goes on here.
+    /// Watches a migration until the VM runs at the destination, or continues here.
     fn see_through(
         &mut self,
         mut carrier: Carrier,
@@ -368,7 +372,7 @@ impl<'a> Mover<'a> {
                 Err(error) if error.is_gone() => return self.without_source(carrier, course, &error),
                 Err(error) => {
                     tracing::warn!("{error}");
-                    // Nothing can be asked of it but to go on.
+                    // The status is unknown; only watching is possible.
                     json!({"status": "late"})
                 }
             };
@@ -431,14 +435,15 @@ impl<'a> Mover<'a> {
             now.expected_downtime_ms = course.expected_downtime.map(|time| time.as_millis() as u64);
             now.downtime_ms = course.downtime_ms;
             report(&now);
-            // That QEMU has ended is seen above.
+            // An exit of QEMU is detected above.
             let _ = course.watch.hear(&mut self.qmp, LOOK_EVERY);
         }
     }
 
-    /// Whether it is not to be given up, as long as that can be; or why, if not as the user has said.
+    /// Checks whether the move may continue; once it may have switched to post-copy, it must. The error is the reason
+    /// to abort, or `None` if the user has cancelled.
     fn may_go_on(&mut self, carrier: &Carrier, course: &mut Course) -> Result<(), Option<String>> {
-        // It may have switched over, of which there is no way back.
+        // QEMU may have switched to post-copy, which cannot be undone.
         if course.postcopy == Postcopy::Asked {
             return Ok(());
         }
@@ -471,8 +476,8 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Stops the VM first: QEMU 10 lets one run again that it has stopped itself, if the end of post-copy fails, and then it
-    /// would run at both places.
+    /// Starts post-copy. Stops the VM first: if the end of post-copy fails, QEMU 10 resumes a VM that it has stopped
+    /// itself, and then the VM would run on both hosts.
     fn begin_post_copy(&mut self, carrier: &Carrier, course: &mut Course) -> Result<(), String> {
         match carrier.ask(&course.tell(Tell::CheckPostcopy), self.cancel, Duration::ZERO)? {
             ToSource::Noted => {}
@@ -482,7 +487,7 @@ impl<'a> Mover<'a> {
         course.leaving.stopped = true;
         self.place.save(&course.leaving).map_err(|error| error.to_string())?;
         self.qmp.execute("stop", json!({})).map_err(|error| error.to_string())?;
-        // Later there is no way back.
+        // The disks are closed first, because a failure after the switch could not be undone.
         self.let_disks_go(&mut course.leaving)?;
         let begun = self.qmp.execute("migrate-start-postcopy", json!({}));
         begun.map_err(|error| error.to_string())?;
@@ -490,12 +495,12 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Lets QEMU stop its guest when the rest would go over in the time that it may stand still. QEMU takes for sent what
-    /// Larder has taken: what is on its way then, and the hand-over, come on top.
+    /// Makes QEMU stop its guest once the rest can be sent within the permitted downtime. QEMU counts bytes accepted
+    /// by Larder as sent, so the bytes in flight and the hand-over add to the downtime.
     fn keep_downtime(&mut self, course: &mut Course, migration: &Value) {
         let totals = self.progress.totals();
         let look = Look::new(course.begun.elapsed(), migration, totals.raw_bytes, totals.wire_bytes);
-        // While the link is lost QEMU sends what Larder has room for, and nothing goes over.
+        // While the link is lost, QEMU only fills Larder's buffers, and nothing is sent.
         let is_lost = self.progress.link().lost.is_some();
         let rest = course.ending.expected(look).filter(|_| !is_lost);
         course.expected_downtime = rest.map(|rest| rest.saturating_add(self.progress.flight() + HAND_OVER));
@@ -508,20 +513,20 @@ impl<'a> Mover<'a> {
         if limit_ms == course.limit_ms {
             return;
         }
-        // It is tried again.
+        // A failure is retried at the next sample.
         let set = json!({"downtime-limit": limit_ms});
         if self.qmp.execute("migrate-set-parameters", set).is_ok() {
             course.limit_ms = limit_ms;
         }
     }
 
-    /// The user may stop it and let it go on while it moves.
+    /// Tracks whether the user pauses or resumes the VM while it moves.
     fn look_whether_it_runs(&mut self, course: &mut Course) {
         let state = match self.qmp.run_state() {
             Ok(state) if !course.leaving.stopped => state,
             _ => return,
         };
-        // Others are QEMU's own at the end of a migration.
+        // Other states are QEMU's own at the end of a migration.
         let stands = [
             "paused",
             "io-error",

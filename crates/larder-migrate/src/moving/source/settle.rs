@@ -1,4 +1,4 @@
-//! The end of a move: the VM goes on here, or is the destination's.
+//! Conclusion of a move: the VM continues here, or belongs to the destination.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use crate::moving::record::Leaving;
 use crate::moving::{has_ended, status_of};
 use crate::qmp::QmpError;
 
-/// How long QEMU may take to give up a migration whose sockets are shut, and to run again.
+/// Time limit for QEMU to abort a migration whose sockets are shut, and to run again.
 pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the source's QEMU may take to end when the VM runs elsewhere.
+/// Time limit for the source's QEMU to exit once the VM runs elsewhere.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-/// How far a VM is from running here. The texts say what QEMU is.
+/// Distance of a VM from running here. The texts describe QEMU's state.
 enum Step {
     Done,
     NotYet(String),
-    /// There is no way back from post-copy.
+    /// Post-copy cannot be undone.
     Never(String),
 }
 
 impl Mover<'_> {
-    /// The VM goes on here: waits until QEMU has given up, and lets it run if it does not by itself. Nothing that would
-    /// let the destination run it was sent.
+    /// Keeps the VM here: waits until QEMU has aborted, and resumes the guest if QEMU does not. Must be called only
+    /// while nothing was sent that allows the destination to run it.
     pub(super) fn take_back(&mut self, carrier: Carrier, course: &Course, reason: String) -> MoveError {
         let lost = carrier.break_off();
         let reason = match lost {
@@ -46,9 +46,9 @@ impl Mover<'_> {
         }
     }
 
-    /// Says so if a VM that was paused is so still, but not in QEMU's eyes: one that had begun to stop it for the end of a
-    /// migration calls it `postmigrate` afterwards (before 8.2 always, later if the migration had completed here). Nothing
-    /// but `cont` leads out of that, and the guest is not let run to have a better name for it.
+    /// Warns if a VM that was paused is paused still, but not in QEMU's terms. A QEMU that had begun to stop it for
+    /// the end of a migration reports `postmigrate` afterwards (before 8.2 always, later if the migration had
+    /// completed here). Only `cont` ends that state, and the guest is not resumed merely to change its name.
     fn say_if_postmigrate(&mut self, leaving: &Leaving) {
         if !leaving.run && self.qmp.run_state().is_ok_and(|state| state == "postmigrate") {
             tracing::warn!(
@@ -58,7 +58,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Until QEMU's migration has ended and, if it is to, the VM runs, with its disks.
+    /// Waits until QEMU's migration has ended and, if the VM is to run, it runs, with its disks open.
     pub(super) fn run_here(&mut self, leaving: &Leaving) -> Result<(), String> {
         if leaving.disks_left {
             let opened = self.options.servers.have(&leaving.disks, Deed::Keep);
@@ -86,7 +86,7 @@ impl Mover<'_> {
         }
     }
 
-    /// One step towards that.
+    /// Performs one step towards a VM that runs here.
     fn look_here(&mut self, run: bool) -> Result<Step, QmpError> {
         let migration = self.qmp.migration()?;
         let status = status_of(&migration);
@@ -97,23 +97,23 @@ impl Mover<'_> {
             return Ok(Step::Never(is));
         }
         if !has_ended(status) {
-            // It is refused where it is too early.
+            // QEMU refuses to cancel where it is too early.
             if status != "cancelling" {
                 let _ = self.qmp.execute("migrate_cancel", json!({}));
             }
             return Ok(Step::NotYet(is));
         }
-        // Where it does not run for a reason of its own, such as an error of a disk, that is its user's.
+        // If the guest is stopped for another reason, such as a disk error, its user must resolve that.
         let stands = ["paused", "prelaunch", "postmigrate", "finish-migrate"].contains(&state.as_str());
         if !run || !stands {
             return Ok(Step::Done);
         }
-        // It starts its processors again by itself, but for one that had completed.
+        // QEMU resumes its processors by itself, except after a completed migration.
         self.qmp.execute("cont", json!({}))?;
         Ok(Step::NotYet(is))
     }
 
-    /// The VM is here, and will be moved anew or not at all.
+    /// Restores settings and caches of a VM that stays here, to be moved again or not at all.
     pub(super) fn stays(&mut self, leaving: &Leaving) {
         self.place.remove();
         leaving.before.restore(&mut self.qmp);
@@ -122,8 +122,8 @@ impl Mover<'_> {
         self.say_if_postmigrate(leaving);
     }
 
-    /// The VM runs elsewhere. Its QEMU here is ended before the session is, so that no mover that comes after a crash in
-    /// between finds a VM that seems to wait.
+    /// Ends the move of a VM that runs elsewhere. Its QEMU here is ended before the session, so that a mover that
+    /// starts after a crash in between does not find a VM that seems to wait.
     pub(super) fn finish(&mut self, carrier: Carrier, course: &Course, rounds: u64) -> Done {
         let seconds = course.begun.elapsed().as_secs_f64();
         if !self.options.keep && !self.is_gone && !self.qmp.quit(END_LIMIT) {
