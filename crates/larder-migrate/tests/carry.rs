@@ -1,4 +1,4 @@
-//! Sender and receiver between two ends that stand for QEMU: every byte arrives, in order, both ways.
+//! Sender and receiver between two ends that replace QEMU: every byte arrives, in order, both ways.
 
 #[path = "carry/again.rs"]
 mod again;
@@ -21,7 +21,7 @@ use pair::Pair;
 
 const PAGE: usize = 4096;
 
-/// The same numbers for the same seed (xorshift).
+/// Pseudo-random numbers (xorshift), the same for the same seed.
 struct Numbers(u64);
 
 impl Numbers {
@@ -40,7 +40,7 @@ impl Numbers {
     }
 }
 
-/// What QEMU's main channel says of a guest with one block of RAM, in as many rounds as there are versions of it.
+/// Returns the main channel of a guest with one block of RAM, with one round for each version of its memory.
 fn main_channel(versions: &[Vec<u8>]) -> Vec<u8> {
     let mut out = b"QEVM\0\0\0\x03".to_vec();
     let section = |out: &mut Vec<u8>, kind: u8| {
@@ -80,13 +80,13 @@ fn main_channel(versions: &[Vec<u8>]) -> Vec<u8> {
         end(&mut out);
         before = Some(version);
     }
-    // Device state, of which nobody needs to know anything.
+    // Device state, whose content does not matter.
     out.push(4);
     out.extend_from_slice(&[7; 70_000]);
     out
 }
 
-/// A guest that changes some words of some of its pages from version to version.
+/// Returns versions of a guest's memory; some words of some pages change from each version to the next.
 fn versions(pages: usize, count: usize) -> Vec<Vec<u8>> {
     let mut numbers = Numbers(17);
     let mut memory = vec![0; pages * PAGE];
@@ -128,12 +128,12 @@ fn read_all(listener: &UnixListener) -> Vec<u8> {
 }
 
 #[test]
-fn every_byte_of_a_main_channel_arrives_and_most_are_saved() {
-    // Of the first two versions of a page none is a delta.
+fn main_channel_arrives_and_compresses() {
+    // The first two versions of a page cannot be deltas.
     let stream = main_channel(&versions(3000, 6));
     for lanes in [1, 3] {
         let pair = Pair::new(lanes, 64 << 20);
-        // Over a faster link than this, compressing does not pay, and is not done.
+        // Over a faster link than this, compression does not pay and is not used.
         pair.limits.change(|limits| limits.bandwidth = Some(15 << 20));
         let (_, received, totals) = pair.run(
             |path| {
@@ -154,9 +154,9 @@ fn every_byte_of_a_main_channel_arrives_and_most_are_saved() {
     }
 }
 
-/// As a store of random values does, of which a page holds two: one is set anew, or both are.
+/// Memory of a store of random values, two to a page, of which one or both are set anew.
 #[test]
-fn what_nothing_compresses_goes_as_what_has_changed_even_if_that_is_half_of_it() {
+fn incompressible_pages_are_sent_as_deltas() {
     const PAGES: usize = 2000;
     let mut numbers = Numbers(31);
     let mut memory = vec![0; PAGES * PAGE];
@@ -180,13 +180,13 @@ fn what_nothing_compresses_goes_as_what_has_changed_even_if_that_is_half_of_it()
         read_all,
     );
     assert!(received == stream, "{} bytes became {}", stream.len(), received.len());
-    // What the link is worth is not known at first.
+    // At first the value of link time is unknown.
     assert!(totals.delta_pages > PAGES as u64 * 3 / 2, "{totals:?}");
 }
 
-/// Most of a guest's memory becomes zero, but in no order that one record could tell.
+/// Most of a guest's memory becomes zero, in an order that no single record can express.
 #[test]
-fn scattered_pages_of_zeros_arrive() {
+fn scattered_zero_pages_arrive() {
     const PAGES: usize = 20_000;
     let full = vec![1; PAGES * PAGE];
     for stays in [2, 3] {
@@ -210,7 +210,7 @@ fn scattered_pages_of_zeros_arrive() {
 }
 
 #[test]
-fn channels_that_say_nothing_known_arrive_side_by_side() {
+fn opaque_channels_arrive_concurrently() {
     let contents: Vec<Vec<u8>> = (0..5)
         .map(|channel| {
             let mut bytes = vec![0; 3_000_001 * channel + 5];
@@ -258,12 +258,12 @@ fn channels_that_say_nothing_known_arrive_side_by_side() {
 }
 
 #[test]
-fn what_the_destination_says_comes_back_at_once() {
+fn return_path_is_immediate() {
     let pair = Pair::new(2, 1 << 20);
     pair.run(
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");
-            // A question and its answer, so that nothing may be held back.
+            // Question and answer, so that no bytes may be held back.
             for round in 0..200_u32 {
                 let question = vec![round as u8; 1 + round as usize * 40];
                 socket.write_all(&question).expect("writes");

@@ -1,11 +1,11 @@
-//! Random inputs for what reads a peer's bytes, and for the parser of QEMU's migration stream: a small part of what
-//! `testbed/fuzz.sh` does.
+//! Random input for the parsers of a peer's bytes and of QEMU's migration stream: a small part of the runs of
+//! `testbed/fuzz.sh`.
 
 mod fuzz_inputs;
 
 use fuzz_inputs::{stream, wire};
 
-/// Pieces of the formats, so that chance finds its way into them.
+/// Pieces of Larder's wire formats, so that random input gets far into them.
 const WIRE_PIECES: &[&[u8]] = &[
     b"LARDMIG\x01\x01\0\0\0",
     b"LARDMIG\x01\x01\0\x01\0",
@@ -14,7 +14,7 @@ const WIRE_PIECES: &[&[u8]] = &[
     b"LM\x0a\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
     b"LM\x08\0\x04\0\0\0",
     b"LFRM\0\0\0\0",
-    // A literal of eight bytes; a page of a word; pages as they are, kept, changed; zeros.
+    // A literal of eight bytes; a uniform page; stored and delta pages; zeros.
     b"\x01\x08",
     b"\x02\x01abcdabcd",
     b"\x04\x01\0",
@@ -25,7 +25,7 @@ const WIRE_PIECES: &[&[u8]] = &[
     &[0; 24],
 ];
 
-/// The same, of QEMU's.
+/// Pieces of QEMU's formats.
 const STREAM_PIECES: &[&[u8]] = &[
     b"QEVM\0\0\0\x03",
     b"\x07\0\0\0\x03abc",
@@ -56,7 +56,8 @@ const STREAM_PIECES: &[&[u8]] = &[
     &[0; 1312],
 ];
 
-/// Inputs from a fixed sequence: bytes below each of `heads`, which lead into a format, then pieces and chance.
+/// Runs inputs from a fixed sequence: a byte below each of `heads`, which select a format, then pieces and random
+/// bytes.
 fn each(heads: &[u64], pieces: &[&[u8]], count: u64, mut run: impl FnMut(&[u8])) {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -80,13 +81,15 @@ fn each(heads: &[u64], pieces: &[&[u8]], count: u64, mut run: impl FnMut(&[u8]))
     }
 }
 
+/// Any input of a peer is either parsed to values that encode to the same meaning, or rejected.
 #[test]
-fn whatever_a_peer_says_is_understood_as_it_was_meant_or_not_at_all() {
+fn random_peer_input_is_handled() {
     each(&[256], WIRE_PIECES, 20_000, wire::run);
 }
 
+/// Any channel is parsed to its end, with the same result however it is cut.
 #[test]
-fn any_channel_is_read_to_its_end_and_told_the_same_however_it_is_cut() {
-    // The last two say where it is cut.
+fn random_channel_parses_alike_when_cut() {
+    // The last two heads select where the channel is cut.
     each(&[256, 256, 4], STREAM_PIECES, 20_000, stream::run);
 }

@@ -1,4 +1,5 @@
-//! The parser of QEMU's migration stream finds what a writer of its own has put there, however the stream is cut.
+//! Property tests: the parser of QEMU's migration stream finds the pages of an independent writer, however the stream
+//! is cut.
 
 #[path = "stream/reader.rs"]
 mod reader;
@@ -14,7 +15,7 @@ use reader::{Cuts, Whole, read};
 use script::{Act, act, block_name, check_all_told, check_cut_only, main_channel, multifd_channel, packets};
 use writer::{Channel, content};
 
-/// Cuts by a list of numbers, over and over.
+/// Cuts by a list of numbers, repeated.
 #[derive(Clone, Debug)]
 struct Listed {
     arrive: Vec<u16>,
@@ -34,7 +35,7 @@ impl Cuts for Listed {
     }
 }
 
-/// Short pieces and long ones.
+/// Generates short and long pieces.
 fn cuts(flush: bool) -> impl Strategy<Value = Listed> {
     let arrive = prop_oneof![0u16..20, 0u16..5000, 0u16..60000];
     let flush = if flush {
@@ -52,8 +53,9 @@ fn cuts(flush: bool) -> impl Strategy<Value = Listed> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
+    /// Every page of a main channel is reported, however the channel is cut.
     #[test]
-    fn every_page_of_a_main_channel_is_told_however_it_is_cut(
+    fn main_channel_pages_are_reported(
         flavour in 0u8..32,
         acts in prop::collection::vec(act(), 0..50),
         postcopy in prop::option::of(prop::collection::vec(act(), 0..20)),
@@ -71,8 +73,9 @@ proptest! {
         prop_assert_eq!(cut.facts, whole.facts);
     }
 
+    /// A flush leaves only those pages unreported that it cuts.
     #[test]
-    fn a_flush_of_a_main_channel_costs_the_pages_that_it_cuts(
+    fn main_flush_costs_only_cut_pages(
         flavour in 0u8..32,
         acts in prop::collection::vec(act(), 0..50),
         postcopy in prop::option::of(prop::collection::vec(act(), 0..20)),
@@ -83,8 +86,9 @@ proptest! {
         check_cut_only(&channel, &reading);
     }
 
+    /// Every page of a multifd channel is reported, however the channel is cut.
     #[test]
-    fn every_page_of_a_multifd_channel_is_told_however_it_is_cut(
+    fn multifd_channel_pages_are_reported(
         packets in packets(),
         mut cuts in cuts(false),
         told_before: bool,
@@ -103,14 +107,15 @@ proptest! {
         check_all_told(&channel, &read(&blocks, &channel.bytes, &mut cuts));
     }
 
+    /// A flush leaves only those pages unreported that it cuts.
     #[test]
-    fn a_flush_of_a_multifd_channel_costs_the_pages_that_it_cuts(packets in packets(), mut cuts in cuts(true)) {
+    fn multifd_flush_costs_only_cut_pages(packets in packets(), mut cuts in cuts(true)) {
         let channel = multifd_channel(&packets);
         check_cut_only(&channel, &read(&Blocks::new(), &channel.bytes, &mut cuts));
     }
 
     #[test]
-    fn every_page_of_a_preempt_channel_is_told(
+    fn preempt_channel_pages_are_reported(
         pages in prop::collection::vec((0u8..3, 0u32..40, any::<u64>()), 1..20),
         mut cuts in cuts(false),
     ) {

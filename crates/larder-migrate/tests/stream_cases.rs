@@ -1,4 +1,4 @@
-//! What the parser of QEMU's migration stream makes of particular channels: of what is rare in them, and of what is wrong.
+//! Particular channels for the parser of QEMU's migration stream: rare and invalid content.
 
 #[path = "stream/reader.rs"]
 mod reader;
@@ -13,7 +13,7 @@ use reader::{Cuts, Whole, read};
 use script::{Act, RAM, at, blocks, check_all_told, check_facts, main_channel, sections};
 use writer::{Block, Channel, PAGE, Packet, content};
 
-/// A main channel up to RAM's first section.
+/// Returns a main channel up to RAM's first section.
 fn set_up(blocks: &[Block]) -> Channel {
     let mut channel = Channel::new();
     channel.magic().configuration("pc-q35-7.2").ram(RAM, blocks);
@@ -21,7 +21,7 @@ fn set_up(blocks: &[Block]) -> Channel {
 }
 
 #[test]
-fn blocks_and_their_sizes_are_known_from_the_beginning_of_the_main_channel() {
+fn main_channel_start_yields_block_sizes() {
     let mut list = blocks();
     list[1].number = Some(0x20_0000);
     let mut channel = Channel::new();
@@ -59,8 +59,9 @@ fn blocks_and_their_sizes_are_known_from_the_beginning_of_the_main_channel() {
     );
 }
 
+/// Headers that were passed byte by byte advance the parser as if `next` had parsed them.
 #[test]
-fn a_header_that_was_passed_byte_by_byte_counts_as_if_it_had_been_read() {
+fn passed_headers_count_as_parsed() {
     struct EachByte;
     impl Cuts for EachByte {
         fn arrive(&mut self) -> usize {
@@ -84,8 +85,8 @@ fn a_header_that_was_passed_byte_by_byte_counts_as_if_it_had_been_read() {
 }
 
 #[test]
-fn a_page_whose_header_was_passed_is_told() {
-    /// All up to the content of the first page, then all.
+fn page_after_passed_header_is_reported() {
+    /// Delivers all bytes up to the content of the first page, then the rest.
     struct Once(usize, bool);
     impl Cuts for Once {
         fn arrive(&mut self) -> usize {
@@ -118,13 +119,13 @@ fn zero_pages_in_order_are_one_step() {
         channel.zero("pc.ram", page);
     }
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
-    // The first names its block.
+    // The first record names its block, so it is not one of the usual records.
     assert_eq!(at(&reading.zeros), at(&channel.zeros[1..]));
     assert_eq!(reading.facts.zero_pages, 30);
 }
 
 #[test]
-fn the_passes_over_memory_are_counted() {
+fn memory_passes_are_counted() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM);
     for _ in 0..4 {
@@ -137,14 +138,15 @@ fn the_passes_over_memory_are_counted() {
     channel.eos().footer(RAM);
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
     assert_eq!((reading.facts.passes, reading.facts.ram_sections), (3, 6));
-    // In post-copy the destination says what is next.
+    // In post-copy the destination requests pages in any order.
     let asked = [Act::Page(0, 9, 1), Act::Page(0, 2, 1), Act::Page(0, 1, 1)];
     let channel = main_channel(6, &[Act::Page(0, 20, 1)], Some(&asked));
     assert_eq!(read(&Blocks::new(), &channel.bytes, &mut Whole).facts.passes, 0);
 }
 
+/// A page outside its block is literal, and the pages after it are reported.
 #[test]
-fn a_page_outside_of_its_block_is_literal_and_what_follows_is_told() {
+fn page_outside_its_block_is_literal() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM).page("b", 40, &content(1));
     let outside = channel.pages.len();
@@ -162,7 +164,7 @@ fn a_page_outside_of_its_block_is_literal_and_what_follows_is_told() {
 }
 
 #[test]
-fn a_multifd_packet_of_pages_outside_of_their_block_is_literal() {
+fn multifd_packet_outside_block_is_literal() {
     let blocks_of_main = Blocks::new();
     read(&blocks_of_main, &main_channel(0, &[], None).bytes, &mut Whole);
     let mut channel = Channel::new();
@@ -176,8 +178,9 @@ fn a_multifd_packet_of_pages_outside_of_their_block_is_literal() {
     );
 }
 
+/// A multifd packet outside its block is recognised once the main channel has sent the block's size.
 #[test]
-fn a_multifd_channel_learns_the_size_of_a_block_when_the_main_channel_tells_it() {
+fn multifd_channel_learns_block_size() {
     let blocks = Blocks::new();
     let mut channel = Channel::new();
     channel.multifd(0).packet(Packet::default(), "b", &[40], &[], 1);
@@ -199,7 +202,7 @@ fn a_multifd_channel_learns_the_size_of_a_block_when_the_main_channel_tells_it()
 }
 
 #[test]
-fn blocks_have_the_same_numbers_on_all_channels() {
+fn channels_share_block_numbers() {
     let blocks = Blocks::new();
     let mut multifd = Channel::new();
     multifd.multifd(0).packet(Packet::default(), "b", &[3], &[], 1);
@@ -210,8 +213,9 @@ fn blocks_have_the_same_numbers_on_all_channels() {
     assert_eq!(blocks.list()[0].len_bytes, Some(40 * PAGE as u64));
 }
 
+/// Bytes that look like the end of an unknown section do not end it.
 #[test]
-fn what_looks_like_the_end_of_an_unknown_section_does_not_mislead() {
+fn false_section_end_is_recognised() {
     let mut channel = set_up(&blocks());
     channel
         .first(1, 7, "dirty-bitmap", 1)
@@ -233,7 +237,7 @@ fn what_looks_like_the_end_of_an_unknown_section_does_not_mislead() {
 }
 
 #[test]
-fn an_unknown_part_of_the_configuration_is_passed_over() {
+fn unknown_configuration_part_is_skipped() {
     let mut channel = Channel::new();
     channel
         .magic()
@@ -250,8 +254,9 @@ fn an_unknown_part_of_the_configuration_is_passed_over() {
     assert_eq!((reading.facts.losses, reading.facts.phase), (1, Phase::Ram));
 }
 
+/// After an unknown record, pages are reported again from the next section on.
 #[test]
-fn after_a_record_that_is_not_known_the_next_section_is() {
+fn parser_resumes_after_unknown_record() {
     let (hook, out_of_any_block) = ([0, 0, 0, 0, 0, 0, 0x10, 0x80], [0, 0x10, 0, 0, 0, 0, 0x10, 0x08]);
     for unknown in [
         hook,
@@ -265,7 +270,7 @@ fn after_a_record_that_is_not_known_the_next_section_is() {
         channel.next(2, RAM).page("b", 2, &content(7));
         channel.forget_block().page("b", 3, &content(7)).eos().footer(RAM);
         let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
-        // The block of the second page was told in what was not understood, for all that is known.
+        // The record that named the second page's block may be in the unknown bytes.
         let known = [channel.pages[0].clone(), channel.pages[2].clone()];
         assert_eq!(at(&reading.pages), at(&known));
         assert_eq!((reading.facts.losses, reading.facts.pages_untold), (1, 1));
@@ -273,7 +278,7 @@ fn after_a_record_that_is_not_known_the_next_section_is() {
 }
 
 #[test]
-fn a_record_of_a_page_that_is_another_byte_all_over_is_literal() {
+fn nonzero_fill_record_is_literal() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM);
     for page in 0..6 {
@@ -287,7 +292,7 @@ fn a_record_of_a_page_that_is_another_byte_all_over_is_literal() {
 }
 
 #[test]
-fn device_state_is_literal_to_the_end() {
+fn device_state_is_literal() {
     let mut channel = main_channel(0, &[Act::Page(0, 1, 1)], None);
     let pages = channel.pages.clone();
     channel.footer(RAM).next(2, RAM).page("b", 1, &content(1)).eos();
@@ -297,7 +302,7 @@ fn device_state_is_literal_to_the_end() {
 }
 
 #[test]
-fn post_copy_that_was_interrupted_goes_on_over_another_channel() {
+fn interrupted_postcopy_resumes_on_new_channel() {
     let blocks = Blocks::new();
     let mut first = main_channel(6, &[Act::Page(0, 1, 1)], Some(&[Act::Page(0, 2, 3)]));
     let cut = first.pages[1].at + 100;
@@ -323,7 +328,7 @@ fn post_copy_that_was_interrupted_goes_on_over_another_channel() {
 }
 
 #[test]
-fn what_is_no_channel_of_qemu_is_literal() {
+fn foreign_bytes_are_literal() {
     for bytes in [
         &b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"[..],
         b"GET / HTTP/1.1\r\n\r\n",
@@ -338,7 +343,7 @@ fn what_is_no_channel_of_qemu_is_literal() {
 }
 
 #[test]
-fn a_list_of_more_blocks_than_are_kept_is_not_kept() {
+fn block_list_is_bounded() {
     let many: Vec<_> = (0..2 * Blocks::MAX)
         .map(|index| Block::new(&format!("block {index}"), 1))
         .collect();

@@ -1,6 +1,6 @@
-//! Channels of QEMU 7.2.22 and 10.0.13 as they were recorded: machines of 4 MiB in their BIOS, and the second channel of
-//! post-copy of larger ones. Every page's content was replaced by its block's name and its number, over and over; what
-//! compressed pages have, by zeros. How many there are is what QEMU counted itself (`query-migrate`).
+//! Recorded channels of QEMU 7.2.22 and 10.0.13: machines of 4 MiB in their BIOS, and the second channel of post-copy
+//! of larger ones. Every page's content was replaced by its block's name and its number, repeated; compressed
+//! contents were replaced by zeros. The expected counts are QEMU's own (`query-migrate`).
 
 #[path = "stream/reader.rs"]
 mod reader;
@@ -21,7 +21,7 @@ fn recorded(name: &str) -> Vec<u8> {
     zstd::decode_all(&packed[..]).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// In pieces of a length that fits nothing.
+/// Pieces of a length that divides no structure.
 struct Pieces;
 
 impl Cuts for Pieces {
@@ -34,7 +34,8 @@ impl Cuts for Pieces {
     }
 }
 
-/// A channel, whose pages are what they say, and told the same in one piece and in many.
+/// Parses a recorded channel in one piece and in many, and checks that both results agree and all pages have their
+/// content.
 fn told(blocks: &Blocks, name: &str) -> Reading {
     let bytes = recorded(name);
     let reading = read(blocks, &bytes, &mut Whole);
@@ -53,7 +54,7 @@ fn told(blocks: &Blocks, name: &str) -> Reading {
     reading
 }
 
-/// Pages sent, zero pages and encoded pages, of several channels.
+/// Returns the sums of the pages sent, zero pages and encoded pages of several channels.
 fn counts<'a>(readings: impl IntoIterator<Item = &'a Reading>) -> [u64; 3] {
     let of = |facts: &Facts| {
         assert_eq!((facts.pages_untold, facts.losses), (0, 0), "{facts:?}");
@@ -71,7 +72,7 @@ fn of_release(version: &str) -> (u16, u16) {
 }
 
 #[test]
-fn every_page_on_a_recorded_main_channel_is_told() {
+fn recorded_main_channel_pages_are_reported() {
     for (version, expected) in [("7.2", [119, 1035, 0]), ("10.0", [121, 1033, 0])] {
         let blocks = Blocks::new();
         let reading = told(&blocks, &format!("{version}-single"));
@@ -92,7 +93,7 @@ fn every_page_on_a_recorded_main_channel_is_told() {
 }
 
 #[test]
-fn every_page_on_recorded_multifd_channels_is_told() {
+fn recorded_multifd_pages_are_reported() {
     for (version, expected) in [("7.2", [123, 1035, 0]), ("10.0", [121, 1033, 0])] {
         let blocks = Blocks::new();
         let readings = [0, 1, 2].map(|index| told(&blocks, &format!("{version}-multifd-{index}")));
@@ -106,7 +107,7 @@ fn every_page_on_recorded_multifd_channels_is_told() {
 }
 
 #[test]
-fn every_page_of_recorded_post_copy_is_told() {
+fn recorded_postcopy_pages_are_reported() {
     for (version, expected) in [("7.2", [121, 1035, 0]), ("10.0", [124, 1033, 0])] {
         let reading = told(&Blocks::new(), &format!("{version}-postcopy"));
         assert_eq!(counts([&reading]), expected);
@@ -122,7 +123,7 @@ fn every_page_of_recorded_post_copy_is_told() {
 }
 
 #[test]
-fn recorded_pages_that_qemu_compressed_are_passed_over() {
+fn recorded_compressed_pages_are_skipped() {
     let reading = told(&Blocks::new(), "7.2-compress");
     // QEMU counts 1095 zero pages; 1035 are in the stream.
     assert_eq!(counts([&reading]), [5, 1035, 118]);

@@ -1,4 +1,4 @@
-//! Links that are made again, word by word: who may do that, and what is told then.
+//! Reconnection of links at the level of messages: which peers may reconnect, and the counts that are exchanged.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -10,7 +10,7 @@ use larder_migrate::wire::{Chain, Hello, Kind, Message, Proof, Role, SessionId, 
 use crate::pair::{Pair, watch};
 use crate::peers::{frame, hear, say};
 
-/// A sender that has opened a session with two lanes, and may go on with it.
+/// Sender that has opened a session with two lanes, and can reconnect.
 struct Raw<'a> {
     pair: &'a Pair,
     chain: Chain,
@@ -20,7 +20,7 @@ struct Raw<'a> {
     lanes: Vec<TcpStream>,
 }
 
-/// A greeting of a sender's that comes again for a minute.
+/// Returns a greeting of a sender that reconnects for up to a minute.
 fn greeting(role: Role, link: u32, session: SessionId, proof: Proof) -> Hello {
     Hello {
         role,
@@ -58,7 +58,7 @@ impl<'a> Raw<'a> {
         raw
     }
 
-    /// How many frames of each have come.
+    /// Connects the lanes; returns the number of frames received of each.
     fn connect_lanes(&mut self) -> Vec<u64> {
         let connected = (0..2).map(|number| {
             let hello = greeting(Role::Lane(number), self.link, self.session, [0; 32]);
@@ -70,7 +70,8 @@ impl<'a> Raw<'a> {
         received
     }
 
-    /// Over the link with this number, having received so many messages; how many messages and frames have come.
+    /// Reconnects over this link, with the count of messages received; returns the receiver's counts of messages and
+    /// frames.
     fn again(&mut self, link: u32, received: u64) -> (u64, Vec<u64>) {
         (self.control_again(link, received), self.connect_lanes())
     }
@@ -96,7 +97,7 @@ impl<'a> Raw<'a> {
         (&self.lanes[lane]).write_all(bytes).expect("it takes it");
     }
 
-    /// Waits until so many frames of a lane have come, of which it is told.
+    /// Waits until the receiver has confirmed this many frames of a lane.
     fn wait_for(&self, lane: u16, frames: u64) {
         loop {
             let message = crate::peers::hear_any(&self.control).expect("it lives");
@@ -107,7 +108,7 @@ impl<'a> Raw<'a> {
     }
 }
 
-/// What becomes of a receiver while this happens.
+/// Returns the result of a receiver while `happens` runs.
 fn receives(happens: impl FnOnce(&mut Raw<'_>)) -> Result<(), ReceiveError> {
     let _watched = watch();
     let pair = Pair::new(2, 0);
@@ -120,17 +121,17 @@ fn receives(happens: impl FnOnce(&mut Raw<'_>)) -> Result<(), ReceiveError> {
 }
 
 #[test]
-fn each_side_hears_what_the_other_one_has_received_whole() {
+fn new_link_exchanges_received_counts() {
     let ended = receives(|raw| {
         (0..5).for_each(|number| raw.send(0, &frame(number, 100 + 2 * number, 7)));
         raw.send(1, &frame(5, 300, 7));
-        // Not whole.
+        // An incomplete frame.
         raw.send(1, &frame(6, 400, 7)[..50]);
         raw.wait_for(0, 5);
         raw.wait_for(1, 1);
         say(&raw.control, &Message::new(Kind::Close, 1, 0)).expect("it takes it");
         (&raw.control).write_all(b"LM").expect("it takes it");
-        // When the next sign of life says so.
+        // Waits for the next keep-alive to confirm it.
         while !matches!(crate::peers::hear_any(&raw.control), Some(message) if message.kind == Kind::Alive && message.value == 1)
         {
         }
@@ -147,12 +148,12 @@ fn each_side_hears_what_the_other_one_has_received_whole() {
 }
 
 #[test]
-fn the_end_is_said_again_until_the_sender_has_heard_it() {
+fn end_is_resent_until_confirmed() {
     let ended = receives(|raw| {
         say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
         let answer = hear(&raw.control).expect("it answers");
         assert_eq!(answer.kind, Kind::End);
-        // It was lost on the way.
+        // Pretends that the answer was lost.
         assert_eq!(raw.again(5, 0), (1, vec![0, 0]));
         assert_eq!(hear(&raw.control), Some(answer));
         say(&raw.control, &Message::new(Kind::Alive, 0, 1)).expect("it takes it");
@@ -161,14 +162,14 @@ fn the_end_is_said_again_until_the_sender_has_heard_it() {
 }
 
 #[test]
-fn a_lane_whose_frames_are_repeated_wrongly_ends_the_session() {
+fn repeated_frame_ends_session() {
     let ended = receives(|raw| {
         (0..4).for_each(|number| raw.send(0, &frame(number, 100 + 2 * number, 7)));
         raw.wait_for(0, 4);
         assert_eq!(raw.again(1, 0), (0, vec![4, 0]));
-        // One that it has.
+        // The receiver has this frame already.
         raw.send(0, &frame(3, 106, 7));
-        // On a slow machine it says before that it is there.
+        // On a slow machine a keep-alive arrives first.
         let mut heard = std::iter::from_fn(|| hear(&raw.control));
         let answer = heard.find(|message| message.kind != Kind::Alive);
         assert!(answer.is_some_and(|message| message.kind == Kind::Failed));
@@ -177,7 +178,7 @@ fn a_lane_whose_frames_are_repeated_wrongly_ends_the_session() {
 }
 
 #[test]
-fn a_sender_that_has_received_what_it_was_not_sent_ends_the_session() {
+fn excess_received_count_ends_session() {
     let ended = receives(|raw| {
         assert_eq!(raw.control_again(1, 7), 0);
         assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::Failed));
@@ -187,12 +188,12 @@ fn a_sender_that_has_received_what_it_was_not_sent_ends_the_session() {
 }
 
 #[test]
-fn who_has_overheard_a_session_cannot_take_it_over() {
+fn eavesdropper_cannot_take_over_session() {
     let ended = receives(|raw| {
         raw.again(2, 0);
         let control = |link, proof| greeting(Role::Control, link, raw.session, proof);
         let others = "this session is another sender's";
-        // What was said before, and what was not; the sender itself has skipped link 1.
+        // Replayed and invented proofs; the sender itself has skipped link 1.
         for (link, proof) in [
             (2, raw.chain.proof(2)),
             (0x7fff_ffff, raw.chain.proof(2)),
@@ -216,7 +217,7 @@ fn who_has_overheard_a_session_cannot_take_it_over() {
             let reason = raw.refused(&greeting(Role::Lane(number), link, session, [0; 32]));
             assert_eq!(reason, "there is no such session here, or it has all its lanes");
         }
-        // None of that has disturbed it.
+        // None of these attempts has disturbed the session.
         say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
         assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::End));
         say(&raw.control, &Message::new(Kind::Alive, 0, 1)).expect("it takes it");
@@ -226,7 +227,7 @@ fn who_has_overheard_a_session_cannot_take_it_over() {
 
 /// A mover that was killed is followed by another one, which knows nothing of its session.
 #[test]
-fn a_sender_that_comes_when_another_one_has_gone_gets_the_next_session() {
+fn new_sender_replaces_lost_one() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     let agent = |notes: larder_migrate::notes::Notes| {
@@ -244,7 +245,7 @@ fn a_sender_that_comes_when_another_one_has_gone_gets_the_next_session() {
         let (control, welcome) = loop {
             match greet(&pair, &hello) {
                 Ok(greeted) => break greeted,
-                // Until it is known that the first one has gone.
+                // The receiver has not detected yet that the first sender has disconnected.
                 Err(WireError::Refused(_)) => thread::yield_now(),
                 Err(error) => panic!("{error}"),
             }

@@ -1,4 +1,4 @@
-//! How sessions end, and what does not end them.
+//! How sessions end, and events that do not end them.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -19,7 +19,7 @@ use larder_migrate::wire::{CHANNEL_FRAMES_MAX, FRAME_RAW_MAX};
 use crate::pair::{LIMIT, Pair, watch};
 use crate::{Numbers, read_all};
 
-/// Writes this, then waits for the end of the connection, in whichever way.
+/// Writes these bytes, then waits for the end of the connection, of either kind.
 fn write(path: &Path, bytes: &[u8]) {
     let mut socket = UnixStream::connect(path).expect("connects");
     socket.write_all(bytes).expect("writes");
@@ -34,7 +34,7 @@ fn pairs() -> impl Iterator<Item = Pair> {
 }
 
 #[test]
-fn over_tls_every_byte_arrives_and_all_ends_in_order() {
+fn tls_session_carries_every_byte() {
     let mut bytes = vec![0; 5_000_001];
     Numbers(5).fill(&mut bytes);
     let pair = Pair::new(3, 1 << 20).encrypted();
@@ -49,7 +49,7 @@ fn over_tls_every_byte_arrives_and_all_ends_in_order() {
 }
 
 #[test]
-fn the_receiver_hears_why_a_sender_ends() {
+fn receiver_reports_why_sender_ended() {
     for pair in pairs() {
         let ended = pair.end(
             |path| write(path, b"the beginning"),
@@ -65,7 +65,7 @@ fn the_receiver_hears_why_a_sender_ends() {
 }
 
 #[test]
-fn the_sender_hears_why_a_receiver_ends() {
+fn sender_reports_why_receiver_ended() {
     for pair in pairs() {
         let ended = pair.end(
             |path| write(path, b"the beginning"),
@@ -80,7 +80,7 @@ fn the_sender_hears_why_a_receiver_ends() {
     }
     for pair in pairs() {
         std::fs::remove_file(pair.connect()).expect("it is there");
-        // There is more on its way when it ends.
+        // More bytes are in flight when the receiver ends.
         let ended = pair.end(
             |path| {
                 let mut socket = UnixStream::connect(path).expect("connects");
@@ -95,13 +95,13 @@ fn the_sender_hears_why_a_receiver_ends() {
 }
 
 #[test]
-fn a_receiver_whose_sender_is_gone_ends_and_says_so() {
+fn receiver_ends_when_sender_disconnects() {
     for mut pair in pairs() {
         pair.patience = Duration::ZERO;
         let _watched = watch();
         let ended = thread::scope(|scope| {
             let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
-            // As if it were killed: nothing is said.
+            // Simulates a kill: the sender sends no reason.
             drop(Sender::connect(&pair.sender()).expect("it connects"));
             receiver.join().expect("it ends")
         });
@@ -114,7 +114,7 @@ fn a_receiver_whose_sender_is_gone_ends_and_says_so() {
 }
 
 #[test]
-fn a_thread_that_panics_ends_the_session_on_both_sides() {
+fn panicking_thread_ends_both_sides() {
     let pair = Pair::new(2, 0);
     let ended = pair.end_with(
         Some(&|notes: Notes| {
@@ -134,7 +134,7 @@ fn a_thread_that_panics_ends_the_session_on_both_sides() {
 }
 
 #[test]
-fn a_channel_that_is_closed_while_it_waits_for_room_ends() {
+fn channel_closed_while_full_ends() {
     let mut pair = Pair::new(2, 0);
     pair.window = 2 * FRAME_RAW_MAX as u32;
     let ended = pair.end(
@@ -150,13 +150,13 @@ fn a_channel_that_is_closed_while_it_waits_for_room_ends() {
             drop(socket);
         },
     );
-    // Of a channel that says nothing known, nobody knows whether its QEMU has all that it wants.
+    // In an opaque channel it is unknown whether its QEMU has all that it needs.
     ended.sender.expect("it carries");
     ended.receiver.expect("it receives");
 }
 
 #[test]
-fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
+fn bandwidth_limited_sender_can_be_stopped() {
     let pair = Pair::new(1, 0);
     pair.limits.change(|limits| limits.bandwidth = Some(1000));
     let mut bytes = vec![0; 2 * FRAME_RAW_MAX + 100_000];
@@ -165,7 +165,7 @@ fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
     let ended = pair.end(
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");
-            // When it is, the second frame is in the making, whose time comes in minutes.
+            // Once these are written, the second frame is being made, which the limit delays for minutes.
             socket.write_all(&bytes).expect("writes");
             written.wait();
             let _ = socket.read(&mut [0]);
@@ -182,12 +182,12 @@ fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
     assert_eq!(ended.errors()[1], "the sender: stopped");
 }
 
-/// Memory that compresses, and takes time for it.
+/// Returns memory that compresses, and takes time to do so.
 fn text(len: usize) -> Vec<u8> {
     larder_codec::measure::Kind::Text.memory(len, 3)
 }
 
-/// Has bytes carried, and does something when the first frame has gone.
+/// Carries bytes, and calls `begun` after the first frame was sent.
 fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> Totals {
     let (_, read, totals) = pair.run(
         |path| {
@@ -210,7 +210,7 @@ fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> Totals {
 }
 
 #[test]
-fn lanes_take_no_more_of_their_processors_than_they_may() {
+fn lanes_obey_cpu_limit() {
     let pair = Pair::new(3, 0);
     pair.limits.change(|limits| limits.processors = Some(0.05));
     let bytes = text(48 << 20);
@@ -230,7 +230,7 @@ fn lanes_take_no_more_of_their_processors_than_they_may() {
 }
 
 #[test]
-fn limits_that_are_lifted_in_the_middle_hold_nothing_up_any_more() {
+fn lifted_limits_take_effect_at_once() {
     let limit: [fn(&mut Limits); 2] = [
         |limits| limits.processors = Some(1e-6),
         |limits| limits.bandwidth = Some(1),
@@ -238,7 +238,7 @@ fn limits_that_are_lifted_in_the_middle_hold_nothing_up_any_more() {
     for limit in limit {
         let pair = Pair::new(2, 0);
         pair.limits.change(limit);
-        // With it the rest would take days.
+        // With the limit, the rest would take days.
         carry(&pair, &text(4 << 20), || {
             pair.limits.change(|limits| *limits = Limits::default());
         });
@@ -246,10 +246,10 @@ fn limits_that_are_lifted_in_the_middle_hold_nothing_up_any_more() {
 }
 
 #[test]
-fn a_qemu_that_takes_up_no_connection_holds_up_nothing_else() {
+fn unaccepting_qemu_does_not_block_notes() {
     let pair = Pair::new(2, 0);
     rustix::net::listen(&pair.incoming, 0).expect("a shorter queue");
-    // As many as there is room for; the kernel has one more wait than it was told.
+    // Fills the backlog; the kernel accepts one more connection than its configured length.
     let filler = UnixStream::connect(pair.connect()).expect("there is room");
     let notes = OnceLock::new();
     let heard = Barrier::new(2);
@@ -278,7 +278,7 @@ fn a_qemu_that_takes_up_no_connection_holds_up_nothing_else() {
 }
 
 #[test]
-fn a_receiver_can_be_stopped_while_qemu_takes_up_no_connection() {
+fn receiver_stops_while_qemu_accepts_nothing() {
     let pair = Pair::new(2, 0);
     rustix::net::listen(&pair.incoming, 0).expect("a shorter queue");
     let filler = UnixStream::connect(pair.connect()).expect("there is room");
@@ -294,7 +294,7 @@ fn a_receiver_can_be_stopped_while_qemu_takes_up_no_connection() {
 }
 
 #[test]
-fn a_qemu_that_does_not_read_what_comes_back_holds_up_nothing_else() {
+fn unread_return_path_does_not_block_notes() {
     const LEN: usize = 4 << 20;
     let pair = Pair::new(2, 0);
     let notes = OnceLock::new();
@@ -333,7 +333,7 @@ fn a_qemu_that_does_not_read_what_comes_back_holds_up_nothing_else() {
 }
 
 #[test]
-fn no_more_frames_wait_for_qemu_than_may() {
+fn frames_waiting_for_qemu_are_bounded() {
     let bytes: Vec<u8> = (0..4 * CHANNEL_FRAMES_MAX).map(|at| at as u8).collect();
     let pair = Pair::new(3, 0);
     let full = Barrier::new(2);
@@ -342,7 +342,7 @@ fn no_more_frames_wait_for_qemu_than_may() {
             let mut socket = UnixStream::connect(path).expect("connects");
             let under_way = |totals: &Totals| totals.raw_bytes.saturating_sub(totals.delivered_bytes);
             let mut rest = bytes.chunks(1);
-            // A frame for each byte, until there may be no more.
+            // One frame for each byte, until the limit is reached.
             for (at, byte) in (1..).zip(&mut rest) {
                 socket.write_all(byte).expect("writes");
                 pair.wait_until(|totals| totals.raw_bytes >= at || under_way(totals) >= CHANNEL_FRAMES_MAX as u64);
@@ -351,7 +351,7 @@ fn no_more_frames_wait_for_qemu_than_may() {
                 }
             }
             assert!(rest.len() > 0, "nothing has to wait");
-            // What more there is waits here, and does not go into frames one by one, however much time there is for that.
+            // Further bytes wait here and do not become frames one by one, however much time passes.
             socket.set_nonblocking(true).expect("a socket");
             let mut unread = Vec::new();
             for byte in &mut rest {

@@ -1,4 +1,4 @@
-//! A sender and a receiver on this machine, between two UNIX sockets at which a test does what QEMU does.
+//! Sender and receiver on this machine, between two UNIX sockets at which a test does what QEMU does.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -17,22 +17,22 @@ use larder_migrate::tls::{ReceiverTls, SenderTls};
 
 use crate::certificates;
 
-/// After which something hangs that should not.
+/// Time after which a test counts as hung.
 pub(crate) const LIMIT: Duration = Duration::from_secs(240);
 
 pub(crate) struct Pair {
     folder: tempfile::TempDir,
     source: UnixListener,
-    /// Where the destination's QEMU waits.
+    /// Socket where the destination's QEMU waits.
     pub(crate) incoming: UnixListener,
     pub(crate) lanes: u16,
     pub(crate) delta_memory: u64,
     pub(crate) window: u32,
-    /// Of the sender.
+    /// Limits of the sender.
     pub(crate) limits: Arc<InForce>,
     pub(crate) tls: Option<(SenderTls, ReceiverTls)>,
     pub(crate) tcp: Port,
-    /// Of the sender.
+    /// Time for which the sender tries to reconnect.
     pub(crate) patience: Duration,
     pub(crate) steering: Steering,
     /// Stops the receiver.
@@ -40,7 +40,7 @@ pub(crate) struct Pair {
     pub(crate) progress: Progress,
 }
 
-/// What has become of all four.
+/// Results of the four participants.
 pub(crate) struct Ended<S, D> {
     pub(crate) source: S,
     pub(crate) destination: D,
@@ -49,7 +49,7 @@ pub(crate) struct Ended<S, D> {
 }
 
 impl<S, D> Ended<S, D> {
-    /// What the two say that went wrong.
+    /// Returns the errors of the sender and the receiver.
     pub(crate) fn errors(self) -> [String; 2] {
         let sender = self.sender.err().map_or_else(String::new, |error| error.to_string());
         let receiver = self.receiver.err().map_or_else(String::new, |error| error.to_string());
@@ -78,7 +78,7 @@ impl Pair {
         }
     }
 
-    /// The same over TLS.
+    /// Enables TLS.
     pub(crate) fn encrypted(mut self) -> Self {
         let folder = self.folder.path();
         certificates::make(folder);
@@ -117,8 +117,8 @@ impl Pair {
         }
     }
 
-    /// Runs both while `source` and `destination` do what QEMU does, to the end, whichever that is. The latter gets the
-    /// channels in the order in which the former opened them.
+    /// Runs sender and receiver until both end, successfully or not, while `source` and `destination` do what QEMU
+    /// does. `destination` gets the channels in the order in which `source` has opened them.
     pub(crate) fn end<S: Send, D: Send>(
         &self,
         source: impl FnOnce(&Path) -> S + Send,
@@ -127,7 +127,7 @@ impl Pair {
         self.end_with(None, |_| {}, source, destination)
     }
 
-    /// The same with those who move the VM.
+    /// Runs like [`Self::end`], with an agent at the receiver and a callback once the sender is connected.
     pub(crate) fn end_with<S: Send, D: Send>(
         &self,
         agent: Option<&Agent<'_>>,
@@ -155,7 +155,7 @@ impl Pair {
         })
     }
 
-    /// Runs both to an end that is a success.
+    /// Runs sender and receiver, which must succeed.
     pub(crate) fn run<S: Send, D: Send>(
         &self,
         source: impl FnOnce(&Path) -> S + Send,
@@ -167,7 +167,7 @@ impl Pair {
         (ended.source, ended.destination, self.progress.totals())
     }
 
-    /// Waits until the sender has done so much.
+    /// Waits until the sender's sums fulfil a condition.
     pub(crate) fn wait_until(&self, done: impl Fn(&Totals) -> bool) {
         while !done(&self.progress.totals()) {
             thread::yield_now();
@@ -175,7 +175,7 @@ impl Pair {
     }
 }
 
-/// Ends all tests when what it is kept for takes longer than [`LIMIT`]: threads that hang cannot be ended otherwise.
+/// Aborts all tests if the returned value lives longer than [`LIMIT`]: hung threads cannot be ended otherwise.
 pub(crate) fn watch() -> mpsc::Sender<()> {
     let (watched, ended) = mpsc::channel();
     let name = thread::current().name().unwrap_or("a test").to_owned();

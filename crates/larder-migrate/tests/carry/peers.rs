@@ -1,4 +1,4 @@
-//! Peers that are no Larder, or a bad one.
+//! Peers that are no Larder, or a faulty one.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -16,7 +16,7 @@ use larder_migrate::wire::{
 
 use crate::pair::{Pair, watch};
 
-/// Of a connection of a sender's that does not come back when it is lost.
+/// Returns a greeting of a sender that does not reconnect.
 fn greeting(role: Role, session: SessionId) -> Hello {
     Hello {
         role,
@@ -30,7 +30,7 @@ fn greeting(role: Role, session: SessionId) -> Hello {
     }
 }
 
-/// A sender made of sockets: its control connection and two lanes.
+/// Sender made of sockets: its control connection and two lanes.
 struct Raw {
     control: TcpStream,
     lanes: [TcpStream; 2],
@@ -64,7 +64,7 @@ pub(crate) fn say(mut to: &TcpStream, message: &Message) -> std::io::Result<()> 
     to.write_all(&bytes)
 }
 
-/// The next message that is neither a sign of life nor says what has come; none at the end.
+/// Reads the next message that is neither a keep-alive nor a confirmation; returns `None` at the end.
 pub(crate) fn hear(from: &TcpStream) -> Option<Message> {
     loop {
         let message = hear_any(from)?;
@@ -74,7 +74,7 @@ pub(crate) fn hear(from: &TcpStream) -> Option<Message> {
     }
 }
 
-/// The next message; none at the end.
+/// Reads the next message; returns `None` at the end.
 pub(crate) fn hear_any(mut from: &TcpStream) -> Option<Message> {
     let mut bytes = Vec::new();
     loop {
@@ -89,7 +89,7 @@ pub(crate) fn hear_any(mut from: &TcpStream) -> Option<Message> {
     }
 }
 
-/// A frame of this one byte.
+/// Returns a frame of this one byte.
 pub(crate) fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
     let header = FrameHeader {
         channel: 0,
@@ -108,7 +108,7 @@ pub(crate) fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
 }
 
 #[test]
-fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
+fn peer_leaving_during_greeting_is_ignored() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     {
@@ -116,7 +116,7 @@ fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
         greeting(Role::Control, [0; 16])
             .write(&mut socket)
             .expect("there is room");
-        // Its end is a reset, which the receiver's answer meets.
+        // The connection ends with a reset, which the receiver's answer meets.
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO)).expect("a socket");
     }
     thread::scope(|scope| {
@@ -124,7 +124,7 @@ fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
         let control = loop {
             match Raw::greet(&pair, Role::Control, [0; 16]) {
                 Ok((control, _)) => break control,
-                // Until it is known that the first one has gone.
+                // The receiver has not detected yet that the first sender has disconnected.
                 Err(WireError::Refused(_)) => thread::yield_now(),
                 Err(error) => panic!("{error}"),
             }
@@ -136,8 +136,9 @@ fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
     });
 }
 
+/// Neither open lanes nor silent connections of others delay the end of a session.
 #[test]
-fn lanes_that_stay_and_strangers_who_say_nothing_do_not_keep_a_session_from_its_end() {
+fn open_connections_do_not_delay_end() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     thread::scope(|scope| {
@@ -154,7 +155,7 @@ fn lanes_that_stay_and_strangers_who_say_nothing_do_not_keep_a_session_from_its_
 }
 
 #[test]
-fn a_sender_that_never_stops_talking_does_not_keep_a_receiver_from_stopping() {
+fn flooding_sender_does_not_delay_stop() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     thread::scope(|scope| {
@@ -171,13 +172,13 @@ fn a_sender_that_never_stops_talking_does_not_keep_a_receiver_from_stopping() {
 }
 
 #[test]
-fn more_small_frames_than_may_wait_are_refused() {
+fn excess_small_frames_are_refused() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
         let raw = Raw::connect(&pair);
-        // Each behind a gap, so that QEMU gets none.
+        // Each frame is behind a gap, so that QEMU gets none.
         for number in 0..=CHANNEL_FRAMES_MAX as u64 {
             let bytes = frame(number, 2 * number + 1, 7);
             (&raw.lanes[0]).write_all(&bytes).expect("it takes it");
@@ -190,7 +191,7 @@ fn more_small_frames_than_may_wait_are_refused() {
     });
 }
 
-/// What becomes of a sender whose receiver answers a greeting with this, and then says that.
+/// Returns the result of a sender whose receiver answers the greetings with `welcome` and then sends `says`.
 fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
     let _watched = watch();
     let folder = tempfile::tempdir().expect("a folder");
@@ -226,7 +227,7 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
         let result =
             Sender::connect(&options).and_then(|sender| sender.carry(&qemu, &Progress::new(), &Steering::default()));
         is_over.store(true, Ordering::Relaxed);
-        // Wakes it up.
+        // Wakes the thread that accepts connections.
         let _ = TcpStream::connect(&options.to);
         result
     })
@@ -245,14 +246,14 @@ fn welcome(delta_memory: u64) -> Welcome {
 }
 
 #[test]
-fn a_receiver_that_wants_more_memory_than_it_was_offered_is_refused() {
+fn receiver_demanding_more_memory_is_refused() {
     let error = with_receiver(&welcome((1 << 20) + 1), &[]).expect_err("too much");
     let text = "the answer of the receiver: the delta memory is 1048577, and may be at most what this side asked for";
     assert!(error.to_string().starts_with(text), "{error}");
 }
 
 #[test]
-fn an_end_that_nobody_asked_for_is_no_end() {
+fn unrequested_end_is_an_error() {
     let error = with_receiver(&welcome(0), &[Message::new(Kind::End, 0, 0)]).expect_err("nothing has ended");
     assert!(error.to_string().ends_with("which no receiver sends"), "{error}");
 }

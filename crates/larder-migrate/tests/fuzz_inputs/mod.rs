@@ -1,5 +1,4 @@
-//! What is done with any bytes: by the fuzzer (`fuzz/`), and by a test with random ones. Each function must return,
-//! whatever it is given.
+//! Targets of random input, shared by the fuzzer (`fuzz/`) and a test. Each function must return, whatever its input.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod stream;
@@ -10,7 +9,7 @@ pub mod reader;
 #[path = "../stream/writer.rs"]
 pub mod writer;
 
-/// Takes an input apart from its start on. Behind its end everything is 0.
+/// Reader of an input from its start. After the end, all bytes are 0.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {

@@ -1,4 +1,4 @@
-//! Channels of QEMU's migration stream of any bytes.
+//! Channels of QEMU's migration stream with random bytes.
 
 use larder_migrate::stream::{Blocks, Facts};
 
@@ -6,8 +6,8 @@ use super::Input;
 use super::reader::{Cuts, Reading, Whole, read};
 use super::writer::{Block, Channel, PAGE, Packet};
 
-/// Reads `data` as a channel, after a beginning that leads into one of the formats; cut and flushed as `data` says, and
-/// not. What is told must not depend on that.
+/// Parses `data` as a channel, after a prefix that leads into one of the formats: in one piece, and cut and flushed
+/// as `data` selects. The reported pages must not depend on that.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let kind = input.byte();
@@ -27,7 +27,7 @@ pub fn run(data: &[u8]) {
     assert!(blocks.len() <= Blocks::MAX);
 }
 
-/// A reading with blocks of its own.
+/// Parses a channel with a new list of blocks.
 fn fresh(kind: u8, bytes: &[u8], cuts: &mut impl Cuts) -> (Blocks, Reading) {
     let blocks = Blocks::new();
     if kind & 0x10 != 0 {
@@ -37,7 +37,7 @@ fn fresh(kind: u8, bytes: &[u8], cuts: &mut impl Cuts) -> (Blocks, Reading) {
     (blocks, reading)
 }
 
-/// Whether a page is told depends on flushes; all else does not.
+/// Merges the page counts, the only facts that depend on flushes.
 fn all_pages(facts: &Facts) -> Facts {
     Facts {
         pages: facts.pages + facts.pages_untold,
@@ -55,7 +55,7 @@ fn beginning(block: Block) -> Channel {
     channel
 }
 
-/// `data` after a beginning.
+/// Returns `data` after a prefix.
 fn channel(kind: u8, data: &[u8]) -> Vec<u8> {
     let mut channel = Channel::new();
     match kind & 7 {
@@ -88,7 +88,7 @@ fn channel(kind: u8, data: &[u8]) -> Vec<u8> {
     channel.bytes
 }
 
-/// Cuts that an input draws.
+/// Cuts drawn from the input.
 struct Drawn<'a> {
     data: &'a [u8],
     at: usize,

@@ -1,4 +1,4 @@
-//! What a peer may say: greetings, messages, and frames, down to the bytes of a channel.
+//! Input from a peer: greetings, messages, and frames, down to the bytes of a channel.
 
 use std::io::Cursor;
 
@@ -9,12 +9,12 @@ use larder_migrate::wire::{FRAME_RAW_MAX, FrameHeader, Hello, Kind, Message, Wel
 
 use super::Input;
 
-/// Bytes of old pages, so that there are some slots.
+/// Bytes of delta memory, so that there are some slots.
 const DELTA_MEMORY: u64 = 256 << 10;
-/// Frames of one input.
+/// Maximum frames of one input.
 const FRAMES_MAX: usize = 16;
 
-/// The first byte says what the others are.
+/// Runs an input; its first byte selects the format of the others.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     match input.byte() % 4 {
@@ -25,7 +25,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Makes the last four of the first `len` bytes the checksum of those before, as whoever means harm would.
+/// Replaces the last four of the first `len` bytes by their checksum, as an attacker would.
 fn sealed(bytes: &[u8], len: usize) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     if bytes.len() >= len {
@@ -35,7 +35,7 @@ fn sealed(bytes: &[u8], len: usize) -> Vec<u8> {
     bytes
 }
 
-/// What was understood is what was meant: it is written as it came, as far as it has a meaning.
+/// Checks that a parsed greeting, written and parsed again, is the same.
 fn greetings(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), sealed(bytes, 96)] {
         if let Ok(hello) = Hello::read(&mut Cursor::new(&bytes)) {
@@ -53,14 +53,14 @@ fn greetings(bytes: &[u8]) {
     }
 }
 
-/// Messages one after another, each of which may be damaged or not, as the control connection takes them.
+/// Checks consecutive messages, each with a corrected checksum, as the control connection parses them.
 fn messages(bytes: &[u8]) {
     let mut rest = bytes.to_vec();
     let mailbox = Mailbox::new().expect("an eventfd");
     mailbox.send(&Message::new(Kind::Open, 0, 0));
     let mut came = Counted::default();
     while rest.len() >= Message::HEADER_LEN {
-        // As far as its length is believed.
+        // The checksum is corrected if the stated length is within the input.
         let len = u32::from_le_bytes([rest[4], rest[5], rest[6], rest[7]]) as usize;
         if let Some(body) = rest.get(Message::HEADER_LEN..).and_then(|rest| rest.get(..len)) {
             let crc = crc32c::crc32c_append(crc32c::crc32c(&rest[..20]), body);
@@ -98,7 +98,7 @@ fn frame_headers(bytes: &[u8]) {
     }
 }
 
-/// Frames one after another, with sections of these bytes: what comes out is no more than they say, whatever they are.
+/// Checks consecutive frames with sections of these bytes: the output must not exceed the frame's stated length.
 fn frames(input: &mut Input<'_>) {
     let bases = Bases {
         slots: Slots::new(DELTA_MEMORY),
@@ -119,7 +119,7 @@ fn frames(input: &mut Input<'_>) {
             channel: 0,
             method,
             number,
-            // Those that come before are decoded.
+            // All earlier frames are decoded.
             after: number,
             offset: 0,
             raw_len,
@@ -134,9 +134,9 @@ fn frames(input: &mut Input<'_>) {
         };
         let body = sections.concat();
         match decoder.decode(&header, &body, &bases, &mut out) {
-            // Its bytes are all there.
+            // The output is complete.
             Ok(()) | Err(DecodeError::Checksum { .. }) => assert_eq!(out.len(), header.raw_len as usize),
-            // The session would end.
+            // The session would end here.
             Err(_) => return,
         }
         assert!(out.capacity() <= 2 * FRAME_RAW_MAX);

@@ -1,4 +1,4 @@
-//! Gives a channel to a parser, in pieces and with flushes, and checks what holds of any bytes.
+//! Feeds a channel to a parser, in pieces and with flushes, and checks the properties that hold for any bytes.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 use std::ops::Range;
@@ -7,15 +7,15 @@ use larder_migrate::stream::{Blocks, Facts, PAGE_HEADER, Parser, Step, ZERO_RECO
 
 use super::writer::{PAGE, Place};
 
-/// How a channel is read.
+/// Schedule of arriving bytes and flushes.
 pub trait Cuts {
-    /// How many more bytes arrive.
+    /// Returns the number of bytes that arrive next.
     fn arrive(&mut self) -> usize;
-    /// Whether all that is there must go on now, when the parser asks for more.
+    /// Returns true if all bytes present must be passed now, when the parser asks for more.
     fn flush(&mut self) -> bool;
 }
 
-/// All at once.
+/// Schedule that delivers all bytes at once.
 pub struct Whole;
 
 impl Cuts for Whole {
@@ -28,22 +28,22 @@ impl Cuts for Whole {
     }
 }
 
-/// A channel as it was told.
+/// Result of parsing a channel.
 #[derive(Debug, Default)]
 pub struct Reading {
-    /// `from` is `at` here.
+    /// Pages reported; `from` equals `at` here.
     pub pages: Vec<Place>,
     pub zeros: Vec<Place>,
     pub literal: usize,
-    /// What was passed although it was not understood wholly.
+    /// Ranges that were passed although the parser needed more bytes.
     pub passed: Vec<Range<usize>>,
     pub facts: Facts,
 }
 
-/// Reads a channel from its first byte to its last. All that is there at the end is passed.
+/// Parses a channel from its first byte to its last. Bytes left at the end are passed.
 ///
 /// # Panics
-/// A step is not what it says, or the steps together are not the channel.
+/// A step contradicts its bytes, or the steps together are not the channel.
 pub fn read(blocks: &Blocks, bytes: &[u8], cuts: &mut impl Cuts) -> Reading {
     let mut parser = Parser::new(blocks);
     let mut reading = Reading::default();
@@ -73,7 +73,7 @@ pub fn read(blocks: &Blocks, bytes: &[u8], cuts: &mut impl Cuts) -> Reading {
     reading
 }
 
-/// One step; none if it needs more.
+/// Takes one step; returns `None` if the parser needs more bytes.
 fn step(
     parser: &mut Parser,
     blocks: &Blocks,

@@ -1,4 +1,4 @@
-//! Channels made of a list of what is in them, and whether what was told of one is what was written.
+//! Channels built from lists of acts, and checks that the parser reports what was written.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use super::writer::{Block, Channel, PAGE, Packet, Place, content};
 
 pub const RAM: u32 = 2;
 
-/// What a channel is made of, between its beginning and its end.
+/// Element of a channel, between its beginning and its end.
 #[derive(Clone, Debug)]
 pub enum Act {
     Page(u8, u32, u64),
@@ -50,7 +50,7 @@ pub fn block_name(index: u8) -> &'static str {
     ["pc.ram", "/rom@etc/acpi/tables", "b"][usize::from(index)]
 }
 
-/// Writes the acts into sections of RAM; of the last one, only what is before its end.
+/// Writes the acts into sections of RAM; with `last`, adds RAM's last section.
 pub fn sections(channel: &mut Channel, acts: &[Act], last: bool) {
     channel.next(2, RAM);
     for act in acts {
@@ -88,7 +88,7 @@ pub fn write(channel: &mut Channel, act: &Act) {
     };
 }
 
-/// A main channel, of the beginning that `flavour` says.
+/// Builds a main channel whose beginning `flavour` selects.
 pub fn main_channel(flavour: u8, acts: &[Act], postcopy: Option<&[Act]>) -> Channel {
     let mut blocks = blocks();
     let mut channel = Channel::new();
@@ -152,7 +152,7 @@ pub fn main_channel(flavour: u8, acts: &[Act], postcopy: Option<&[Act]>) -> Chan
     channel
 }
 
-/// A multifd channel.
+/// Builds a multifd channel.
 pub fn multifd_channel(packets: &[(u8, Vec<u32>, Vec<u32>, u8)]) -> Channel {
     let mut channel = Channel::new();
     channel.multifd(3);
@@ -217,14 +217,14 @@ pub fn at(places: &[Place]) -> Vec<(usize, &str, u32)> {
         .collect()
 }
 
-/// All that was written is told.
+/// Checks that everything that was written is reported.
 pub fn check_all_told(channel: &Channel, reading: &Reading) {
     assert_eq!(at(&reading.pages), at(&channel.pages));
     check_facts(channel, reading);
     assert_eq!(reading.facts.pages_untold, 0);
 }
 
-/// What holds with flushes too.
+/// Checks the facts that hold with flushes too.
 pub fn check_facts(channel: &Channel, reading: &Reading) {
     let facts = &reading.facts;
     assert_eq!(facts.losses, 0);
@@ -238,7 +238,7 @@ pub fn check_facts(channel: &Channel, reading: &Reading) {
     }
 }
 
-/// What was not told was cut by a flush.
+/// Checks that only pages cut by a flush are unreported.
 pub fn check_cut_only(channel: &Channel, reading: &Reading) {
     check_facts(channel, reading);
     let told = at(&reading.pages);

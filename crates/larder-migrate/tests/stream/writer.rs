@@ -1,36 +1,36 @@
-//! Writes channels as QEMU does, and says what is where. Written from the formats in `docs/migration-stream.md`, and
-//! shares nothing with the parser.
+//! Writes channels as QEMU does, and records what is where. Written from the formats in `docs/migration-stream.md`,
+//! independently of the parser.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub const PAGE: usize = 4096;
 
-/// A page, or what says something of one.
+/// Page, or record that describes one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// Where its record begins, or its packet.
+    /// Offset of the page's record or packet.
     pub from: usize,
-    /// Where its content begins, or its record if it has none.
+    /// Offset of the page's content, or of its record if it has none.
     pub at: usize,
     pub block: String,
     pub page: u32,
 }
 
-/// A channel, and what is in it.
+/// Channel with a list of its pages.
 #[derive(Clone, Default, Debug)]
 pub struct Channel {
     pub bytes: Vec<u8>,
-    /// All pages that are sent as they are.
+    /// All pages that are sent with plain content.
     pub pages: Vec<Place>,
-    /// All zero pages; of multifd channels too.
+    /// All zero pages, including those of multifd channels.
     pub zeros: Vec<Place>,
-    /// Pages that are sent in another form.
+    /// Number of pages that are sent in another form.
     pub encoded: u64,
     last_block: Option<String>,
-    /// Where the record that is being written begins.
+    /// Offset of the record that is being written.
     from: usize,
 }
 
-/// A RAM block, and the number after its size.
+/// RAM block, and the number after its size.
 #[derive(Clone, Debug)]
 pub struct Block {
     pub name: String,
@@ -48,8 +48,8 @@ impl Block {
     }
 }
 
-/// What a page of this seed has: text that looks like parts of a stream, so that a parser that has lost its way is seen
-/// to, or anything.
+/// Returns the content of a page for a seed: random bytes, or text that looks like parts of a stream, so that a
+/// parser that has lost its place is detected.
 pub fn content(seed: u64) -> [u8; PAGE] {
     let mut page = [0; PAGE];
     let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -71,7 +71,7 @@ pub fn content(seed: u64) -> [u8; PAGE] {
     page
 }
 
-/// The main channel and RAM records.
+/// Main channel and RAM records.
 impl Channel {
     pub fn new() -> Self {
         Self::default()
@@ -127,12 +127,12 @@ impl Channel {
         self.command(7, &(content.len() as u32).to_be_bytes()).put(content)
     }
 
-    /// The first section of something (`kind` 1), or all of it (4).
+    /// Writes the first section of something (`kind` 1), or all of it (4).
     pub fn first(&mut self, kind: u8, number: u32, name: &str, version: u32) -> &mut Self {
         self.put(&[kind]).be32(number).named(name).be32(0).be32(version)
     }
 
-    /// Another section (2) or the last one (3).
+    /// Writes a further section (2) or the last one (3).
     pub fn next(&mut self, kind: u8, number: u32) -> &mut Self {
         self.put(&[kind]).be32(number)
     }
@@ -169,7 +169,7 @@ impl Channel {
         self.be64(0x200)
     }
 
-    /// RAM's first section.
+    /// Writes RAM's first section.
     pub fn ram(&mut self, number: u32, blocks: &[Block]) -> &mut Self {
         self.first(1, number, "ram", 4).blocks(blocks).eos().footer(number)
     }
@@ -184,7 +184,7 @@ impl Channel {
         self.be64(word).named(block)
     }
 
-    /// The next record names its block.
+    /// Makes the next record name its block.
     pub fn forget_block(&mut self) -> &mut Self {
         self.last_block = None;
         self
@@ -224,13 +224,13 @@ impl Channel {
     }
 }
 
-/// What a multifd packet has beside its pages.
+/// Properties of a multifd packet beside its pages.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Packet {
     pub flags: u32,
     /// Bytes that follow in another form than pages.
     pub encoded: Option<u32>,
-    /// What is left over from an earlier packet: bytes that follow, and offsets.
+    /// Fills unused fields with values left over from an earlier packet: bytes that follow, and offsets.
     pub stale: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The destination's mover.
+//! Tests of the mover at the destination.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Bed {
         }
     }
 
-    /// Prepared for a move, and all that would come has come.
+    /// Creates a bed prepared for a move, with everything arrived.
     fn loaded() -> Self {
         let bed = Self::new();
         assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
@@ -53,7 +53,7 @@ impl Bed {
         bed
     }
 
-    /// A mover that comes after this one.
+    /// Replaces the mover by a later one.
     fn restart(&mut self) {
         self.destination = Destination::new(
             &self.qemu.qmp,
@@ -118,8 +118,9 @@ fn reason(answer: ToSource) -> String {
     }
 }
 
+/// The VM is started once, and every repetition of `Go` is answered `Running`, also by a later mover.
 #[test]
-fn a_vm_is_let_run_once_and_is_said_to_run_as_often_as_asked() {
+fn vm_starts_once_for_repeated_go() {
     let mut bed = Bed::loaded();
     assert_eq!(bed.qemu.is().parameters["tls-creds"], "");
     assert_eq!(bed.qemu.is().parameters["multifd-channels"], 2);
@@ -129,7 +130,7 @@ fn a_vm_is_let_run_once_and_is_said_to_run_as_often_as_asked() {
         assert_eq!(bed.go(), ToSource::Running { whole: true });
         bed.restart();
     }
-    // Whatever became of it since is its user's business.
+    // A later state of the VM is no concern of the mover.
     bed.qemu.is().run = "io-error";
     assert_eq!(bed.go(), ToSource::Running { whole: true });
     assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (1, 0));
@@ -137,7 +138,7 @@ fn a_vm_is_let_run_once_and_is_said_to_run_as_often_as_asked() {
 }
 
 #[test]
-fn a_vm_that_stood_still_does_not_run() {
+fn paused_vm_is_not_started() {
     let bed = Bed::loaded();
     let told = bed.tell(
         &bed.id,
@@ -150,8 +151,9 @@ fn a_vm_that_stood_still_does_not_run() {
     assert_eq!(bed.qemu.has_heard("cont"), 0);
 }
 
+/// A request with the number of another move is refused, and the prepared move stays possible.
 #[test]
-fn whoever_knows_another_move_changes_nothing() {
+fn other_move_id_changes_nothing() {
     let mut bed = Bed::loaded();
     let other = MoveId::new().expect("random numbers");
     for _ in 0..2 {
@@ -173,15 +175,16 @@ fn whoever_knows_another_move_changes_nothing() {
     assert_eq!(bed.go(), ToSource::Running { whole: true });
 }
 
+/// A VM that QEMU refused to run is never run there, also by a later mover.
 #[test]
-fn a_qemu_that_was_not_let_run_never_runs() {
+fn refused_start_is_final() {
     let mut bed = Bed::loaded();
     bed.qemu.is().refuses.extend(["cont", "quit"]);
     let ToSource::NotRunning { reason } = bed.go() else {
         panic!("it runs");
     };
     assert!(reason.contains("it does not want to"), "{reason}");
-    // Now it would.
+    // QEMU would run it now.
     bed.qemu.is().refuses.clear();
     for _ in 0..2 {
         assert!(matches!(bed.go(), ToSource::NotRunning { .. }));
@@ -191,8 +194,9 @@ fn a_qemu_that_was_not_let_run_never_runs() {
     assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (1, 1));
 }
 
+/// If QEMU exits while it is told to run, the answer is `Unknown`.
 #[test]
-fn of_a_qemu_that_has_ended_when_it_was_let_run_nothing_is_said() {
+fn crash_at_start_answers_unknown() {
     let bed = Bed::loaded();
     bed.qemu.is().dies_at = Some("cont");
     for _ in 0..2 {
@@ -201,8 +205,9 @@ fn of_a_qemu_that_has_ended_when_it_was_let_run_nothing_is_said() {
     assert_eq!(bed.destination.look(), Some(State::Ended));
 }
 
+/// If QEMU exits or fails to load before it is told to run, the answer is `NotRunning`.
 #[test]
-fn a_qemu_that_has_ended_or_failed_before_it_was_let_run_is_known_not_to() {
+fn exit_before_start_answers_not_running() {
     let bed = Bed::loaded();
     bed.qemu.is().dies_at = Some("query-migrate");
     assert!(matches!(bed.go(), ToSource::NotRunning { .. }));
@@ -213,7 +218,7 @@ fn a_qemu_that_has_ended_or_failed_before_it_was_let_run_is_known_not_to() {
 }
 
 #[test]
-fn what_is_still_loading_is_waited_for() {
+fn start_waits_until_vm_is_loaded() {
     let bed = Bed::loaded();
     (bed.qemu.is().run, bed.qemu.is().migration) = ("inmigrate", "active");
     let qemu = Arc::clone(&bed.qemu);
@@ -227,15 +232,16 @@ fn what_is_still_loading_is_waited_for() {
 }
 
 #[test]
-fn a_vm_is_not_let_run_if_that_cannot_be_recorded() {
+fn vm_is_not_started_without_record() {
     let bed = Bed::loaded();
     std::fs::remove_dir_all(bed.folder.path()).expect("removes it");
     assert!(reason(bed.go()).contains("record"));
     assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (0, 0));
 }
 
+/// In post-copy the destination's QEMU, which has half of the VM, is never ended.
 #[test]
-fn half_of_a_vm_is_never_ended() {
+fn postcopy_destination_is_never_ended() {
     let mut bed = Bed::loaded();
     (bed.qemu.is().run, bed.qemu.is().migration) = ("paused", "postcopy-paused");
     bed.qemu.is().refuses.insert("cont");
@@ -256,7 +262,7 @@ fn half_of_a_vm_is_never_ended() {
     );
     assert_eq!(bed.qemu.has_heard("migrate-recover"), 1);
     assert_eq!(bed.destination.look(), Some(State::Running { whole: false }));
-    // All has come, and only the source has not heard so.
+    // All has arrived, and only the source does not know it.
     bed.qemu.is().migration = "completed";
     bed.qemu.is().refuses.insert("migrate-recover");
     assert_eq!(bed.tell(&bed.id, Tell::Recover), ToSource::Running { whole: true });
@@ -265,8 +271,9 @@ fn half_of_a_vm_is_never_ended() {
     assert_eq!(bed.qemu.has_heard("quit"), 0);
 }
 
+/// A VM stays whole when a later migration away from this host is cancelled.
 #[test]
-fn a_vm_that_was_to_leave_again_is_whole() {
+fn cancelled_outgoing_move_leaves_vm_whole() {
     let mut bed = Bed::loaded();
     assert_eq!(bed.go(), ToSource::Running { whole: true });
     for status in ["cancelling", "cancelled"] {
@@ -277,7 +284,7 @@ fn a_vm_that_was_to_leave_again_is_whole() {
 }
 
 #[test]
-fn a_qemu_that_waits_still_takes_another_move() {
+fn waiting_qemu_accepts_another_move() {
     let bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
     let other = MoveId::new().expect("random numbers");
@@ -290,8 +297,9 @@ fn a_qemu_that_waits_still_takes_another_move() {
     assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
 }
 
+/// A later mover cannot reuse a QEMU that already waits for an earlier mover.
 #[test]
-fn a_qemu_that_waits_for_a_mover_before_this_one_is_not_told_again() {
+fn qemu_waiting_for_earlier_mover_is_refused() {
     let mut bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
     bed.qemu.is().migration = "listens";
@@ -300,7 +308,7 @@ fn a_qemu_that_waits_for_a_mover_before_this_one_is_not_told_again() {
 }
 
 #[test]
-fn a_vm_with_another_uuid_is_refused() {
+fn vm_with_other_uuid_is_refused() {
     let bed = Bed::new();
     let mut vm = Description::of(&mut Qmp::connect(&bed.qemu.qmp).expect("lives")).expect("answers");
     vm.uuid = "00000000-0000-0000-0000-000000000000".to_owned();
@@ -318,7 +326,7 @@ fn a_vm_with_another_uuid_is_refused() {
 }
 
 #[test]
-fn a_qemu_of_which_nothing_is_known_is_left_alone() {
+fn unknown_qemu_is_left_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let qemu = Qemu::destination(folder.path());
     (qemu.is().run, qemu.is().migration) = ("running", "completed");
@@ -333,7 +341,7 @@ fn a_qemu_of_which_nothing_is_known_is_left_alone() {
 }
 
 #[test]
-fn notes_that_are_not_understood_change_nothing() {
+fn invalid_notes_change_nothing() {
     let bed = Bed::loaded();
     let id = serde_json::to_value(&bed.id).expect("plain data");
     for (note, word) in [
@@ -360,22 +368,24 @@ fn notes_that_are_not_understood_change_nothing() {
     assert_eq!(bed.go(), ToSource::Running { whole: true });
 }
 
+/// A later mover starts a VM that may run and that QEMU was not told to run.
 #[test]
-fn a_mover_that_ended_when_it_had_heard_that_the_vm_may_run_is_gone_on_with() {
+fn restarted_mover_starts_allowed_vm() {
     let mut bed = Bed::loaded();
     bed.qemu.is().refuses.insert("cont");
     bed.go_postcopy();
     bed.qemu.is().refuses.clear();
     assert_eq!(bed.go(), ToSource::Running { whole: true });
-    // As if the first `cont` had never been said.
+    // Pretends that the first `cont` was never executed.
     bed.qemu.is().run = "paused";
     bed.restart();
     assert_eq!(bed.qemu.is().run, "running");
     assert_eq!(bed.destination.look(), Some(State::Running { whole: true }));
 }
 
+/// A QEMU that another client has used since is refused without changing its settings.
 #[test]
-fn a_qemu_that_has_had_another_visitor_is_not_touched() {
+fn qemu_changed_by_others_is_refused() {
     let bed = Bed::new();
     (bed.qemu.is().run, bed.qemu.is().migration) = ("running", "completed");
     assert!(reason(bed.prepare(&bed.id)).contains("any more"));
@@ -385,7 +395,7 @@ fn a_qemu_that_has_had_another_visitor_is_not_touched() {
     );
 }
 
-/// Fails to claim page faults as long as the flag is set.
+/// Pager that owns the page faults, so that claims fail, while the flag is set.
 struct Pager(Arc<AtomicBool>);
 
 impl FaultHandlers for Pager {
@@ -397,7 +407,7 @@ impl FaultHandlers for Pager {
     }
 }
 
-/// Counts the claims to page faults that are held.
+/// Handler whose claims to page faults can be counted.
 struct Claims(Arc<()>);
 
 impl FaultHandlers for Claims {
@@ -451,7 +461,7 @@ fn postcopy_is_refused_where_pager_attached() {
     is_attached.store(false, Ordering::Relaxed);
     assert!(matches!(bed.prepare_with(&bed.id, postcopy), ToSource::Prepared { .. }));
     assert_eq!(bed.tell(&bed.id, Tell::CheckPostcopy), ToSource::Noted);
-    // The claim ends with its receiver, and QEMU has begun to load the VM.
+    // The claim has ended with its receiver, and QEMU has begun to load the VM.
     is_attached.store(true, Ordering::Relaxed);
     qemu.is().migration = "active";
     bed.destination = start();

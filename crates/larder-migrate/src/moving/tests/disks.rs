@@ -1,4 +1,4 @@
-//! Disks that go along with their VM: where they are open, whatever fails.
+//! Disks that move along with their VM: which host has them open, whatever fails.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -8,14 +8,14 @@ use super::moves::Bed;
 use crate::moving::disks::{Deed, DiskServers, ServedDisk};
 use crate::moving::source::{self, MoveError};
 
-/// A server of one disk, on one of the two hosts.
+/// Server of one disk, on one of the two hosts.
 struct Server {
-    /// Open on this host, as on the other one, for both to see.
+    /// Hosts that have the disk open, shared by both servers.
     open: Arc<Mutex<Vec<&'static str>>>,
     host: &'static str,
     waits: bool,
     state: Mutex<State>,
-    /// The QEMU here, to see that its guest does not run.
+    /// QEMU of this host, to check that its guest does not run.
     qemu: Mutex<Option<Arc<Qemu>>>,
 }
 
@@ -119,11 +119,12 @@ fn open(server: &Server) -> Vec<&'static str> {
     server.open.lock().expect("no panic").clone()
 }
 
+/// Disks are closed at the source, then opened and kept at the destination, before the VM runs there.
 #[test]
-fn disks_are_closed_at_the_source_before_they_are_the_destinations_and_that_before_the_vm_runs() {
+fn disks_switch_hosts_before_vm_runs() {
     let (bed, here, there) = bed();
     let server = Arc::clone(&there);
-    // For good: what the guest will have written is found whatever is started again.
+    // Permanently: writes of the guest must be found even after any restart.
     let before_it_runs = move || assert_eq!(server.done(), ["warm", "take", "keep"]);
     bed.destination.hook("cont", before_it_runs);
     bed.run().expect("moves");
@@ -132,8 +133,9 @@ fn disks_are_closed_at_the_source_before_they_are_the_destinations_and_that_befo
     assert_eq!(there.done(), ["warm", "take", "keep"]);
 }
 
+/// Disks that the destination cannot open are open at the source again before the VM resumes there.
 #[test]
-fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_its_vm_runs() {
+fn disks_return_when_destination_cannot_open() {
     let (bed, here, there) = bed();
     there.refuses(&[Deed::Take]);
     let server = Arc::clone(&here);
@@ -151,7 +153,7 @@ fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_i
 }
 
 #[test]
-fn a_vm_whose_disks_cannot_leave_goes_on_with_them() {
+fn vm_stays_when_disks_cannot_close() {
     let (bed, here, there) = bed();
     here.refuses(&[Deed::Leave]);
     let result = bed.run();
@@ -160,8 +162,9 @@ fn a_vm_whose_disks_cannot_leave_goes_on_with_them() {
     assert!(!there.done().contains(&"take".to_owned()));
 }
 
+/// A VM whose disks cannot be opened on either host stays stopped until take-back can open them.
 #[test]
-fn a_vm_without_its_disks_stands_still_until_it_is_taken_back_with_them() {
+fn vm_without_disks_stays_stopped() {
     let (bed, here, there) = bed();
     there.refuses(&[Deed::Take]);
     here.refuses(&[Deed::Keep]);
@@ -176,8 +179,9 @@ fn a_vm_without_its_disks_stands_still_until_it_is_taken_back_with_them() {
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
+/// The destination closes the disks that it has opened if its QEMU refuses to run the VM.
 #[test]
-fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_run() {
+fn destination_closes_disks_of_refused_vm() {
     let (bed, here, there) = bed();
     bed.destination.is().refuses.insert("cont");
     let result = bed.run();
@@ -186,8 +190,9 @@ fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_ru
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
+/// The VM runs on neither host until the destination can keep the disks.
 #[test]
-fn a_vm_stands_still_whose_disks_cannot_be_made_the_destinations_until_they_can() {
+fn vm_waits_until_destination_keeps_disks() {
     let (bed, here, there) = bed();
     there.refuses(&[Deed::Keep]);
     let result = bed.run();
@@ -200,8 +205,9 @@ fn a_vm_stands_still_whose_disks_cannot_be_made_the_destinations_until_they_can(
     assert_eq!(open(&here), ["destination"]);
 }
 
+/// The source does not reopen disks while the destination may have them open.
 #[test]
-fn a_source_does_not_open_disks_that_the_destination_may_have_open() {
+fn source_leaves_possibly_open_disks_closed() {
     let (bed, here, there) = bed();
     there.refuses(&[Deed::Take, Deed::Yield]);
     let result = bed.run();
@@ -213,17 +219,18 @@ fn a_source_does_not_open_disks_that_the_destination_may_have_open() {
     );
     assert_eq!(bed.source.is().run, "postmigrate");
     assert!(!here.done().contains(&"keep".to_owned()));
-    // Once they are closed there, it goes on.
+    // The move continues once they are closed there.
     there.refuses(&[Deed::Take]);
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
+/// A later mover reopens disks that a killed mover had closed, before it resumes the VM.
 #[test]
-fn a_mover_that_comes_after_one_that_died_moves_the_disks_that_had_left() {
+fn later_mover_reopens_closed_disks() {
     let (bed, here, there) = bed();
-    // The first one gives up with the disks open nowhere.
+    // The first mover gives up with the disks open on neither host.
     there.refuses(&[Deed::Take]);
     here.refuses(&[Deed::Keep]);
     bed.run().expect_err("stands still");
@@ -235,7 +242,7 @@ fn a_mover_that_comes_after_one_that_died_moves_the_disks_that_had_left() {
 }
 
 #[test]
-fn disks_that_are_not_waited_for_are_left_alone() {
+fn disks_without_waiting_server_are_untouched() {
     let (here, _) = Server::both();
     let (_, there) = Server::both();
     let there = Arc::new(Server {

@@ -1,4 +1,4 @@
-//! What stands for a QEMU.
+//! Fake QEMU.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,32 +10,32 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// Runs when a command comes, before it is carried out.
+/// Callback that runs when a command arrives, before it is executed.
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
-/// All that there is to know of it, and to change.
+/// State of a fake QEMU, which tests inspect and change.
 pub(super) struct Fake {
     pub(super) run: &'static str,
     pub(super) migration: &'static str,
     pub(super) uuid: &'static str,
-    /// Commands that were carried out or refused, in order.
+    /// Commands that were executed or refused, in order.
     pub(super) heard: Vec<String>,
     pub(super) capabilities: BTreeMap<String, bool>,
     pub(super) parameters: BTreeMap<String, Value>,
     pub(super) refuses: HashSet<&'static str>,
-    /// It ends in the middle of this.
+    /// Command during which QEMU exits.
     pub(super) dies_at: Option<&'static str>,
     pub(super) hooks: BTreeMap<&'static str, Hook>,
-    /// What its migration comes to when all was sent, or has come.
+    /// Run state and migration status once everything was sent, or has arrived.
     pub(super) comes_to: (&'static str, &'static str),
-    /// Rounds of a migration that brings nothing.
+    /// Round counter of a migration that does not converge.
     pub(super) rounds: Option<u64>,
     is_dead: bool,
-    /// Of a migration.
+    /// Socket of the migration stream.
     stream: Option<UnixStream>,
 }
 
-/// One that runs.
+/// Running fake QEMU.
 pub(super) struct Qemu {
     pub(super) qmp: PathBuf,
     fake: Arc<Mutex<Fake>>,
@@ -85,12 +85,12 @@ impl Qemu {
         Self { qmp, fake }
     }
 
-    /// With a VM that runs.
+    /// Starts a QEMU with a running VM.
     pub(super) fn source(folder: &Path) -> Self {
         Self::start(folder, "source", "running", ("postmigrate", "completed"))
     }
 
-    /// That waits for one.
+    /// Starts a QEMU that waits for a VM.
     pub(super) fn destination(folder: &Path) -> Self {
         Self::start(folder, "destination", "inmigrate", ("paused", "completed"))
     }
@@ -136,7 +136,7 @@ fn serve(client: &UnixStream, shared: &Arc<Mutex<Fake>>) {
             .or(asked["exec-oob"].as_str())
             .expect("a command")
             .to_owned();
-        // It may look at this QEMU, and change it.
+        // The hook may inspect and change this QEMU.
         let hook = shared.lock().expect("no panic").hooks.remove(command.as_str());
         if let Some(mut hook) = hook {
             hook();
@@ -145,7 +145,7 @@ fn serve(client: &UnixStream, shared: &Arc<Mutex<Fake>>) {
         if shared.lock().expect("no panic").is_dead {
             return;
         }
-        // What happened meanwhile, and an answer to something long ago.
+        // An event that arrived meanwhile, and the late answer to an earlier command.
         say(json!({"event": "NOTHING", "timestamp": {"seconds": u64::MAX, "microseconds": 7}}));
         say(json!({"id": 0, "error": {"desc": "a late answer"}}));
         let known = match result {
@@ -174,7 +174,7 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
     Ok(match command {
         "query-status" => json!({"status": fake.run}),
         "query-migrate" if fake.migration == "none" => json!({}),
-        // As QEMU 7.2 says that it waits, and later ones do as well.
+        // QEMU 7.2 reports this while it waits; later versions do too.
         "query-migrate" if fake.migration == "listens" => json!({"socket-address": [{"type": "unix"}]}),
         "query-migrate" => match &mut fake.rounds {
             None => json!({"status": fake.migration}),
@@ -253,7 +253,7 @@ fn path(arguments: &Value) -> PathBuf {
     uri.strip_prefix("unix:").expect("a path").into()
 }
 
-/// A stream, of which Larder understands nothing, and which it carries all the same.
+/// Sends a stream that Larder does not understand and carries all the same.
 fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
     shared.lock().expect("no panic").stream = socket.try_clone().ok();
     let mut sent = socket.write_all(&[7; 100_000]);
@@ -265,7 +265,7 @@ fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
         sent = socket.write_all(&[7; 4096]);
         thread::sleep(Duration::from_millis(2));
     }
-    // The destination says that it has it.
+    // The destination confirms that it has the stream.
     let done = sent.and_then(|()| socket.read_exact(&mut [0]));
     let mut fake = shared.lock().expect("no panic");
     fake.stream = None;
@@ -283,7 +283,7 @@ fn take_in(listener: &UnixListener, shared: &Mutex<Fake>) {
     let done = socket.read_exact(&mut vec![0; 100_000]);
     let mut fake = shared.lock().expect("no panic");
     if done.is_err() {
-        // As QEMU does.
+        // QEMU exits here too.
         fake.is_dead = true;
         return;
     }

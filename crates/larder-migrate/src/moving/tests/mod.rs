@@ -1,4 +1,4 @@
-//! Both movers, with ends in place of QEMU that do as they are told, each wrong thing at its moment.
+//! Tests of both movers with fake QEMUs, which fail on demand at chosen moments.
 
 mod destination;
 mod disks;

@@ -40,7 +40,7 @@ impl Bed {
         Self::with(Arc::new(NoServers), Arc::new(NoServers))
     }
 
-    /// Whose disks are served so, at the source and at the destination.
+    /// Creates a bed whose disks are served by `here` at the source and `there` at the destination.
     pub(super) fn with(here: Arc<dyn DiskServers>, there: Arc<dyn DiskServers>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let records = folder.path().join("records");
@@ -116,7 +116,7 @@ impl Bed {
         self.place().load().expect("can be read")
     }
 
-    /// As a mover leaves it that ended when all had arrived.
+    /// Leaves the state of a mover that was killed once everything had arrived.
     fn mover_has_died(&self, run: bool) {
         let vm = Description::of(&mut Qmp::connect(&self.source.qmp).expect("lives")).expect("answers");
         let id = MoveId::new().expect("random numbers");
@@ -150,7 +150,7 @@ impl Bed {
         (self.destination.is().run, self.destination.is().migration) = ("paused", "completed");
     }
 
-    /// The VM is at the source, as it was, and the destination will not have it.
+    /// Asserts that the VM is at the source, unchanged, and that the destination did not start it.
     fn is_here(&self) {
         assert_eq!(self.source.is().run, "running");
         assert_eq!(self.destination.has_heard("cont"), 0);
@@ -161,7 +161,7 @@ impl Bed {
         assert_eq!(self.record(), None);
     }
 
-    /// The VM is at the destination alone.
+    /// Asserts that the VM is at the destination alone.
     fn is_there(&self) {
         assert_eq!(self.destination.is().run, "running");
         assert_eq!((self.source.has_heard("cont"), self.source.has_heard("quit")), (0, 1));
@@ -169,13 +169,13 @@ impl Bed {
         assert_eq!(files(&self.options.records, "from"), 0);
     }
 
-    /// Ends the session in the middle of a command to the destination's QEMU.
+    /// Ends the session during a command to the destination's QEMU.
     fn cut_at(&self, command: &'static str, also: impl Fn() + Send + 'static) {
         let cut = Arc::clone(&self.cut);
         self.destination.hook(command, move || {
             also();
             cut.store(true, Ordering::Relaxed);
-            // Until the session has ended, so that the answer is lost.
+            // Waits until the session has ended, so that the answer is lost.
             thread::sleep(Duration::from_millis(500));
         });
     }
@@ -206,7 +206,7 @@ fn files(folder: &PathBuf, begin: &str) -> usize {
 }
 
 #[test]
-fn a_vm_moves() {
+fn running_vm_moves_to_destination() {
     let bed = Bed::new();
     let done = bed.run().expect("moves");
     assert!(!done.postcopy && !done.resumed);
@@ -216,7 +216,7 @@ fn a_vm_moves() {
 }
 
 #[test]
-fn a_vm_that_stood_still_moves_and_stands_still() {
+fn paused_vm_moves_and_stays_paused() {
     let bed = Bed::new();
     bed.source.is().run = "paused";
     bed.run().expect("moves");
@@ -224,8 +224,9 @@ fn a_vm_that_stood_still_moves_and_stands_still() {
     assert_eq!(bed.source.has_heard("quit"), 1);
 }
 
+/// The VM resumes at the source if the destination's QEMU refuses to run it.
 #[test]
-fn a_vm_that_the_destination_cannot_run_goes_on_here() {
+fn vm_refused_by_destination_stays_here() {
     let bed = Bed::new();
     bed.destination.is().refuses.insert("cont");
     match bed.run() {
@@ -240,15 +241,16 @@ fn a_vm_that_the_destination_cannot_run_goes_on_here() {
 }
 
 #[test]
-fn a_vm_that_fails_to_load_goes_on_here() {
+fn vm_that_fails_to_load_stays() {
     let bed = Bed::new();
     bed.destination.is().comes_to = ("inmigrate", "failed");
     assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
     bed.is_here();
 }
 
+/// A source QEMU that refuses a command of the move gets its settings back and runs on.
 #[test]
-fn a_qemu_that_refuses_to_migrate_goes_on_as_it_was() {
+fn refused_migration_restores_source() {
     for command in ["migrate", "migrate-set-parameters", "migrate-set-capabilities"] {
         let bed = Bed::new();
         bed.source.is().refuses.insert(command);
@@ -268,14 +270,14 @@ fn a_qemu_that_refuses_to_migrate_goes_on_as_it_was() {
             });
         assert_eq!(bed.source.is().run, "running");
         assert!(bed.source.is().capabilities["xbzrle"], "{command}");
-        // And it can be tried again, with the same QEMU there.
+        // The move can be repeated with the same QEMU at the destination.
         bed.run().expect("moves");
         bed.is_there();
     }
 }
 
 #[test]
-fn what_does_not_end_is_given_up() {
+fn move_is_aborted_after_timeout() {
     let bed = Bed::new();
     bed.destination.is().comes_to = ("inmigrate", "active");
     let limits = &bed.options.send.limits;
@@ -288,7 +290,7 @@ fn what_does_not_end_is_given_up() {
 }
 
 #[test]
-fn what_the_user_cancels_is_given_up() {
+fn move_is_aborted_when_cancelled() {
     let bed = Bed::new();
     bed.destination.is().comes_to = ("inmigrate", "active");
     thread::scope(|scope| {
@@ -302,7 +304,7 @@ fn what_the_user_cancels_is_given_up() {
 }
 
 #[test]
-fn a_connection_that_is_cut_before_the_end_leaves_the_vm_here() {
+fn vm_stays_when_connection_is_lost() {
     let bed = Bed::new();
     bed.destination.is().comes_to = ("inmigrate", "active");
     thread::scope(|scope| {
@@ -316,7 +318,7 @@ fn a_connection_that_is_cut_before_the_end_leaves_the_vm_here() {
 }
 
 #[test]
-fn an_answer_that_is_lost_is_asked_for_again() {
+fn lost_answer_is_asked_for_again() {
     let bed = Bed::new();
     bed.cut_at("cont", || {});
     bed.run().expect("moves");
@@ -324,8 +326,9 @@ fn an_answer_that_is_lost_is_asked_for_again() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
+/// A refusal of the destination is final, even if its first answer was lost.
 #[test]
-fn an_answer_that_was_no_and_is_lost_is_still_no() {
+fn lost_refusal_is_repeated() {
     let bed = Bed::new();
     bed.destination.is().refuses.insert("cont");
     bed.cut_at("cont", || {});
@@ -334,8 +337,9 @@ fn an_answer_that_was_no_and_is_lost_is_still_no() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
+/// If the destination's QEMU exits while it is told to run, only the user can decide where the VM is.
 #[test]
-fn a_qemu_that_ends_when_it_is_let_run_leaves_the_choice_to_the_user() {
+fn crash_at_start_needs_take_back() {
     let bed = Bed::new();
     bed.destination.is().dies_at = Some("cont");
     let text = match bed.run() {
@@ -347,13 +351,14 @@ fn a_qemu_that_ends_when_it_is_let_run_leaves_the_choice_to_the_user() {
     assert_eq!(bed.source.has_heard("cont"), 0);
     source::take_back(&bed.options.qmp, &bed.options.records, &NoServers).expect("it is here");
     assert_eq!(bed.source.is().run, "running");
-    // Once.
+    // Only once.
     let again = source::take_back(&bed.options.qmp, &bed.options.records, &NoServers);
     assert!(matches!(again, Err(MoveError::Preflight(_))));
 }
 
+/// A mover hands over a VM whose first mover was killed before the hand-over, paused or not.
 #[test]
-fn a_mover_goes_on_where_another_has_died() {
+fn mover_resumes_after_killed_mover() {
     for run in [true, false] {
         let bed = Bed::new();
         bed.mover_has_died(run);
@@ -364,8 +369,9 @@ fn a_mover_goes_on_where_another_has_died() {
     }
 }
 
+/// A migration without a record of this QEMU process is neither continued nor taken back.
 #[test]
-fn a_migration_of_somebody_else_is_left_alone() {
+fn foreign_migration_is_left_alone() {
     let bed = Bed::new();
     (bed.source.is().run, bed.source.is().migration) = ("postmigrate", "completed");
     assert!(matches!(bed.run(), Err(MoveError::Unclear(_))));
@@ -377,7 +383,7 @@ fn a_migration_of_somebody_else_is_left_alone() {
     let other = Bed::new();
     other.mover_has_died(true);
     let record = other.record().expect("is there");
-    // Another process has it.
+    // The record belongs to another process.
     std::fs::write(
         std::fs::read_dir(&other.options.records)
             .expect("lists")
@@ -400,7 +406,7 @@ fn post_copy() -> Bed {
     bed
 }
 
-/// What QEMUs do when their connection is cut in post-copy, and what they come to over another one.
+/// Returns a hook that makes both QEMUs lose their connection in post-copy, and complete over the next one.
 fn breaks(bed: &Bed) -> impl Fn() + Send + use<> {
     let (source, destination) = (Arc::clone(&bed.source), Arc::clone(&bed.destination));
     move || {
@@ -412,7 +418,7 @@ fn breaks(bed: &Bed) -> impl Fn() + Send + use<> {
 }
 
 #[test]
-fn post_copy_goes_on_over_another_connection() {
+fn postcopy_resumes_over_new_connection() {
     let bed = post_copy();
     let done = thread::scope(|scope| {
         scope.spawn(|| {
@@ -430,7 +436,7 @@ fn post_copy_goes_on_over_another_connection() {
 }
 
 #[test]
-fn post_copy_that_is_cut_at_its_beginning_goes_on_over_another_connection() {
+fn postcopy_resumes_when_cut_at_start() {
     let bed = post_copy();
     bed.cut_at("cont", breaks(&bed));
     assert!(bed.run().expect("moves").postcopy);
@@ -439,7 +445,7 @@ fn post_copy_that_is_cut_at_its_beginning_goes_on_over_another_connection() {
 }
 
 #[test]
-fn post_copy_whose_mover_has_died_is_let_run_and_goes_on() {
+fn postcopy_resumes_after_killed_mover() {
     let bed = post_copy();
     bed.mover_has_died(true);
     breaks(&bed)();
@@ -450,8 +456,9 @@ fn post_copy_whose_mover_has_died_is_let_run_and_goes_on() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
+/// In post-copy, a destination that cannot run the VM yet is asked again, and neither QEMU is ended.
 #[test]
-fn half_of_a_vm_that_cannot_run_yet_is_asked_for_again_and_not_ended() {
+fn postcopy_retries_refused_start() {
     let bed = post_copy();
     bed.destination.is().refuses.insert("cont");
     thread::scope(|scope| {
@@ -468,8 +475,9 @@ fn half_of_a_vm_that_cannot_run_yet_is_asked_for_again_and_not_ended() {
     assert_eq!(bed.destination.has_heard("cont"), 2);
 }
 
+/// The source's QEMU is stopped if it resumes by itself, and the destination decides whether it has everything.
 #[test]
-fn a_source_that_fails_after_it_has_handed_over_is_stopped_and_the_destination_asked() {
+fn source_failing_after_hand_over_is_stopped() {
     for whole in [true, false] {
         let bed = post_copy();
         thread::scope(|scope| {
@@ -493,10 +501,10 @@ fn a_source_that_fails_after_it_has_handed_over_is_stopped_and_the_destination_a
 }
 
 #[test]
-fn the_vm_is_stopped_before_post_copy_begins() {
+fn vm_stops_before_postcopy_begins() {
     let mut bed = Bed::new();
     bed.options.postcopy = true;
-    // It does not converge.
+    // The migration does not converge.
     bed.destination.is().comes_to = ("inmigrate", "active");
     bed.source.is().rounds = Some(0);
     let source = Arc::clone(&bed.source);
@@ -518,7 +526,7 @@ fn the_vm_is_stopped_before_post_copy_begins() {
     assert_eq!(bed.source.has_heard("stop"), 1);
 }
 
-/// As a mover leaves it that ended in the middle.
+/// Leaves the state of a mover that was killed during a move.
 fn left(bed: &Bed, stopped: bool, told: bool) -> Leaving {
     bed.mover_has_died(true);
     let leaving = Leaving {
@@ -531,12 +539,13 @@ fn left(bed: &Bed, stopped: bool, told: bool) -> Leaving {
     leaving
 }
 
+/// A VM that was stopped for post-copy that did not begin is resumed by the next mover.
 #[test]
-fn a_vm_that_was_stopped_for_post_copy_that_never_began_goes_on_and_moves() {
+fn vm_stopped_for_unbegun_postcopy_resumes() {
     let bed = Bed::new();
     left(&bed, true, false);
     (bed.source.is().run, bed.source.is().migration) = ("paused", "failed");
-    // Its destination has gone, too.
+    // The destination has failed too.
     bed.destination.is().migration = "failed";
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Preflight(_))), "{result:?}");
@@ -544,8 +553,9 @@ fn a_vm_that_was_stopped_for_post_copy_that_never_began_goes_on_and_moves() {
     assert_eq!(bed.record(), None);
 }
 
+/// A VM that was handed over and still runs at the source is stopped, and the destination is asked to run it.
 #[test]
-fn a_vm_that_was_handed_over_and_runs_on_here_is_stopped_and_asked_for() {
+fn handed_over_vm_running_here_is_stopped() {
     let bed = Bed::new();
     left(&bed, false, true);
     (bed.source.is().run, bed.source.is().migration) = ("running", "failed");
@@ -554,8 +564,9 @@ fn a_vm_that_was_handed_over_and_runs_on_here_is_stopped_and_asked_for() {
     bed.is_there();
 }
 
+/// A VM that its user has resumed at the source is not handed over again.
 #[test]
-fn a_vm_that_its_user_has_taken_back_by_hand_is_not_handed_over_again() {
+fn manually_resumed_vm_is_not_handed_over() {
     let bed = Bed::new();
     left(&bed, false, true);
     bed.source.is().run = "running";
@@ -568,8 +579,9 @@ fn a_vm_that_its_user_has_taken_back_by_hand_is_not_handed_over_again() {
     assert_eq!((bed.source.has_heard("cont"), bed.record()), (0, None));
 }
 
+/// The VM runs at the destination exactly if it was last running, not paused, at the source.
 #[test]
-fn what_the_user_does_to_a_vm_while_it_moves_counts() {
+fn run_state_changes_during_move_count() {
     for (before, after) in [("running", "paused"), ("paused", "running"), ("suspended", "suspended")] {
         let bed = Bed::new();
         bed.source.is().run = before;
@@ -578,7 +590,7 @@ fn what_the_user_does_to_a_vm_while_it_moves_counts() {
             scope.spawn(|| {
                 bed.destination.wait_until(|fake| fake.migration == "active");
                 bed.source.is().run = after;
-                // Until that was seen.
+                // Waits until the mover has seen the change.
                 let seen = bed.source.has_heard("query-status");
                 bed.source
                     .wait_until(|fake| fake.heard.iter().filter(|heard| *heard == "query-status").count() > seen + 1);
@@ -595,8 +607,9 @@ fn what_the_user_does_to_a_vm_while_it_moves_counts() {
     }
 }
 
+/// A migration that another client starts in the middle of the move is neither cancelled nor resumed.
 #[test]
-fn a_migration_that_something_else_has_begun_meanwhile_is_left_alone() {
+fn concurrent_foreign_migration_is_left_alone() {
     let bed = Bed::new();
     bed.source.is().refuses.insert("migrate");
     let source = Arc::clone(&bed.source);
@@ -608,7 +621,7 @@ fn a_migration_that_something_else_has_begun_meanwhile_is_left_alone() {
 }
 
 #[test]
-fn a_qemu_that_was_told_to_end_has_ended_or_has_not() {
+fn quit_reports_whether_qemu_exited() {
     let bed = Bed::new();
     let mut qmp = Qmp::connect(&bed.source.qmp).expect("connects");
     bed.source.is().refuses.insert("quit");
