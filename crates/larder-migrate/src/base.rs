@@ -266,7 +266,7 @@ struct Progress {
     stopped: bool,
 }
 
-/// Error of a wait during which the session ended.
+/// Error: the session ended during a wait.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Stopped;
 

@@ -105,7 +105,8 @@ pub struct Control<'a> {
 }
 
 impl<'a> Control<'a> {
-    /// Creates the end of a link whose greetings are done. If a new link would be tried, silence is given up early.
+    /// Creates the end of a control connection whose greetings are done. With `tries_again`, silence ends the
+    /// connection sooner, because a new link is tried then.
     ///
     /// # Errors
     /// The socket cannot be set up.
@@ -130,7 +131,7 @@ impl<'a> Control<'a> {
     /// invalid bytes once, as an error.
     ///
     /// # Errors
-    /// Any end other than a closed mailbox of which the other side has received all that it must.
+    /// The connection ended before the mailbox was closed and its messages were sent, or confirmed, as required.
     pub fn exchange(mut self, mut take: impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
         let result = self.run(&mut take);
         if self.mailbox.closing().is_some() {

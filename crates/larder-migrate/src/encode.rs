@@ -54,7 +54,7 @@ struct Next {
     index: Index,
 }
 
-/// Number of a frame, and what its order among all frames determines.
+/// Number of a frame, and the values that its order among all frames determines.
 #[derive(Default)]
 struct Ordered {
     number: u64,

@@ -195,7 +195,7 @@ impl Link {
     /// repeated.
     ///
     /// # Errors
-    /// Those of [`Self::connect`].
+    /// Same as [`Self::connect`].
     pub fn connect_again(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let socket =
             TcpStream::connect_timeout(&address, TRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {

@@ -15,7 +15,7 @@ struct Paid {
     at: Instant,
 }
 
-/// Amount taken. Its time comes once the rate has allowed all that was taken before.
+/// Amount taken. It is allowed once the rate has allowed everything taken before it.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 pub struct Taken {
@@ -24,7 +24,7 @@ pub struct Taken {
 }
 
 impl Pace {
-    /// Time's worth of the rate that may be used at once after a pause.
+    /// Maximum credit after a pause, as time at the current rate.
     const BURST: Duration = Duration::from_millis(10);
     /// Maximum pause before the limiter must be asked again, since the rate may have changed.
     pub const PAUSE_MAX: Duration = Duration::from_millis(200);

@@ -58,7 +58,7 @@ struct State {
 /// Methods that the selector picks now, and the reason.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
-    /// Nanoseconds of an encoder that a byte on the wire is worth.
+    /// Encoder time, in nanoseconds, that saving a byte on the wire is worth.
     pub ns_per_byte: f32,
     /// Choice for each class of pages that has occurred.
     pub classes: Vec<Chosen>,

@@ -290,11 +290,11 @@ impl Qmp {
         }
     }
 
-    /// Sends one of the few commands that QEMU can carry out out of band, before earlier ones; otherwise in band.
-    /// While QEMU waits for guest memory from the other host, it carries out no other commands.
+    /// Sends one of the few commands that QEMU can carry out out of band, ahead of earlier ones; in band if this QEMU
+    /// cannot. While QEMU waits for guest memory from the other host, it carries out no other commands.
     ///
     /// # Errors
-    /// Those of [`Self::execute`].
+    /// Same as [`Self::execute`].
     pub fn execute_out_of_band(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let how = if self.out_of_band { "exec-oob" } else { "execute" };
         self.say(how, command, &arguments, ANSWER_TIMEOUT)
@@ -420,7 +420,7 @@ impl Qmp {
     /// Returns QEMU's run state: `running`, `paused`, `inmigrate`, `postmigrate`, ...
     ///
     /// # Errors
-    /// Those of [`Self::execute`].
+    /// Same as [`Self::execute`].
     pub fn run_state(&mut self) -> Result<String, QmpError> {
         let status = self.execute("query-status", json!({}))?;
         Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
@@ -429,7 +429,7 @@ impl Qmp {
     /// Returns the answer of `query-migrate`.
     ///
     /// # Errors
-    /// Those of [`Self::execute`].
+    /// Same as [`Self::execute`].
     pub fn migration(&mut self) -> Result<Value, QmpError> {
         self.execute("query-migrate", json!({}))
     }
@@ -437,7 +437,7 @@ impl Qmp {
     /// Returns the migration capabilities that this QEMU knows, and whether they are enabled.
     ///
     /// # Errors
-    /// Those of [`Self::execute`].
+    /// Same as [`Self::execute`].
     pub fn capabilities(&mut self) -> Result<Vec<(String, bool)>, QmpError> {
         let list = self.execute("query-migrate-capabilities", json!({}))?;
         let entries = list.as_array().into_iter().flatten();
@@ -449,7 +449,7 @@ impl Qmp {
     /// Enables or disables migration capabilities by name.
     ///
     /// # Errors
-    /// Those of [`Self::execute`]; QEMU refuses a capability that it lacks, by name.
+    /// Same as [`Self::execute`]; QEMU refuses a capability that it lacks, by name.
     pub fn set_capabilities(&mut self, capabilities: &[(String, bool)]) -> Result<(), QmpError> {
         let list: Vec<Value> = capabilities
             .iter()

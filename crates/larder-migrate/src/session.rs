@@ -41,7 +41,8 @@ pub(crate) trait Side: Sync {
     /// Returns the messages to the other side.
     fn mailbox(&self) -> &Mailbox;
 
-    /// Returns the flag that both sides have sent END, or this one has and the other one confirmed it.
+    /// Returns the flag that is set once both sides have sent END, or this side has and the other one has confirmed
+    /// it.
     fn ended(&self) -> &AtomicBool;
 
     /// Stops all threads, whatever the state of the other side.
@@ -151,7 +152,7 @@ fn shut(socket: &TcpStream) {
     let _ = socket.shutdown(Shutdown::Both);
 }
 
-/// End of a session that fails. The first error counts. After it all connections are shut, so that QEMU sees a broken
+/// End of a failed session. The first error counts. After it all connections are shut, so that QEMU sees a broken
 /// connection and never an orderly end. The control connection is left open: the sides exchange reasons on it. The
 /// reason is queued before the others are shut, because the other side notices that.
 ///
@@ -176,7 +177,7 @@ struct Failed<E> {
     weight: Weight,
 }
 
-/// How much an error explains of the failure of a session.
+/// Weight of an error as an explanation of a session's failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weight {
     /// Consequence of an unknown cause, which the other side may know.
@@ -253,7 +254,7 @@ impl<E> Default for Ending<E> {
 /// Runs the task of a thread. A panic in it becomes an error, so that no other thread waits for its unfinished work.
 ///
 /// # Errors
-/// Those of the task, or `panicked`.
+/// Errors of the task, or `panicked`.
 fn part<E>(does: impl FnOnce() -> Result<(), E>, panicked: impl FnOnce() -> E) -> Result<(), E> {
     // Half-made changes are harmless: they belong to a session that ends.
     catch_unwind(AssertUnwindSafe(does)).unwrap_or_else(|_| Err(panicked()))
@@ -271,7 +272,7 @@ mod tests {
 
     #[test]
     /// A symptom is replaced by the cause that the other side reports; any other first error stays.
-    fn first_error_wins_over_all_but_reported_cause() {
+    fn reported_cause_replaces_symptom() {
         let ending = Ending::new();
         let mut told = Vec::new();
         ending.fail("the lane broke", Weight::Symptom, |error| told.push(*error));

@@ -6,8 +6,8 @@
 //! *link*. When a link is lost, the session continues over a new one.
 //!
 //! Invariants:
-//! - A length sent by a peer is not used before it is checked against a constant of this module or a limit of the
-//!   session, and it never determines an allocation.
+//! - A length sent by a peer is checked against a constant of this module or a limit of the session before it is used
+//!   for anything, allocation included.
 //! - Everything that is read has a magic or a known type and a valid checksum, or the session ends with an error.
 
 mod chain;

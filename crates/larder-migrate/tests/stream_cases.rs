@@ -112,7 +112,7 @@ fn page_after_passed_header_is_reported() {
 }
 
 #[test]
-fn zero_pages_in_order_are_one_step() {
+fn zero_page_run_is_one_step() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM);
     for page in 0..30 {

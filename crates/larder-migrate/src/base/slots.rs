@@ -87,7 +87,7 @@ struct Memory {
 
 // SAFETY: the mapping belongs to no thread; `Slots` guards all access by its locks.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the mapping belongs to no thread; `Slots` guards all access by its locks.
 unsafe impl Sync for Memory {}
 
 impl Memory {

@@ -18,7 +18,7 @@ use crate::wire::{Kind, LANES_MAX, Message};
 
 /// Unconfirmed bytes above which [`Mailbox::send_when_room`] waits.
 const WAITING_MAX: usize = 1 << 20;
-/// Maximum unconfirmed bytes, which bounds what a peer that never confirms makes this side hold.
+/// Maximum unconfirmed bytes. It bounds the memory that a peer can occupy by never confirming.
 const KEPT_MAX: usize = 8 << 20;
 /// Minimum bytes per send, if that many are queued.
 const SENT_AT_ONCE: usize = 64 << 10;

@@ -26,7 +26,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 const KEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before that is retried.
 const KEEP_AGAIN: Duration = Duration::from_millis(200);
-/// Run states of a QEMU that has loaded a VM and was not told to run it.
+/// Run states of a QEMU that has loaded a VM and has not received `cont`.
 const STILL: [&str; 2] = ["paused", "prelaunch"];
 
 /// State of a VM at its destination.
@@ -120,7 +120,7 @@ impl Destination {
         let place = Place::new(records, "to", &connection);
         let mut arriving: Option<Arriving> = place.load().map_err(|error| NotReady::Other(error.to_string()))?;
         let waits = is_waiting(&mut connection)?;
-        // The earlier mover ended before it told QEMU to wait.
+        // The earlier mover ended before it made QEMU wait.
         if waits && arriving.take_if(|it| it.phase == Phase::Coming).is_some() {
             place.remove();
         }
@@ -132,7 +132,7 @@ impl Destination {
             )));
         }
         let devices = disks::sockets_of(&mut connection)?;
-        // An earlier mover was told that the VM may run, and ended before it told QEMU.
+        // An earlier mover received `Go` and ended before it sent `cont` to QEMU.
         let let_run = arriving.as_ref().filter(|it| matches!(it.phase, Phase::LetRun { .. }));
         if let Some(arriving) = let_run.filter(|it| !it.disks.is_empty()) {
             servers.have(&arriving.disks, Deed::Keep).map_err(NotReady::Other)?;

@@ -18,7 +18,7 @@ pub enum Deed {
     /// Close the images for another host, and do not open them again without a request. The guest has stopped, and
     /// continues elsewhere with its QEMU's state of the queues. Refused where QEMU cannot have that state.
     Leave,
-    /// Close the images likewise, whatever the state of the queues: the guest does not run here after all.
+    /// Close the images for another host, whatever the state of the queues: the guest does not run here after all.
     GiveBack,
     /// Open the images.
     Take,
@@ -146,7 +146,7 @@ pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
 /// Returns the disks behind these character devices.
 ///
 /// # Errors
-/// Those of [`DiskServers::look`].
+/// Same as [`DiskServers::look`].
 pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Result<Vec<DiskDescription>, String> {
     let sockets = paths(devices);
     let served = servers.look(&sockets)?;
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_moves_only_to_matching_waiting_server() {
+    fn disk_moves_only_to_matching_server() {
         assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").go_along, ["vda"]);
         assert_eq!(agree(&[], &[]), Ok(Agreement::default()));
         for (there, why) in [

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::status_of;
 use crate::qmp::{Qmp, QmpError};
 
-/// Time limit for QEMU to load everything that it was sent, before it is told to run.
+/// Time limit for QEMU to load everything that it was sent, before `cont`.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for a query while QEMU may be busy.
 pub(super) const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -18,7 +18,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 pub(super) enum NotLoaded {
     /// The VM can never be started.
     Never(String),
-    /// QEMU has not loaded it in time.
+    /// QEMU has not loaded the VM in time.
     Late(String),
 }
 
@@ -61,14 +61,13 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
     }
 }
 
-/// Returns true if QEMU was started to receive a VM and has not been told to listen yet.
+/// Returns true if QEMU was started to receive a VM and does not listen for one yet.
 pub(super) fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let migration = qmp.migration()?;
     Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
 }
 
-/// Returns true if QEMU was told where a VM comes from. Until a sender connects there, QEMU 7.2 reports the address,
-/// but no status.
+/// Returns true if QEMU listens for a VM. Until a sender connects, QEMU 7.2 reports the address, but no status.
 pub(super) fn listens(migration: &Value) -> bool {
     migration["socket-address"]
         .as_array()

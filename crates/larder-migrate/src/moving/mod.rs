@@ -1,4 +1,4 @@
-//! Mover of a VM: controls QEMU through its monitor on both hosts, and the protocol between the two movers.
+//! Mover of a VM: the control of QEMU through its monitor on both hosts, and the protocol between the two movers.
 //!
 //! ```text
 //! source: larder migrate VM --to HOST                    destination: larder migrate receive --qmp
@@ -15,7 +15,7 @@
 //! - Until `Go` is sent, it is the source. Whatever fails before, its QEMU runs on, or is resumed.
 //! - The destination's QEMU runs only after `Go`, and only for the move that it was prepared for.
 //! - Once `Go` is sent, the source's QEMU stays stopped unless the destination answers `NotRunning`. The destination
-//!   answers this only for a QEMU that it never told to run and, having recorded so, never will. If the link breaks
+//!   answers this only for a QEMU that has never run the VM and, having recorded so, never will. If the link breaks
 //!   before an answer, the source repeats `Go` over new sessions until it is answered; repeating it is harmless.
 //!   Neither side guesses: where the destination does not know whether its QEMU ran before it exited, it reports
 //!   that, and the user decides ([`source::take_back`]).

@@ -47,7 +47,7 @@ pub struct Leaving {
     pub disks: Vec<PathBuf>,
     /// True if the disks may have been closed for the destination.
     pub disks_left: bool,
-    /// True if the destination may have been told to run the VM.
+    /// True if `Go` may have been sent to the destination.
     pub told: bool,
     /// Migration settings of QEMU before the move.
     pub before: Before,
@@ -69,14 +69,14 @@ pub struct Arriving {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "is")]
 pub enum Phase {
-    /// QEMU was never told to run the VM.
+    /// QEMU has not run the VM.
     Coming,
     /// The source has allowed the VM to run.
     LetRun {
-        /// True if its processors run; QEMU was then told so, or is about to be.
+        /// True if its processors run; `cont` was then sent to QEMU, or is about to be.
         run: bool,
     },
-    /// QEMU was never told to run the VM, and never will be.
+    /// QEMU has never run the VM, and never will.
     Never {
         /// Reason why.
         reason: String,
@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sweep_removes_only_records_of_exited_qemus() {
+    fn sweep_removes_records_of_exited_qemus() {
         let folder = tempfile::tempdir().expect("a folder");
         let us = Process::with(std::process::id() as i32).expect("it lives");
         let before = Process {

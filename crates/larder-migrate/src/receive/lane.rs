@@ -27,7 +27,7 @@ struct Waiting {
     is_over: bool,
 }
 
-/// Result of waiting at a berth.
+/// Result of waiting for a connection.
 pub(super) enum Landed {
     /// Connection of the link with this number, whose other side has received this count.
     Link(u32, Link, u64),

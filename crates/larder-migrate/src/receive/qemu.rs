@@ -12,7 +12,7 @@ const ROOM_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval at which the connection is retried.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Connects to the socket where QEMU waits. `pause` waits for a time and returns whether to go on; if it returns
+/// Connects to the socket where QEMU waits. `pause` waits for a time and returns whether to continue; if it returns
 /// false, there is no connection. With `of`, the peer must run as that user: the path is in a directory of that user,
 /// and may lead to any socket.
 pub(super) fn connect(

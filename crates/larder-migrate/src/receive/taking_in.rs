@@ -68,9 +68,9 @@ impl Port {
 enum Placed {
     /// First control connection of the session.
     Opens(Link, Duration),
-    /// First connection of a lane, which waits at the lane's berth.
+    /// First connection of a lane, which waits in the lane's slot.
     Begins(Arc<Lane>, Arc<Bases>, Duration),
-    /// Connection that waits at a berth that has a reader.
+    /// Connection that waits in a slot whose reader runs already.
     Waits,
     /// Connection for the next session.
     Next(Greeting),

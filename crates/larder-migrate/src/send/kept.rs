@@ -1,7 +1,7 @@
 //! Frames that a lane has sent and the receiver has not confirmed.
 //!
 //! A frame that compressed well is copied: its bytes are few, and its buffers are large. A frame that did not is kept
-//! itself, with its bytes in place. Both are bounded, see [`Kept::is_full`].
+//! uncopied, with its bytes in place. Both are bounded, see [`Kept::is_full`].
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -13,7 +13,7 @@ use crate::link::Link;
 const COPIED_MAX: usize = 48 << 10;
 /// Maximum bytes of all copies.
 const COPIES_MAX: usize = 4 << 20;
-/// Maximum frames that are kept themselves: each some 270 KiB on the link, and three times that in memory.
+/// Maximum frames that are kept uncopied: each some 270 KiB on the link, and three times that in memory.
 const FRAMES_MAX: usize = 24;
 /// Maximum frames kept in total, so that the confirmation of small frames is not delayed too long.
 const COUNT_MAX: usize = 1024;
@@ -28,7 +28,7 @@ pub(super) struct Kept {
     /// Number of the first entry, among all frames of the lane.
     first: u64,
     copies: VecDeque<u8>,
-    /// Number of frames that are kept themselves.
+    /// Number of frames that are kept uncopied.
     frames: usize,
 }
 
@@ -60,8 +60,7 @@ impl Kept {
         None
     }
 
-    /// Drops the frames that the receiver has confirmed, `count` in all; frames that were kept themselves are moved
-    /// to `free`.
+    /// Drops the frames that the receiver has confirmed, `count` in all; uncopied frames are moved to `free`.
     pub(super) fn release(&mut self, count: u64, free: &mut Spare) {
         while self.first < count {
             match self.entries.pop_front() {

@@ -65,7 +65,8 @@ impl Session<'_> {
                     break;
                 }
             }
-            // The receiver has not confirmed the frames that are kept; allocate one more. They are free again later.
+            // All frames are kept until the receiver confirms them, so another one is needed. They are free again
+            // later.
             if free.is_empty() && under_way.is_empty() {
                 free.push(Box::new(Frame::new()));
             }

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn late_older_link_does_not_replace_newer() {
+    fn late_link_does_not_replace_newer() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
         let address = listener.local_addr().expect("is bound");
         let link = || {

@@ -34,7 +34,7 @@ pub(super) enum Next {
     Channel(u16),
     /// No channel is readable.
     Nothing,
-    /// End.
+    /// End the lane.
     Ended,
 }
 

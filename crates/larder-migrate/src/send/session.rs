@@ -400,7 +400,7 @@ impl<'a> Session<'a> {
         reading.closed = true;
         reading.refused |= refused;
         if refused && !reading.ended {
-            // No lane would read on where the limit of bytes in flight is reached.
+            // A channel that is paused at its limit would never be read again, so its end is reported here.
             reading.ended = true;
             self.mailbox
                 .send(&Message::new(Kind::Close, channel.number, reading.offset));

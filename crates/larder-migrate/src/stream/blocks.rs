@@ -2,7 +2,7 @@
 //!
 //! The parsers of all channels share them. A multifd packet names its block, a record of the main channel names it
 //! where it changes, and the size is sent once, at the beginning of the main channel. A parser accesses the table
-//! only where a name differs from the last one, so the lock costs nothing.
+//! only where a name differs from the last one, so the cost of the lock is negligible.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -351,7 +351,7 @@ impl List {
 /// Maximum bytes of a page compressed by zlib: its `compressBound`, which QEMU 7.2 checks too.
 const COMPRESSED_BYTES_MAX: usize = PAGE + (PAGE >> 12) + (PAGE >> 14) + (PAGE >> 25) + 13;
 
-/// Returns true if a record is one of the usual ones, or too short to tell.
+/// Returns true if a record is one of the usual ones, or too short to decide.
 fn is_usual(data: &[u8]) -> bool {
     word(data).is_none_or(|word| matches!(word & flag::MASK, flag::NEXT_PAGE | flag::NEXT_ZERO))
 }

@@ -25,7 +25,7 @@ const RAM_START: u128 = u128::from_be_bytes([
     super::wire::RAM_VERSION as u8,
 ]);
 
-/// Result of a search; the last byte taken is its last byte.
+/// Structure found by a search. It ends with the last byte taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Found {
     /// Beginning of RAM's first section, with its number; its records follow.

@@ -107,7 +107,7 @@ pub enum WrongPeer {
     /// The certificate is missing or cannot be parsed.
     #[error("the other side's certificate cannot be read: {0}")]
     Unreadable(String),
-    /// The certificate is none of the given peers'.
+    /// The certificate matches none of the given peers.
     #[error(
         "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of those that \
          were given, nor is it for a name that was given (--peer)"
@@ -446,7 +446,7 @@ mod tests {
     /// A host is recorded once, recognised by every process, and refused with another key until the user gives that
     /// key.
     #[test]
-    fn host_is_known_by_its_first_key() {
+    fn host_is_pinned_to_first_key() {
         let folder = tempfile::tempdir().expect("a folder");
         let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
         records.check("a", key(1)).expect("it is new");

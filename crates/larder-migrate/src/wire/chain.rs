@@ -59,7 +59,7 @@ mod tests {
         let (first, third) = (chain.proof(0), chain.proof(3));
         assert!(continues((0, &first), (3, &third)));
         assert!(continues((3, &third), (LINKS_MAX, &chain.proof(LINKS_MAX))));
-        // Replayed, given for a wrong link, or from another chain.
+        // Proofs that are replayed, given for a wrong link, or from another chain.
         assert!(!continues((0, &first), (3, &chain.proof(2))));
         assert!(!continues((3, &third), (3, &third)));
         assert!(!continues((3, &third), (0, &first)));

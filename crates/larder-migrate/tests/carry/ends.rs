@@ -246,7 +246,7 @@ fn lifted_limits_take_effect_at_once() {
 }
 
 #[test]
-fn unaccepting_qemu_does_not_block_notes() {
+fn unaccepting_qemu_blocks_no_notes() {
     let pair = Pair::new(2, 0);
     rustix::net::listen(&pair.incoming, 0).expect("a shorter queue");
     // Fills the backlog; the kernel accepts one more connection than its configured length.
@@ -294,7 +294,7 @@ fn receiver_stops_while_qemu_accepts_nothing() {
 }
 
 #[test]
-fn unread_return_path_does_not_block_notes() {
+fn unread_return_path_blocks_no_notes() {
     const LEN: usize = 4 << 20;
     let pair = Pair::new(2, 0);
     let notes = OnceLock::new();

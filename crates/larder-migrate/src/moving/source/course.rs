@@ -11,7 +11,7 @@ use crate::moving::watch::Watch;
 /// Time limit for QEMU to detect in post-copy that its sockets are shut; QEMU 7.2 does not detect it once all is
 /// sent.
 const CUT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of times that QEMU is told that the connection is lost.
+/// Maximum attempts to make QEMU detect the loss.
 const CUT_TRIES: u32 = 6;
 
 /// State of a move that QEMU has begun.
@@ -60,7 +60,7 @@ impl Course {
         }
     }
 
-    /// Returns true if the destination may run the VM, because it was told to.
+    /// Returns true if `Go` may have been sent, so that the destination may run the VM.
     pub(super) const fn told(&self) -> bool {
         self.leaving.told
     }

@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use crate::moving::watch::Ram;
 
-/// Limit of QEMU while the guest is to run, in milliseconds. With 0, QEMU would take the rest for nothing without
-/// checking what was dirtied meanwhile.
+/// Limit of QEMU while the guest is to run, in milliseconds. With 0, QEMU would consider nothing to be left without
+/// checking which pages were dirtied meanwhile.
 pub(super) const LIMIT_MS: u64 = 1;
 /// Limit of QEMU when the guest is to stop, in milliseconds: QEMU's maximum.
 pub(super) const LIMIT_TO_END_MS: u64 = 2_000_000;
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_time_and_bytes_give_no_estimate() {
+    fn zero_time_gives_no_estimate() {
         let mut ending = Ending::default();
         for round in [0, 1, 2, 2, 3, 4] {
             let look = Look {

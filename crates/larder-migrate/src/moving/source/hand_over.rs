@@ -174,7 +174,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Opens the disks here for the next VM, since this one is gone from both hosts.
+    /// Opens the disks here for the next VM, since this one runs on neither host.
     fn take_disks_alone(&self, course: &Course) {
         if course.leaving.disks_left
             && let Err(error) = self.options.servers.have(&course.leaving.disks, Deed::Keep)
@@ -183,8 +183,8 @@ impl Mover<'_> {
         }
     }
 
-    /// Handles a failure in QEMU after the destination was told to run the VM. This can happen at the end of
-    /// post-copy, and QEMU then resumes its own processors, so they are stopped again.
+    /// Handles a failure in QEMU after `Go` was sent. This can happen at the end of post-copy, and QEMU then resumes
+    /// its own processors, so they are stopped again.
     pub(super) fn after_failure(
         &mut self,
         carrier: Option<Carrier>,

@@ -194,7 +194,7 @@ fn refused_start_is_final() {
     assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (1, 1));
 }
 
-/// If QEMU exits while it is told to run, the answer is `Unknown`.
+/// If QEMU exits during `cont`, the answer is `Unknown`.
 #[test]
 fn crash_at_start_answers_unknown() {
     let bed = Bed::loaded();
@@ -205,7 +205,7 @@ fn crash_at_start_answers_unknown() {
     assert_eq!(bed.destination.look(), Some(State::Ended));
 }
 
-/// If QEMU exits or fails to load before it is told to run, the answer is `NotRunning`.
+/// If QEMU exits or fails to load before `cont`, the answer is `NotRunning`.
 #[test]
 fn exit_before_start_answers_not_running() {
     let bed = Bed::loaded();
@@ -299,7 +299,7 @@ fn waiting_qemu_accepts_another_move() {
 
 /// A later mover cannot reuse a QEMU that already waits for an earlier mover.
 #[test]
-fn qemu_waiting_for_earlier_mover_is_refused() {
+fn qemu_of_earlier_mover_is_refused() {
     let mut bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
     bed.qemu.is().migration = "listens";
@@ -368,7 +368,7 @@ fn invalid_notes_change_nothing() {
     assert_eq!(bed.go(), ToSource::Running { whole: true });
 }
 
-/// A later mover starts a VM that may run and that QEMU was not told to run.
+/// A later mover starts a VM that may run and whose QEMU has not received `cont`.
 #[test]
 fn restarted_mover_starts_allowed_vm() {
     let mut bed = Bed::loaded();

@@ -337,7 +337,7 @@ fn lost_refusal_is_repeated() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
-/// If the destination's QEMU exits while it is told to run, only the user can decide where the VM is.
+/// If the destination's QEMU exits during `cont`, only the user can decide where the VM is.
 #[test]
 fn crash_at_start_needs_take_back() {
     let bed = Bed::new();
@@ -477,7 +477,7 @@ fn postcopy_retries_refused_start() {
 
 /// The source's QEMU is stopped if it resumes by itself, and the destination decides whether it has everything.
 #[test]
-fn source_failing_after_hand_over_is_stopped() {
+fn source_failing_after_go_is_stopped() {
     for whole in [true, false] {
         let bed = post_copy();
         thread::scope(|scope| {
@@ -555,7 +555,7 @@ fn vm_stopped_for_unbegun_postcopy_resumes() {
 
 /// A VM that was handed over and still runs at the source is stopped, and the destination is asked to run it.
 #[test]
-fn handed_over_vm_running_here_is_stopped() {
+fn vm_running_despite_go_is_stopped() {
     let bed = Bed::new();
     left(&bed, false, true);
     (bed.source.is().run, bed.source.is().migration) = ("running", "failed");
@@ -566,7 +566,7 @@ fn handed_over_vm_running_here_is_stopped() {
 
 /// A VM that its user has resumed at the source is not handed over again.
 #[test]
-fn manually_resumed_vm_is_not_handed_over() {
+fn resumed_vm_is_not_handed_over() {
     let bed = Bed::new();
     left(&bed, false, true);
     bed.source.is().run = "running";
@@ -579,7 +579,7 @@ fn manually_resumed_vm_is_not_handed_over() {
     assert_eq!((bed.source.has_heard("cont"), bed.record()), (0, None));
 }
 
-/// The VM runs at the destination exactly if it was last running, not paused, at the source.
+/// The VM is started at the destination unless it was last paused at the source.
 #[test]
 fn run_state_changes_during_move_count() {
     for (before, after) in [("running", "paused"), ("paused", "running"), ("suspended", "suspended")] {
