@@ -131,7 +131,7 @@ fn new_link_exchanges_received_counts() {
         raw.wait_for(1, 1);
         say(&raw.control, &Message::new(Kind::Close, 1, 0)).expect("it takes it");
         (&raw.control).write_all(b"LM").expect("it takes it");
-        // Waits for the next keep-alive to confirm it.
+        // Waits for the keep-alive that confirms the message.
         while !matches!(crate::peers::hear_any(&raw.control), Some(message) if message.kind == Kind::Alive && message.value == 1)
         {
         }

@@ -150,7 +150,7 @@ fn channel_closed_while_full_ends() {
             drop(socket);
         },
     );
-    // In an opaque channel it is unknown whether its QEMU has all that it needs.
+    // The channel is opaque, so its early end does not count as a failure.
     ended.sender.expect("it carries");
     ended.receiver.expect("it receives");
 }
