@@ -1,9 +1,9 @@
 //! Old versions of pages that deltas are encoded against. Sender and receiver hold identical copies.
 //!
 //! ```text
-//! sender   Index: page -> slot, which to replace         receiver
+//! sender   Index: slots of pages, victims                 receiver
 //!          Slots: slot -> 4 KiB   <-- the same bytes -->  Slots: slot -> 4 KiB
-//!          Frontier: in which order                       Frontier: in which order
+//!          Frontier: order of the frames                  Frontier: order of the frames
 //! ```
 //!
 //! The sender alone decides which slot a page has; the receiver follows the frames. A frame that uses or changes a

@@ -1,9 +1,9 @@
 //! Encoder of frames: makes a frame of a piece of a channel.
 //!
 //! ```text
-//! Batch: pages and literals -> Order: a number, a slot for each page that may have one     (short, under a lock)
-//!                           -> each page: one word? a delta on its slot? or among the pages
-//!                           -> the pages, by the method that the selector says, here or by a device meanwhile
+//! Batch: pages and literals -> Order: a frame number, and slots for the pages that may have one (short, under a lock)
+//!                           -> each page: uniform, a delta against its slot, or sent whole
+//!                           -> whole pages: encoded by the selector's method, here or concurrently by a device
 //!                           -> header, operations, literals, pages, deltas
 //! ```
 

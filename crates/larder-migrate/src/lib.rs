@@ -1,7 +1,7 @@
 //! Moves a running VM to another host.
 //!
 //! ```text
-//! QEMU --unix--> send: look through, encode --TCP, TLS--> receive: decode, order --unix--> QEMU
+//! QEMU --unix--> send: parse, encode --TCP, TLS--> receive: decode, order --unix--> QEMU
 //! ```
 //!
 //! The bytes of QEMU's migration stream are carried unchanged ([`send`], [`receive`]). The parser in [`stream`] finds

@@ -18,7 +18,8 @@ use crate::wire::{Kind, LANES_MAX, Message};
 
 /// Unconfirmed bytes above which [`Mailbox::send_when_room`] waits.
 const WAITING_MAX: usize = 1 << 20;
-/// Maximum unconfirmed bytes. It bounds the memory that a peer can occupy by never confirming.
+/// Unconfirmed bytes above which no message is accepted. It bounds the memory that a peer can occupy by never
+/// confirming.
 const KEPT_MAX: usize = 8 << 20;
 /// Minimum bytes per send, if that many are queued.
 const SENT_AT_ONCE: usize = 64 << 10;
@@ -401,7 +402,7 @@ mod tests {
         assert_eq!(mailbox.turn(4), 2);
     }
 
-    /// A peer that confirms nothing fails the session before the mailbox exceeds its limit.
+    /// A peer that confirms nothing fails the session before the mailbox exceeds its limit by more than a message.
     #[test]
     fn unconfirmed_messages_are_bounded() {
         let mailbox = Mailbox::new().expect("an eventfd");

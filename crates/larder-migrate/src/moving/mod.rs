@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! source: larder migrate VM --to HOST                    destination: larder migrate receive --qmp
-//!   describe QEMU                    -- Prepare -->        compare, set QEMU, let it wait
+//!   describe QEMU                    -- Prepare -->        compare, configure QEMU, make it wait
 //!                                    <-- Prepared --       (it does not run by itself: `stop` while it waits)
 //!   migrate; QEMU -> sender ============================> receiver -> QEMU
 //!   QEMU reports completed: the guest is stopped, and all has arrived

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! a channel's bytes, as they arrive -> Parser::next -> Literal   headers, device state: carried unchanged
-//!                                                     Pages     contents of pages
-//!                                                     Record    a header implied by the page's number, and its page
-//!                                                     Zeros     records that only state that pages are zero
-//!                                                     NeedMore  the next page is incomplete
-//!                                      Parser::pass      the bytes cannot wait: they are carried unchanged
+//!                                                      Pages     contents of pages
+//!                                                      Record    a header implied by the page's number, and its page
+//!                                                      Zeros     records that only state that pages are zero
+//!                                                      NeedMore  the next page is incomplete
+//!                                      Parser::pass    the bytes cannot wait: they are carried unchanged
 //! ```
 //!
 //! Each channel has a parser. The parsers of a migration share [`Blocks`], which numbers the RAM blocks. The formats,

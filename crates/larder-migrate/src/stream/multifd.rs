@@ -1,14 +1,14 @@
 //! Parser of multifd channels: packets, each with a header and its pages.
 //!
 //! ```text
-//! once, 64 bytes
+//! at the beginning, 64 bytes
 //!   0  be32 0x11223344    4  be32 1    8  uuid    24  u8 number of the channel    25  reserved
-//! a packet's header, 1344 bytes
+//! header of a packet, 1344 bytes
 //!   0  be32 0x11223344    4  be32 1    8  be32 flags: 1 sync, 0x3e compression, 0x40 device state
 //!  12  be32 128, or 0     16  be32 pages sent    20  be32 bytes that follow    24  be64 number
 //!  32  be32 zero pages (from 9.0 on; before, as the rest of these 32 bytes, reserved)
 //!  64  name of the block, up to a zero           320  be64[128] offsets: of the pages sent, then of zero pages
-//! of a packet of device state, 276 bytes (from 10.0 on)
+//! header of a packet with device state, 276 bytes (from 10.0 on)
 //!  12  name[256]    268  be32 instance    272  be32 bytes that follow
 //! ```
 //!

@@ -10,9 +10,9 @@ const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"LFRM");
 /// Header before each frame: 64 bytes.
 ///
 /// ```text
-///  0  magic "LFRM"                                32  raw u32, bytes of the channel it stands for
+///  0  magic "LFRM"                                32  raw u32, bytes of the channel in the frame
 ///  4  channel u16                                 36  bytes of the operations u32
-///  6  method of the pages u8, 0 as they are       40  bytes of the literals u32
+///  6  method of the pages u8, 0: not encoded      40  bytes of the literals u32
 ///  7  0                                           44  bytes of the encoded pages u32
 ///  8  number u64, counts all frames               48  bytes of the deltas u32
 /// 16  after u64: decode frames below it first     52  CRC32C of the raw bytes

@@ -24,7 +24,7 @@ pub enum Role {
 ///
 /// ```text
 ///  0  magic "LARDMIG\1"          32  delta memory u64, bytes that the sender would use
-///  8  version u16                40  lanes u16, that the sender would open
+///  8  version u16                40  lanes u16 that the sender would open
 /// 10  role u8: 0 control 1 lane  42  lane u16, its number
 /// 11  0                          44  patience u32, milliseconds
 /// 12  link u32                   48  received u64, receiver's messages received in full
