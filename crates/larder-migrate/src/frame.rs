@@ -409,6 +409,7 @@ mod tests {
     }
 
     proptest! {
+        /// Written operations are read back as the same pieces, and only with the exact sizes of their frame.
         #[test]
         fn written_operations_are_read_back(mut pieces in prop::collection::vec(any_piece(), 1..FRAME_PAGES_MAX)) {
             pieces.insert(0, Piece::Literal { len: 8 });
@@ -431,6 +432,7 @@ mod tests {
             prop_assert!(read(&bytes, other).is_err());
         }
 
+        /// Operations made of random bytes never yield more than the frame's sizes allow.
         #[test]
         fn operations_never_exceed_their_frame(bytes in prop::collection::vec(any::<u8>(), 0..200), raw in 0..100_000_usize, literals in 0..5000_usize, slots in 0..100_u32) {
             let Ok(pieces) = read(&bytes, Room { raw, literals, slots }) else { return Ok(()) };

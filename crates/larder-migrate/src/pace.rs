@@ -128,6 +128,7 @@ mod tests {
         );
     }
 
+    /// A pause earns no credit beyond the burst.
     #[test]
     fn idle_time_is_not_made_up() {
         let pace = Pace::new();
@@ -148,6 +149,7 @@ mod tests {
         assert_eq!(pace.after(first, None, now), Duration::ZERO);
     }
 
+    /// A use that waits under a low rate continues at the new rate, or at once without one.
     #[test]
     fn waiting_use_adopts_new_rate() {
         let pace = Pace::new();
@@ -163,6 +165,7 @@ mod tests {
         assert_eq!(pace.before(waits, None, now), Duration::ZERO);
     }
 
+    /// Use that is reported afterwards is paid by a pause of its full time.
     #[test]
     fn used_amount_is_waited_for_fully() {
         let pace = Pace::new();

@@ -300,6 +300,7 @@ mod tests {
         assert_eq!(late_here.read(&mut [0]).expect("reads"), 0);
     }
 
+    /// Sockets of a lost link are shut, also those added late; those of the current link stay open.
     #[test]
     fn sockets_of_lost_link_are_shut() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");

@@ -127,6 +127,7 @@ fn read_all(listener: &UnixListener) -> Vec<u8> {
     bytes
 }
 
+/// Every byte of a main channel arrives, and the link carries less than a quarter of them.
 #[test]
 fn main_channel_arrives_and_compresses() {
     // The first two versions of a page cannot be deltas.
@@ -257,6 +258,7 @@ fn opaque_channels_arrive_concurrently() {
     assert!(received == contents);
 }
 
+/// Bytes of the return path are not held back, and arrive even after the source has closed its direction.
 #[test]
 fn return_path_is_immediate() {
     let pair = Pair::new(2, 1 << 20);

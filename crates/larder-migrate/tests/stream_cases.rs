@@ -20,6 +20,7 @@ fn set_up(blocks: &[Block]) -> Channel {
     channel
 }
 
+/// The beginning of a main channel yields the blocks with their sizes, page sizes, and the machine type.
 #[test]
 fn main_channel_start_yields_block_sizes() {
     let mut list = blocks();
@@ -84,6 +85,7 @@ fn passed_headers_count_as_parsed() {
     assert_eq!((reading.facts.pages_untold, reading.literal), (2, channel.bytes.len()));
 }
 
+/// A page whose header was passed is still reported.
 #[test]
 fn page_after_passed_header_is_reported() {
     /// Delivers all bytes up to the content of the first page, then the rest.
@@ -277,6 +279,7 @@ fn parser_resumes_after_unknown_record() {
     }
 }
 
+/// A zero-page record with another fill byte is literal.
 #[test]
 fn nonzero_fill_record_is_literal() {
     let mut channel = set_up(&blocks());

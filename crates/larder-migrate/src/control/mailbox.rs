@@ -392,6 +392,7 @@ mod tests {
         assert!(handed(&mailbox).is_empty());
     }
 
+    /// A message that still arrives over a previous link is not counted.
     #[test]
     fn old_link_messages_are_not_counted() {
         let mailbox = Mailbox::new().expect("an eventfd");

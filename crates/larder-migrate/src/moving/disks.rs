@@ -319,6 +319,8 @@ mod tests {
         disk
     }
 
+    /// A disk moves only to a server that waits for it and has the same properties; the reasons against it are
+    /// reported.
     #[test]
     fn disk_moves_only_to_matching_server() {
         assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").go_along, ["vda"]);

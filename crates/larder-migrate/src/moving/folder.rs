@@ -125,6 +125,7 @@ mod tests {
 
     use super::*;
 
+    /// A directory left by a killed process is removed; one that is locked, new, or not Larder's stays.
     #[test]
     fn sweep_removes_only_leftover_directories() {
         let above = tempfile::tempdir().expect("a folder");

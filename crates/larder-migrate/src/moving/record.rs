@@ -166,6 +166,7 @@ fn sweep(folder: &Path) {
 mod tests {
     use super::*;
 
+    /// Records of exited QEMUs are removed, and no other files.
     #[test]
     fn sweep_removes_records_of_exited_qemus() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -234,6 +234,7 @@ mod tests {
         assert_eq!(step(1_000, true), Flight::BYTES_MIN);
     }
 
+    /// The last message of a return path is recognised however its bytes are split.
     #[test]
     fn tail_is_independent_of_read_sizes() {
         let said = [&[9; 30][..], &Tail::LOADED].concat();

@@ -162,6 +162,7 @@ mod tests {
 
     use super::*;
 
+    /// An older link that is set up late does not replace a newer one, even if that is lost by then.
     #[test]
     fn late_link_does_not_replace_newer() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");

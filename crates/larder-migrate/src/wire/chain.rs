@@ -53,6 +53,7 @@ fn hashed(proof: Proof, times: u32) -> Proof {
 mod tests {
     use super::*;
 
+    /// Only proofs of the same chain, for later links, continue a session.
     #[test]
     fn only_session_opener_can_continue() {
         let chain = Chain::new().expect("random numbers");

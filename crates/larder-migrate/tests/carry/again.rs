@@ -120,6 +120,7 @@ fn receives(happens: impl FnOnce(&mut Raw<'_>)) -> Result<(), ReceiveError> {
     })
 }
 
+/// Counts of messages and frames received in full are confirmed, and exchanged again over each new link.
 #[test]
 fn new_link_exchanges_received_counts() {
     let ended = receives(|raw| {
@@ -147,6 +148,7 @@ fn new_link_exchanges_received_counts() {
     );
 }
 
+/// The receiver repeats its END over a new link until the sender has confirmed it.
 #[test]
 fn end_is_resent_until_confirmed() {
     let ended = receives(|raw| {
@@ -161,6 +163,7 @@ fn end_is_resent_until_confirmed() {
     ended.expect("in order");
 }
 
+/// A frame that the receiver already has, sent again, ends the session.
 #[test]
 fn repeated_frame_ends_session() {
     let ended = receives(|raw| {
@@ -177,6 +180,7 @@ fn repeated_frame_ends_session() {
     assert_eq!(ended.expect_err("again").to_string(), "frame 3 is out of order");
 }
 
+/// A sender that confirms messages that it was not sent ends the session.
 #[test]
 fn excess_received_count_ends_session() {
     let ended = receives(|raw| {
@@ -187,6 +191,7 @@ fn excess_received_count_ends_session() {
     assert_eq!(ended.expect_err("too many").to_string(), text);
 }
 
+/// A peer that has overheard all proofs so far cannot reconnect, join, or disturb the session.
 #[test]
 fn eavesdropper_cannot_take_over_session() {
     let ended = receives(|raw| {

@@ -133,6 +133,7 @@ fn panicking_thread_ends_both_sides() {
     assert_eq!(sender, format!("the receiver: {receiver}"));
 }
 
+/// A channel ends when the destination's QEMU closes it while the source's waits for room.
 #[test]
 fn channel_closed_while_full_ends() {
     let mut pair = Pair::new(2, 0);
@@ -229,6 +230,7 @@ fn lanes_obey_cpu_limit() {
     );
 }
 
+/// Limits that are lifted during a session no longer delay it.
 #[test]
 fn lifted_limits_take_effect_at_once() {
     let limit: [fn(&mut Limits); 2] = [
@@ -245,6 +247,7 @@ fn lifted_limits_take_effect_at_once() {
     }
 }
 
+/// A QEMU that does not accept connections delays no notes.
 #[test]
 fn unaccepting_qemu_blocks_no_notes() {
     let pair = Pair::new(2, 0);
@@ -293,6 +296,7 @@ fn receiver_stops_while_qemu_accepts_nothing() {
     assert_eq!(ended.errors(), ["the receiver: stopped", "stopped"]);
 }
 
+/// A source QEMU that does not read its return path delays no notes.
 #[test]
 fn unread_return_path_blocks_no_notes() {
     const LEN: usize = 4 << 20;
@@ -332,6 +336,7 @@ fn unread_return_path_blocks_no_notes() {
     ended.receiver.expect("it receives");
 }
 
+/// A channel has at most [`CHANNEL_FRAMES_MAX`] frames that QEMU has not taken, however small they are.
 #[test]
 fn frames_waiting_for_qemu_are_bounded() {
     let bytes: Vec<u8> = (0..4 * CHANNEL_FRAMES_MAX).map(|at| at as u8).collect();

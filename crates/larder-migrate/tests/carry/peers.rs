@@ -107,6 +107,7 @@ pub(crate) fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
     [&header.to_bytes()[..], &[1, 1, byte]].concat()
 }
 
+/// A peer that disconnects before its greeting is answered does not end the receiver.
 #[test]
 fn peer_leaving_during_greeting_is_ignored() {
     let _watched = watch();
@@ -154,6 +155,7 @@ fn open_connections_do_not_delay_end() {
     });
 }
 
+/// A sender that sends messages without end does not keep the receiver from stopping.
 #[test]
 fn flooding_sender_does_not_delay_stop() {
     let _watched = watch();

@@ -237,6 +237,7 @@ mod tests {
         }
     }
 
+    /// A guest that dirties more than the link carries is not stopped, unless its working set fits the limit.
     #[test]
     fn non_converging_guest_is_not_stopped() {
         assert_eq!(Model::new(14 * MB, 512 * MB, 12 * MB, 1).stands_still(LIMIT), None);

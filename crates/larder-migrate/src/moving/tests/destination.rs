@@ -231,6 +231,7 @@ fn start_waits_until_vm_is_loaded() {
     later.join().expect("no panic");
 }
 
+/// The VM is not started while the record that it may run cannot be saved.
 #[test]
 fn vm_is_not_started_without_record() {
     let bed = Bed::loaded();
@@ -283,6 +284,7 @@ fn cancelled_outgoing_move_leaves_vm_whole() {
     }
 }
 
+/// A QEMU that waits for a move can be prepared for another one until the VM begins to arrive.
 #[test]
 fn waiting_qemu_accepts_another_move() {
     let bed = Bed::new();
@@ -325,6 +327,7 @@ fn vm_with_other_uuid_is_refused() {
     assert_eq!(bed.qemu.has_heard("migrate-incoming"), 0);
 }
 
+/// A QEMU that has a VM, and of which no record exists, is refused.
 #[test]
 fn unknown_qemu_is_left_alone() {
     let folder = tempfile::tempdir().expect("a folder");

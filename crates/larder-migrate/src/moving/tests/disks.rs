@@ -152,6 +152,7 @@ fn disks_return_when_destination_cannot_open() {
     assert_eq!(bed.destination.has_heard("cont"), 0);
 }
 
+/// A VM whose disks cannot be closed at the source continues there, with its disks open.
 #[test]
 fn vm_stays_when_disks_cannot_close() {
     let (bed, here, there) = bed();

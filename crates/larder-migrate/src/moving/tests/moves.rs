@@ -303,6 +303,7 @@ fn move_is_aborted_when_cancelled() {
     bed.is_here();
 }
 
+/// A connection that is lost before everything has arrived leaves the VM at the source.
 #[test]
 fn vm_stays_when_connection_is_lost() {
     let bed = Bed::new();
@@ -435,6 +436,7 @@ fn postcopy_resumes_over_new_connection() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
+/// Post-copy resumes over another connection if the first one is lost while the destination starts the VM.
 #[test]
 fn postcopy_resumes_when_cut_at_start() {
     let bed = post_copy();
@@ -444,6 +446,7 @@ fn postcopy_resumes_when_cut_at_start() {
     assert_eq!(bed.destination.has_heard("cont"), 1);
 }
 
+/// A later mover has the destination run a VM whose mover was killed in post-copy, and carries the rest.
 #[test]
 fn postcopy_resumes_after_killed_mover() {
     let bed = post_copy();
