@@ -1,4 +1,4 @@
-//! What a user calls a disk: a path or an NBD URI, and how it is opened as a stack of layers.
+//! Addresses of disk images (a path or an NBD URI), and how an image is opened as a stack of layers.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -60,31 +60,31 @@ pub use chain::policy::{
 };
 pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
 pub(crate) use disk_id::is_disk;
-/// What a cache does with writes.
+/// Write policy of a cache.
 pub use larder_cache::Mode as CacheMode;
 pub use open_cache::OpenCache;
 pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
 
-/// What an image's bytes mean.
+/// Format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// The disk itself, byte for byte.
+    /// Raw: the image is the disk, byte for byte.
     Raw,
-    /// QEMU's format, with whatever backing files and data file it names.
+    /// QEMU's qcow2 format, with the backing files and the data file that the image names.
     Qcow2,
 }
 
 impl Format {
-    /// The format that QEMU calls so.
+    /// Returns the format with this QEMU name.
     pub fn of_name(name: &str) -> Option<Self> {
         [Self::Raw, Self::Qcow2]
             .into_iter()
             .find(|format| format.name() == name)
     }
 
-    /// Returns the format of an image that QEMU opens by the driver of that name. The drivers of files, devices and exports
-    /// alone give an image's bytes as they are.
+    /// Returns the format of an image that QEMU opens with the driver of that name. The drivers that only access a
+    /// file, a device or an export give the bytes of a raw image.
     pub fn of_driver(name: &str) -> Option<Self> {
         match name {
             "file" | "host_device" | "host_cdrom" | "nbd" => Some(Self::Raw),
@@ -92,7 +92,7 @@ impl Format {
         }
     }
 
-    /// What QEMU calls it.
+    /// Returns QEMU's name for the format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -101,40 +101,40 @@ impl Format {
     }
 }
 
-/// How to open an image.
+/// Options for opening an image.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
-    /// Its format; `None` if the user has not said: what it begins like.
+    /// Format of the image; if `None`, the format is probed from the image's first bytes.
     pub format: Option<Format>,
-    /// Which other files its header may have opened.
+    /// Policy for the other files that the image's header names.
     pub chain: ChainPolicy,
-    /// What the metadata cache of a qcow2 image may hold.
+    /// Memory limit of the metadata cache of a qcow2 image.
     pub metadata_memory: ByteLen,
-    /// How to read ahead, if at all. Never done with an image that others may write.
+    /// Read-ahead options, if read-ahead is wanted. It is never used with an image that others may write.
     pub prefetch: Option<PrefetchOptions>,
-    /// Its cache, if it has one.
+    /// Options of the image's cache, if it has one.
     pub cache: Option<CacheOptions>,
-    /// Refuse changes.
+    /// Refuse writes.
     pub read_only: bool,
-    /// Let other processes use the image too.
+    /// Allow other processes to use the image at the same time.
     pub share: bool,
-    /// Who sees to it that nobody else uses it, otherwise.
+    /// Which process locks the image against other users, unless `share` is set.
     pub claim: Claim,
-    /// What a file is that is opened as it is.
+    /// Role of a file that is opened as raw bytes.
     pub role: Role,
-    /// The host's page cache or not.
+    /// Whether the host's page cache is used.
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
     pub keep_space: bool,
-    /// Accept requests for any bytes, not only for whole blocks, by a layer of its own.
+    /// Add a layer that accepts requests for any bytes, not only for whole blocks.
     pub single_bytes: bool,
-    /// How to use an NBD server.
+    /// Options of connections to NBD servers.
     pub nbd: NbdOptions,
-    /// What the disk may do per second.
+    /// Throughput and request rate limits of the disk.
     pub limits: Limits,
-    /// Change nothing, and ask no NBD server; see [`try_to_open`].
+    /// Change nothing, and connect to no NBD server; see [`try_to_open`].
     pub trial: bool,
-    /// It was used on another host meanwhile: nothing that a cache has of it is believed.
+    /// The image was in use on another host: all cached data of it is treated as stale.
     pub comes: bool,
 }
 
@@ -161,7 +161,7 @@ impl Default for ImageOptions {
     }
 }
 
-/// Why an image cannot be opened.
+/// Reason why an image cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ImageError {
@@ -240,16 +240,17 @@ pub enum ImageError {
     NoDataFile { image: String },
 }
 
-/// How long what was fetched ahead from an NBD server is believed; it may be twice as long.
+/// Shortest time for which data prefetched from an NBD server stays valid; it may stay valid for up to twice as long.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
 /// The smallest block size that every guest can use, in bytes.
 const GUEST_BLOCK_BYTES: u32 = 512;
 
-/// Bytes of a qcow2 header of version 3; one of version 2 is shorter, but no image of it is.
+/// Length of a version 3 qcow2 header, in bytes. A version 2 header is shorter, but no valid image is.
 const QCOW2_HEADER_BYTES: u64 = 104;
 
-/// How formats other than raw begin: what stands at which byte. As QEMU probes them (`bdrv_probe` of its drivers).
+/// Magic numbers of the formats other than raw: offset, bytes, name of the format. They are those that QEMU probes
+/// for (`bdrv_probe` of its drivers).
 const MAGICS: [(usize, &[u8], &str); 10] = [
     (0, b"QFI\xfb", "qcow2"),
     (0, b"KDMV", "VMDK"),
@@ -263,7 +264,7 @@ const MAGICS: [(usize, &[u8], &str); 10] = [
     (0, b"Bochs Virtual HD Image", "Bochs"),
 ];
 
-/// How much of an image tells what it begins like, in bytes.
+/// Number of bytes at the start of an image that are enough to probe its format.
 pub const BEGINNING_BYTES: usize = 512;
 
 impl From<ChainError> for ImageError {
@@ -272,24 +273,25 @@ impl From<ChainError> for ImageError {
     }
 }
 
-/// An image with every layer that its options call for.
+/// An image with every layer that its options require.
 pub struct OpenImage {
     /// The disk, to be served and closed.
     pub device: Rc<dyn BlockDevice>,
-    /// What the image's bytes mean.
+    /// Format of the image.
     pub format: Format,
-    /// The files that were opened for it: the image, then its backing files and data files, as their headers lead to them.
+    /// Files that were opened for the image: the image, then its backing files and data files, in the order in which
+    /// headers refer to them.
     pub parts: Vec<ChainPart>,
-    /// Its cache, to be asked what it has done.
+    /// The image's cache, for its statistics.
     pub cache: Option<CachePlace>,
-    /// The layer of it that reads ahead, to be asked what it has done; `None` if it is shared, and nothing may be.
+    /// Read-ahead layer, for its statistics; `None` if the image is shared, which forbids read-ahead.
     pub prefetch: Option<Rc<Prefetch>>,
-    /// The layer of it that keeps to limits.
+    /// Layer that enforces the limits.
     pub throttle: Rc<Throttle>,
 }
 
-/// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
-/// it refers to, then cache, read-ahead, discard policy, single bytes and limits.
+/// Opens an image with every layer that its options require: the backend and alignment, the format with all files
+/// that it refers to, then cache, read-ahead, discard policy, single bytes and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -304,11 +306,11 @@ async fn open_and_hold(
     held: &mut Vec<HeldFile>,
 ) -> Result<OpenImage, ImageError> {
     if options.cache.is_none() && !options.trial {
-        // Opening may change the image. Whatever format it is, the caches are the same.
+        // Opening may change the image. Its caches are the same for both formats.
         let others = Note::others(&disk_id::identity(image, Format::Raw), &[]);
         let is_in_use = options.claim == Claim::Own && is_in_use(image);
         match refuse_dirty(on, image, &others).await {
-            // That it is in use is told when it is opened.
+            // Opening the image below reports that it is in use.
             Err(_) if is_in_use && !options.share => {}
             Err(ImageError::Cache { image, source }) if is_in_use => {
                 let source = source.of_served();
@@ -344,7 +346,8 @@ async fn open_and_hold(
         device = Rc::new(KeepSpace::new(device));
     }
     if options.single_bytes {
-        // Below the switch for moves: a block read from this image is written back to this image.
+        // Below the layer that exchanges images during a move: a block read from this image is written back to this
+        // image.
         device = Rc::new(Align::with_edges(device, unkept, AlignOptions::BYTES));
     }
     let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
@@ -362,7 +365,7 @@ async fn open_and_hold(
     })
 }
 
-/// The cache that the options call for; of a trial nothing is changed, and there is none.
+/// Opens the cache that the options require. A trial opens no cache, and changes nothing.
 async fn open_cache(
     on: &Loop,
     image: &ImageAddress,
@@ -407,26 +410,27 @@ async fn open_cache(
     match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),
         Err(source) => {
-            // Or it would look as if a server had been killed. What is said is why there is no disk.
+            // Without this close, the image looks as if its server had been killed. The error that is reported is the
+            // first one.
             let _ = opened.device.close().await;
             Err(failed(source))
         }
     }
 }
 
-/// The caches of an image that may have, as far as is noted, what it has not: that of a server in write-back that works, or
-/// was killed.
+/// Returns the caches that may hold newer data than the image, according to their state files: those of a server in
+/// write-back mode that is running, or that was killed.
 pub fn dirty_caches(image: &ImageAddress, format: Format) -> Vec<ImageAddress> {
     let others = Note::others(&disk_id::identity(image, format), &[]);
     let dirty = others.iter().filter(|other| other.is_dirty());
     dirty.filter_map(Other::file).collect()
 }
 
-/// An image is about to be changed without its caches, if it has any. Of those that were left by a server that was killed
-/// nothing will be believed.
+/// Records that an image is about to be changed without its caches, if it has any. The caches of a killed server
+/// become stale.
 ///
 /// # Errors
-/// One of them may have what the image has not ([`ImageError::Cache`]).
+/// One of the caches may hold newer data than the image ([`ImageError::Cache`]).
 pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) -> Result<(), ImageError> {
     let others = Note::others(&disk_id::identity(image, format), &[]);
     refuse_dirty(on, image, &others).await?;
@@ -434,25 +438,27 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
     Ok(())
 }
 
-/// The same of an image that no server can open before it is changed, because its journal is gone or does not fit it any more: what
-/// only a cache has stays there, for the user to decide about.
+/// Records that an image is about to be changed which no server can open before, because its journal is lost or no
+/// longer fits the image. Clean caches become stale; dirty caches keep their data, for the user to decide about.
 pub fn use_without_dirty_cache(image: &ImageAddress, format: Format) {
     let others = Note::others(&disk_id::identity(image, format), &[]);
-    // Of the dirty ones the image's times tell.
+    // Dirty caches detect the change by the image's timestamps.
     let clean = others.iter().filter(|other| !other.is_dirty());
     clean.for_each(Other::is_used_without);
 }
 
-/// A raw image is about to be changed, which must be no file of Larder's own that somebody needs.
+/// Checks that a raw image, which is about to be changed, is not a file of Larder's own that is still needed.
 ///
 /// # Errors
-/// It is one: [`ImageError::IsCache`], [`ImageError::IsSwap`].
+/// The file is still needed: [`ImageError::IsCache`], [`ImageError::IsSwap`].
 pub async fn refuse_needed(image: &ImageAddress, device: &Rc<dyn BlockDevice>) -> Result<(), ImageError> {
     needed::refuse(image, device, false).await
 }
 
+/// Refuses an image with a dirty cache.
+///
 /// # Errors
-/// One of the caches may have something that the image has not.
+/// One of the caches may hold newer data than the image.
 async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Result<(), ImageError> {
     let refused = cache::refuse_dirty(on, others).await;
     refused.map_err(|source| ImageError::Cache {
@@ -461,19 +467,19 @@ async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Resu
     })
 }
 
-/// Somebody, perhaps this process, has an image open so that it may change, as far as that is told.
+/// Returns whether a process, perhaps this one, has the image open for writing, as far as its locks show.
 fn is_in_use(image: &ImageAddress) -> bool {
     let ImageAddress::Path(path) = image else { return false };
     image_lock::used_by_others(path).is_ok_and(|users| users.is_some())
 }
 
-/// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
-/// their first client, and nothing is changed: what a killed server has left is not taken up. The files that were
-/// opened, up to an NBD server or another error, are in `held` then: as long as they stay there, only a server with
-/// [`Claim::Inherited`] can open the image.
+/// Opens an image like [`open`], but only to check whether it can be opened. No NBD server is contacted, since some
+/// exit after their first client, and nothing is changed: the journal of a killed server is not replayed. The files
+/// that were opened, up to an NBD server or another error, are then in `held`: as long as they stay there, only a
+/// server with [`Claim::Inherited`] can open the image.
 ///
 /// # Errors
-/// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
+/// See [`ImageError`]; [`ImageError::NotAsked`] if the image can be opened as far as an NBD server in its chain.
 pub async fn try_to_open(
     on: &Loop,
     image: &ImageAddress,
@@ -488,8 +494,8 @@ pub async fn try_to_open(
     Ok(open_and_hold(on, image, &options, held).await?.device)
 }
 
-/// What an image is like that another host may have open, and write to: it is not locked, nothing is changed, and it is
-/// closed again.
+/// Returns the geometry and format of an image that another host may have open and write to. The image is not locked
+/// or changed, and is closed again.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -506,13 +512,13 @@ pub async fn look(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Re
         read_only: options.read_only,
         ..opened.device.geometry()
     };
-    // Nothing was written.
+    // Nothing was written, so a failed close loses nothing.
     let _ = opened.device.close().await;
     Ok((geometry, opened.format))
 }
 
-/// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk
-/// itself: a file is filled up to whole blocks.
+/// Opens a file, a block device or an NBD export as raw bytes, with blocks of 512 bytes. A `container` holds a disk
+/// in another format, rather than being the disk itself: a file is padded to whole blocks.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -572,7 +578,8 @@ fn in_guest_blocks(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
     device
 }
 
-/// A container is filled up to whole blocks, so that its own length does not show later.
+/// Refuses a file that is too short for a qcow2 header. It must run before the file is opened as a container, which
+/// pads it to whole blocks and so hides its length.
 fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
     let len = opener::metadata(path)
         .ok()
@@ -587,8 +594,8 @@ fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
     }
 }
 
-/// The format that a file or a block device begins like, other than raw. An unreadable one is left to whoever opens it
-/// to complain.
+/// Returns the format, other than raw, that the first bytes of a file or block device indicate. An unreadable file
+/// yields `None`: the caller's open reports the error.
 fn recognise(path: &Path) -> Option<&'static str> {
     let mut head = [0; BEGINNING_BYTES];
     let mut file = opener().open(path, Access::Read, NamedBy::User).ok()?;
@@ -596,7 +603,7 @@ fn recognise(path: &Path) -> Option<&'static str> {
     begins_like(&head[..count])
 }
 
-/// The format, other than raw, that an image with this beginning has.
+/// Returns the format, other than raw, that these first bytes of an image indicate.
 pub fn begins_like(head: &[u8]) -> Option<&'static str> {
     let stands = |at: usize, magic: &[u8]| head.get(at..).is_some_and(|rest| rest.starts_with(magic));
     let known = MAGICS.iter().find(|(at, magic, _)| stands(*at, magic));

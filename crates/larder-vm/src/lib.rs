@@ -1,4 +1,4 @@
-//! One VM put together: its disks opened, stacked and served.
+//! Assembly of one VM: opens its disks, stacks their layers and serves them.
 
 pub mod confine;
 pub mod control;

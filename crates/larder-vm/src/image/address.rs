@@ -1,4 +1,4 @@
-//! What an image is called: a path or an NBD URI, and QEMU's other names for either.
+//! Addresses of images: a path or an NBD URI, and QEMU's other notations for either.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use larder_block::nbd::{NbdUri, NbdUriError};
 
-/// Where a disk's bytes are.
+/// Address of a disk image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageAddress {
     /// A file or a block device.
@@ -16,7 +16,7 @@ pub enum ImageAddress {
     Nbd(NbdUri),
 }
 
-/// Why a text is not an image.
+/// Reason why a text is not an image address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ImageAddressError {
@@ -38,10 +38,11 @@ pub enum ImageAddressError {
     Empty,
 }
 
-/// QEMU's drivers of paths, as they begin a file's name.
+/// Prefixes with which QEMU names its drivers for paths.
 const OF_PATHS: [&str; 3] = ["file:", "host_device:", "host_cdrom:"];
 
-/// How QEMU's names begin for what Larder does not open, what that is, and what opens it instead. With `://` or without.
+/// Prefixes of QEMU's names for images that Larder does not open: prefix, description, and what to do instead. `://`
+/// may follow or not.
 #[rustfmt::skip]
 const OF_OTHERS: [(&str, &str, &str); 21] = {
     const MAP_RBD: &str = "map it with `rbd map` and name its block device";
@@ -111,7 +112,7 @@ impl FromStr for ImageAddress {
     }
 }
 
-/// A path that is read as one again, whatever it begins like.
+/// Returns a path that parses as a path again, even if it begins like a driver's name.
 fn plainly(path: &str) -> PathBuf {
     match driver_in(path) {
         Some(_) => Path::new(".").join(path),
@@ -119,7 +120,7 @@ fn plainly(path: &str) -> PathBuf {
     }
 }
 
-/// The driver that QEMU reads in a file's name: what is before its first colon, if no slash is.
+/// Returns the driver that QEMU would read in a file's name: the part before its first colon, if it has no slash.
 pub(crate) fn driver_in(name: &str) -> Option<&str> {
     name.split_once(':')
         .map(|(driver, _)| driver)
@@ -127,7 +128,7 @@ pub(crate) fn driver_in(name: &str) -> Option<&str> {
 }
 
 impl ImageAddress {
-    /// Reads an argument; a path need not be text.
+    /// Parses a command-line argument; a path need not be UTF-8.
     ///
     /// # Errors
     /// See [`ImageAddressError`].
@@ -138,7 +139,7 @@ impl ImageAddress {
         }
     }
 
-    /// The same, as it is from any folder.
+    /// Returns the same address with an absolute path.
     #[must_use]
     pub fn absolute(&self) -> Self {
         match self {
@@ -147,8 +148,8 @@ impl ImageAddress {
         }
     }
 
-    /// Reads the name of another file that `image` has. A relative path begins where the image is; as in QEMU, one that
-    /// names its driver (`file:base.raw`) begins where the process is.
+    /// Parses the name of another file that `image` contains. A relative path is relative to the image; as in QEMU,
+    /// one that names its driver (`file:base.raw`) is relative to the working directory of the process.
     ///
     /// # Errors
     /// See [`ImageAddressError`].
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_and_uris_are_told_apart() {
+    fn paths_and_uris_are_distinguished() {
         assert_eq!("/srv/a.raw".parse(), Ok(path("/srv/a.raw")));
         assert_eq!("a:b".parse(), Ok(path("a:b")));
         assert_eq!("./nbd://x".parse(), Ok(path("./nbd://x")));
@@ -196,9 +197,9 @@ mod tests {
         assert_eq!("".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
     }
 
-    /// A path that was read from a name prints as a text that is read as the same path.
+    /// A path parsed from a name with a driver prints as text that parses as the same path.
     #[test]
-    fn driver_of_paths_is_left_out() {
+    fn driver_prefix_of_path_is_stripped() {
         for (name, expected) in [
             ("file:/srv/a.raw", "/srv/a.raw"),
             ("file:///srv/a.raw", "///srv/a.raw"),
@@ -214,8 +215,9 @@ mod tests {
         assert_eq!("file:".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
     }
 
+    /// A name of a QEMU driver that Larder lacks is refused with a description and an alternative.
     #[test]
-    fn names_of_other_drivers_say_what_they_are() {
+    fn other_drivers_are_refused_with_advice() {
         for (name, words) in [
             (
                 "rbd:pool/web",
@@ -234,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn names_within_images_begin_as_in_qemu() {
+    fn relative_names_resolve_as_in_qemu() {
         let image = path("/srv/vm/web.qcow2");
         for (name, expected) in [
             ("base.raw", "/srv/vm/base.raw"),

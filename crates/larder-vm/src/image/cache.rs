@@ -1,4 +1,4 @@
-//! A disk's cache on a fast device: how it is made and opened.
+//! A disk's cache on a fast device: creation and opening.
 
 use std::cell::RefCell;
 use std::io::ErrorKind;
@@ -31,10 +31,11 @@ use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replace
 use crate::data_limit::Share;
 use crate::occupied::{self, Occupied};
 
-/// Whether a cache on `file` can be the only place that has something.
+/// Checks that a cache on `file` may hold the only copy of data.
 ///
 /// # Errors
-/// Its server may lose what it has not flushed while this host, and so the guest, goes on.
+/// Its NBD server may be on another host, and so may crash and lose unflushed data while this host, and so the guest,
+/// keeps running.
 pub(super) fn may_write_back(file: &ImageAddress) -> Result<(), CacheError> {
     match file {
         ImageAddress::Nbd(uri) if matches!(uri.address, SocketAddress::Tcp { .. }) => {
@@ -44,7 +45,8 @@ pub(super) fn may_write_back(file: &ImageAddress) -> Result<(), CacheError> {
     }
 }
 
-/// What tells two starts of the host of the cache apart; zero if nothing does.
+/// Returns an ID of the current boot of the host whose crash would lose the cache's unflushed data; zero if that host
+/// may be another one.
 pub(super) fn boot_of(file: &ImageAddress) -> [u8; 16] {
     match may_write_back(file) {
         Ok(()) => boot_id().unwrap_or_default().to_le_bytes(),
@@ -58,7 +60,7 @@ pub(super) fn no_note(place: impl std::fmt::Display) -> String {
     )
 }
 
-/// Why a disk has not got its cache.
+/// Reason why a disk's cache cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CacheError {
@@ -129,13 +131,13 @@ pub enum CacheError {
     InUse { file: String },
     #[error(transparent)]
     Device(Box<ImageError>),
-    /// What the cache itself, or its device, says.
+    /// Error of the cache layer or of its device.
     #[error("{0}")]
     Cache(String),
 }
 
 impl CacheError {
-    /// The same of a disk that is being served.
+    /// Returns the same error in the wording for a disk that is being served.
     pub(super) fn of_served(self: Box<Self>) -> Box<Self> {
         match *self {
             Self::LeftOut { file } => Box::new(Self::Served { file }),
@@ -163,20 +165,22 @@ fn what_of_other_size(is_file: bool) -> &'static str {
     }
 }
 
-/// What a file that is made is a multiple of, in bytes: every way to do direct I/O goes with that.
+/// Unit of the size of a new cache file, in bytes: a multiple of every alignment that direct I/O requires.
 const FILE_UNIT: u64 = 4096;
 
-/// The memory of a cache: its journal, copies of writes, fills and what a move asks of it, in bytes; and...
+/// Memory limit of a cache, in bytes, without the part that grows with its lines: journal, copies of writes, fills
+/// and what a move needs.
 const CACHE_MEMORY_BASE: u64 = 192 << 20;
-/// ...for each line, of which the tables take about 12 bytes, and sets of lines up to 8, twice as much while they grow.
+/// Memory limit of a cache for each line, in bytes. Tables take about 12 bytes, and sets of lines up to 8; both take
+/// twice as much while they grow.
 const CACHE_MEMORY_PER_LINE: u64 = 32;
-/// Bytes of the shortest line.
+/// Length of the shortest line, in bytes.
 const CACHE_LINE_MIN: u64 = 4096;
 
-/// How long a cache on an NBD export is waited for: its disk has all that is needed, and the guest waits.
+/// Longest wait for a cache on an NBD export: its disk has all data that is needed, and the guest is waiting.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The stamp of a disk that was used without its cache: no disk's files have it.
+/// Fingerprint of a disk that was used without its cache: no file has this fingerprint.
 const USED_STAMP: &[u8] = b"used";
 
 /// The disk that a cache is for.
@@ -185,26 +189,27 @@ pub(super) struct Cached {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
-    /// Of the files, since the disk was used last.
+    /// Proof for the files, since the disk was last used.
     pub(super) proof: Proof,
-    /// Part of it is on a device or an export, of which no file's times tell who has written to it.
+    /// Part of the disk is on a device or an export, which have no modification time that would show a foreign write.
     pub(super) lacks_times: bool,
     pub(super) used: Used,
 }
 
-/// Where a disk was used since a cache of it may have been closed here, or its server killed.
+/// Where a disk may have been used since a cache of it was closed here, or since its server was killed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Used {
-    /// It is being opened, and its files tell.
+    /// The disk is being opened, and its files show whether it was used.
     AsFilesTell,
-    /// Here: a cache that was closed before does not fit it any more, whatever it looks like.
+    /// On this host: a cache that was closed before is stale, whatever its fingerprint.
     Here,
-    /// On another host: one that was not closed is not believed either, though the disk may have no file whose times say so.
+    /// On another host: a cache that was not closed is stale too, even if the disk has no file whose modification
+    /// time shows that.
     Elsewhere,
 }
 
 impl Cached {
-    /// The same as it is now.
+    /// Returns the same disk with its files' current fingerprints.
     pub(super) fn again(&self) -> Self {
         Self {
             image: self.image.clone(),
@@ -229,7 +234,7 @@ impl Cached {
     }
 }
 
-/// Whether a cache could be opened, as far as that can be told without changing anything.
+/// Checks whether a cache could be opened, as far as possible without changing anything.
 pub(super) async fn look(
     on: &Loop,
     identity: &[u8],
@@ -246,25 +251,26 @@ pub(super) async fn look(
         Ok(None) => refuse_occupied(on, &fast, &wish.file).await,
         found => found.map(drop),
     };
-    // Nothing was written.
+    // Nothing was written, so a failed close loses nothing.
     let _ = fast.close().await;
     fits
 }
 
-/// A cache that is not open yet, and nobody else's.
+/// A cache that is locked for this process, but not open yet.
 pub(super) struct Prepared {
     wish: CacheOptions,
     fast: Rc<dyn BlockDevice>,
     superblock: Superblock,
-    /// What its file was before.
+    /// State of its file before.
     was: Place,
     lock: Option<Lock>,
 }
 
-/// Looks at the cache of a disk, which is made, with lines of `line` if nothing else is wished, if it is not there.
+/// Locks the cache of a disk and reads its superblock. A cache that does not exist is created, with lines of `line`
+/// unless the options give another length.
 ///
 /// # Errors
-/// See [`CacheError`]; a file that was made for it is gone then.
+/// See [`CacheError`]; a file that was created for the cache is removed then.
 pub(super) async fn prepare(
     on: &Loop,
     disk: &Cached,
@@ -277,11 +283,11 @@ pub(super) async fn prepare(
         ImageAddress::Path(path) => Place::of(path, wish.size)?.make(path)?,
         ImageAddress::Nbd(_) => Place::Filled,
     };
-    // From here on it is nobody else's.
+    // From here on the cache is locked against other processes.
     let fast = open_device(on, wish, options, Some(disk)).await?;
     let found = match look_at(&fast, &disk.identity, wish).await {
         Ok(None) if matches!(was, Place::Filled) => {
-            // Nothing was made: there is nothing to undo.
+            // Nothing was created, so there is nothing to undo.
             refuse_occupied(on, &fast, &wish.file).await?;
             tracing::info!(
                 "{}: {}, which begins with zeros, becomes a cache of it",
@@ -306,7 +312,7 @@ pub(super) async fn prepare(
 }
 
 impl OpenCache {
-    /// Takes its room on its file system once more: what begins anew gives room back.
+    /// Allocates the cache's file again: a cache that starts empty has given space back.
     pub(super) async fn allocate(&self, image: &ImageAddress) {
         if let Err(error) = allocate(&self.fast, &self.file).await {
             tracing::warn!("{image}: its cache: {error}; it will fail when there is none");
@@ -315,16 +321,16 @@ impl OpenCache {
 }
 
 impl Prepared {
-    /// It is not wanted any more: a file that was made for it goes.
+    /// Abandons the cache: a file that was created for it is removed.
     pub(super) fn undo(self) {
         self.was.undo(&self.wish.file);
     }
 
-    /// Opens it, over the disk. The caches that may have something of the disk are this one and `instead`, which it takes
-    /// the place of.
+    /// Opens the cache over the disk. Only this cache and `instead`, which it replaces, may have dirty data of the
+    /// disk.
     ///
     /// # Errors
-    /// See [`CacheError`]; a file that was made for it is gone then.
+    /// See [`CacheError`]; a file that was created for the cache is removed then.
     pub(super) async fn open(
         self,
         on: &Loop,
@@ -348,29 +354,29 @@ impl Prepared {
     }
 }
 
-/// Memory that a cache of this size takes at most, whatever the length of its lines, in bytes.
+/// Returns the memory limit of a cache of this size for any line length, in bytes.
 fn memory_of(size: ByteLen) -> u64 {
     CACHE_MEMORY_BASE + size.get() / CACHE_LINE_MIN * CACHE_MEMORY_PER_LINE
 }
 
-/// Locks a cache that is used, if it is on what cannot be locked itself.
+/// Locks the state file of a cache in use, if the cache itself is on something that cannot be locked.
 pub(super) fn lock(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheError> {
     let ImageAddress::Nbd(_) = file else { return Ok(None) };
     Note::of(superblock).lock().or_else(|error| match error.kind() {
         ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
-        // Then there is no note either, which is told.
+        // Then the state file cannot be written either, which is reported.
         _ => Ok(None),
     })
 }
 
-/// A file, before it is a cache.
+/// State of a file before it becomes a cache.
 #[derive(Clone, Copy)]
 enum Place {
-    /// It is not there, and shall be so large.
+    /// Does not exist, and is to be created with this size.
     Missing(ByteLen),
-    /// It has nothing, and shall be so large.
+    /// Exists and is empty, and is to get this size.
     Empty(ByteLen),
-    /// It has something, or is no file.
+    /// Has content, or is not a regular file.
     Filled,
 }
 
@@ -387,7 +393,7 @@ impl Place {
                 Some(size) => Ok(Self::Empty(size)),
                 None => Err(CacheError::Empty { path: path() }),
             },
-            // Whoever opens it says what is wrong.
+            // The caller's open reports the error.
             _ => Ok(Self::Filled),
         }
     }
@@ -398,7 +404,7 @@ impl Place {
             Self::Empty(size) => (size, false),
             Self::Filled => return Ok(self),
         };
-        // It has what the disk has: for this user alone.
+        // The cache will hold the disk's data, so only this user may read it.
         let file = match is_new {
             true => opener().make(path),
             false => opener().open(path, Access::Write, NamedBy::User),
@@ -413,7 +419,7 @@ impl Place {
         }
     }
 
-    /// As well as that goes.
+    /// Undoes the creation as far as possible.
     fn undo(self, file: &ImageAddress) {
         let ImageAddress::Path(path) = file else { return };
         let _ = match self {
@@ -427,19 +433,19 @@ impl Place {
     }
 }
 
-/// Why a file of a cache cannot be made so large.
+/// Returns the reason why a cache file cannot be made as large as requested.
 pub(super) fn not_made(path: &Path, size: ByteLen, source: std::io::Error) -> CacheError {
     let path = path.to_owned();
     let limit = getrlimit(Resource::Fsize).current;
     match source.kind() {
         ErrorKind::FileTooLarge if limit.is_some_and(|limit| limit < size.get()) => CacheError::Limit { path, size },
-        // The second is what is said of a size that no file at all can have.
+        // `InvalidInput` is the error for a size that no file system supports.
         ErrorKind::FileTooLarge | ErrorKind::InvalidInput => CacheError::TooLarge { path, size },
         _ => CacheError::Make { path, source },
     }
 }
 
-/// An address that means the same everywhere on this host.
+/// Returns the address in a form that is valid in every process of this host.
 pub(crate) fn absolute(address: &ImageAddress) -> String {
     match address {
         ImageAddress::Path(path) => std::path::absolute(path)
@@ -450,12 +456,12 @@ pub(crate) fn absolute(address: &ImageAddress) -> String {
     }
 }
 
-/// A size that the file of a cache can have.
+/// Rounds a size up to one that a cache file can have.
 pub(super) fn rounded(size: ByteLen) -> ByteLen {
     ByteLen::new(size.get().next_multiple_of(FILE_UNIT))
 }
 
-/// Whether a cache is made there, of the size that is said.
+/// Returns whether opening the cache, with a size given, would create it.
 pub(super) fn is_empty(file: &ImageAddress) -> bool {
     match file {
         ImageAddress::Path(path) => !matches!(Place::of(path, Some(ByteLen::mib(1))), Ok(Place::Filled)),
@@ -470,7 +476,7 @@ pub(super) fn is_file(file: &ImageAddress) -> bool {
     }
 }
 
-/// Opens what the cache is on for a disk; only to look without one.
+/// Opens the device of a cache for a disk; without a disk, read-only and for inspection.
 async fn open_device(
     on: &Loop,
     wish: &CacheOptions,
@@ -482,9 +488,9 @@ async fn open_device(
     let options = ImageOptions {
         role: disk.map_or(Role::Image, |disk| Role::CacheOf(disk.image.to_string())),
         read_only: only_to_look,
-        // Its server may still be there.
+        // The cache's server may be running.
         share: only_to_look,
-        // Whoever starts the servers of a disk has claimed the disk.
+        // The supervisor's claim covers the disk's own files only.
         claim: Claim::Own,
         nbd: NbdOptions {
             reconnect: nbd.reconnect.min(PATIENCE),
@@ -497,7 +503,7 @@ async fn open_device(
     opened.map_err(|error| CacheError::Device(Box::new(error)))
 }
 
-/// What a cache says of itself, which goes with what is wished; nothing if what it is on is empty.
+/// Reads a cache's superblock and checks it against the options; `None` if the device is empty.
 async fn look_at(
     fast: &Rc<dyn BlockDevice>,
     identity: &[u8],
@@ -542,7 +548,7 @@ async fn look_at(
     Ok(Some(superblock))
 }
 
-/// What is there is no cache, not even one that is damaged.
+/// Returns whether the error means that the device has no cache, not even a damaged one.
 pub(super) fn is_other(error: &OpenError) -> bool {
     matches!(
         error,
@@ -590,7 +596,7 @@ async fn open_on(
     let verdict = match says {
         Says::Believe(Verdict::Unproven) if wish.exclusive => Verdict::Proven,
         Says::Believe(verdict) => verdict,
-        // What is not believed is given up below.
+        // Untrusted data is discarded below.
         _ => Verdict::Proven,
     };
     let believed_after_kill = match says {
@@ -610,7 +616,7 @@ async fn open_on(
             );
             true
         }
-        // Its note stays where nothing else tells whether the disk was used without it.
+        // A closed cache keeps its state file if nothing else shows that the disk was used without it.
         Some(Says::Nothing) if disk.lacks_times && !superblock.may_be_dirty => {
             tracing::warn!(
                 "{}: its cache {} was closed, but the note that tells whether the disk was used without it is gone (looked for at {}), so the cache is not believed",
@@ -622,7 +628,7 @@ async fn open_on(
         }
         _ => false,
     };
-    // Of one that may be dirty the user decides.
+    // Only the user may discard a cache that may be dirty.
     let is_empty_then = is_used && !superblock.may_be_dirty;
     let is_forced = wish.force && superblock.clean && superblock.may_be_dirty;
     if is_empty_then || is_forced {
@@ -635,7 +641,7 @@ async fn open_on(
     let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
     let of_use =
         u128::from_le_bytes(random().map_err(|error| CacheError::Cache(format!("getrandom(2): {error}")))?) as u64;
-    // Until the last mark is of this use, marks of the one before speak for the cache.
+    // Until every mark belongs to this use, marks of the previous use count for the cache as well.
     let mut uses = disk.proof.uses_of_marks(&note.uses(superblock));
     uses.push(of_use);
     let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files, uses);
@@ -674,7 +680,7 @@ async fn open_on(
     let opened = Cache::open(on, Rc::clone(&disk.device), Rc::clone(fast), open).await;
     let cache = opened.inspect_err(|_| {
         if superblock.clean && !superblock.may_be_dirty {
-            // It has nothing that anybody would miss.
+            // The cache has no dirty data, so losing its state file costs nothing.
             let _ = made.take_back();
         }
     })?;
@@ -691,11 +697,11 @@ async fn open_on(
     Ok((cache, made))
 }
 
-/// The disk is about to be changed without the caches that there are notes of, but for those of `used`: what they have in
-/// common with it is not to be believed any more. The place of those that were `replaced` was taken.
+/// Prepares a disk for changes without the caches that have state files, except those of `used`: their clean data
+/// becomes stale. The caches in `replaced` have been replaced by this one.
 ///
 /// # Errors
-/// One of them may have something that the disk has not.
+/// One of the caches may have dirty data.
 async fn leave_out_others(on: &Loop, disk: &Cached, used: &[&Note], replaced: &[Vec<u8>]) -> Result<(), CacheError> {
     let others = Note::others(&disk.identity, used);
     let (old, others): (Vec<Other>, Vec<Other>) = others.into_iter().partition(|other| other.is_one_of(replaced));
@@ -706,8 +712,10 @@ async fn leave_out_others(on: &Loop, disk: &Cached, used: &[&Note], replaced: &[
     Ok(())
 }
 
+/// Refuses caches that may hold the only copy of data.
+///
 /// # Errors
-/// One of the caches may have something that its disk has not.
+/// One of the caches may have dirty data.
 pub(super) async fn refuse_dirty(on: &Loop, others: &[Other]) -> Result<(), CacheError> {
     for other in others.iter().filter(|other| other.is_dirty()) {
         let Some(file) = other.file() else { continue };
@@ -720,7 +728,7 @@ pub(super) async fn refuse_dirty(on: &Loop, others: &[Other]) -> Result<(), Cach
     Ok(())
 }
 
-/// `None` if there is none any more, or it cannot be read.
+/// Reads the superblock of a cache; `None` if there is none, or it cannot be read.
 async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Option<Superblock> {
     let options = ImageOptions {
         read_only: true,
@@ -736,7 +744,7 @@ async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Option<Superblock
     read_superblock(&fast).await.ok()
 }
 
-/// What of a cache that was not closed is not to be believed.
+/// Decides which data of a cache that was not closed is stale; `None` if all of it can be used.
 fn detached(
     superblock: &Superblock,
     says: Says,
@@ -783,7 +791,7 @@ fn detached(
     Ok(Some(Detached::default()))
 }
 
-/// Makes a cache of what is empty, and locked.
+/// Creates a cache on a device that is empty and locked.
 async fn create(
     fast: &Rc<dyn BlockDevice>,
     disk: &Cached,
@@ -805,8 +813,10 @@ async fn create(
     Ok(read_superblock(fast).await?)
 }
 
+/// Refuses a device with foreign data.
+///
 /// # Errors
-/// Something that is not Larder's is on it.
+/// The device has data that is not Larder's.
 async fn refuse_occupied(on: &Loop, fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let checked = occupied::check(on, fast, file).await;
     checked.map_err(|why| CacheError::Occupied {
@@ -816,8 +826,9 @@ async fn refuse_occupied(on: &Loop, fast: &Rc<dyn BlockDevice>, file: &ImageAddr
     })
 }
 
-/// Takes the room on its file system, so that it does not fail for want of it. What is too large is not begun with: others
-/// would have no room meanwhile.
+/// Allocates the space of the cache on its file system, so that later writes cannot fail for lack of it. If the free
+/// space obviously does not suffice, no allocation is started, since it would leave other programs without space
+/// meanwhile.
 pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let size = fast.geometry().size;
     let no_room = || CacheError::NoRoom {
@@ -836,7 +847,7 @@ pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) ->
     }
 }
 
-/// Whether the file system of a file has less room than the file still needs for so many bytes.
+/// Returns whether a file's file system has less free space than the file still needs to reach this size.
 fn lacks_room(path: &Path, size: ByteLen) -> bool {
     let Ok(place) = opener().open(path, Access::Look, NamedBy::User) else {
         return false;

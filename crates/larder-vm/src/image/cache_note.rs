@@ -1,40 +1,42 @@
-//! What is noted of a cache apart from the cache itself, while a server uses it: the note.
+//! State file of a cache, kept apart from the cache while a server uses it.
 //!
-//! A cache that was not closed is believed only if its note says so: that it is of this session, and that the device has
-//! not failed, which then could not be told itself. Where it did fail, the note says besides which parts of what only the
-//! cache has are superseded by what the disk has.
+//! A cache that was not closed is used only if its state file confirms that: the file must belong to the cache's last
+//! session, and must not record that the device failed, since a failed device cannot record that itself. After a
+//! failure the file also records which parts of the cache's dirty data are superseded by newer data on the disk.
 //!
-//! It also names the uses of the disk whose marks prove for this cache that nobody else has written to the disk since the
-//! server was killed ([`super::proof`]). A cache for which that is proven is believed; otherwise each of its clean lines is
-//! compared with the disk before it is used.
+//! The file also names the uses of the disk whose marks prove for this cache that no other program has written to the
+//! disk since the server was killed ([`super::proof`]). A cache with that proof is used as it is; otherwise each of
+//! its clean lines is compared with the disk before it is used.
 //!
-//! What is not proven is not believed at all if the times of the disk's files speak against it: it has their stamps, and new
-//! ones soon after the server has changed them ([`Made::keep`]). On a busy file system soon may be too late; so the same is
-//! written without waiting to the user's folder in the host's memory, which outlives the server, each time that they are
-//! looked at: the time of that file says that the server was alive then, and that what was changed before was changed by it.
+//! Without proof, the cache is discarded if the times of the disk's files show a foreign change. For this the state
+//! file has the files' fingerprints, and gets new ones soon after the server has changed the files ([`Made::keep`]).
+//! On a busy file system that may be too late. So at each check the same content is also written, without a flush, to
+//! the user's directory in the host's memory, which outlives the server. The timestamp of that copy shows that the
+//! server was alive then, and that it made all earlier changes.
 //!
-//! When the cache is closed, its note is taken back; but if part of the disk is on a device or an export, whose writers
-//! leave no time, it stays. Such a cache is believed only if the note is there. A server or command of this user that opens
-//! the disk without the cache, to write to it, makes a file beside the note, with its name and the ending `used`: who has the
-//! cache may be writing the note at that moment, and would not see a change of it.
+//! The state file is removed when the cache is closed, unless part of the disk is on a device or an export, which
+//! have no modification times. Such a cache is used later only if its state file still exists. A server or command of
+//! this user that opens the disk for writing without the cache creates a mark: a file with the name of the state file
+//! and the extension `used`. It does not edit the state file, because the cache's server may be writing that file at
+//! this moment, and would not see the change.
 //!
-//! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
-//! data which the disk has not is refused.
+//! If the state file is lost, or belongs to another user or host, a cache that was not closed starts empty; one that
+//! may be dirty is refused.
 //!
-//! Its text, written beside the old one, which it then replaces; a line each:
+//! The new text is written to a temporary file, which then replaces the old file. Its lines are:
 //!
 //! ```text
-//! sessions 6 7             of the cache, that it speaks for
+//! sessions 6 7             sessions of the cache that the file is valid for
 //! disk 72617720...         the disk's identity, hexadecimal
-//! cache 2f737364...        what the cache is on, as a path or URI, hexadecimal
-//! clock 5f3c... 1700000000 when the stamps were noted: the host's boot ID, and the clock's seconds less those since boot
-//! uses 5be1... 20c3...     of the disk, whose marks speak for this cache, hexadecimal
-//! stamp 0000002a...        for each file of the disk, hexadecimal; `written` of one that the server writes to
-//! dirty                    the cache may have what the disk has not
-//! used                     its server has given it up: the disk is used without the cache since
-//! detached                 the device has failed: only what the cache alone has is to be believed
-//! superseded 4096 8192     and not that of these bytes of the disk: where, how many
-//! end                      it is whole
+//! cache 2f737364...        path or URI of the cache, hexadecimal
+//! clock 5f3c... 1700000000 when the fingerprints were recorded: the host's boot ID, and the clock's seconds minus those since boot
+//! uses 5be1... 20c3...     uses of the disk whose marks count for this cache, hexadecimal
+//! stamp 0000002a...        fingerprint of each file of the disk, hexadecimal; `written` for a file that the server writes to
+//! dirty                    the cache may be dirty
+//! used                     the cache was given up: since then the disk is used without it
+//! detached                 the device has failed: only the dirty data may be used
+//! superseded 4096 8192     except for this range of the disk: offset and length in bytes
+//! end                      the file is complete
 //! ```
 
 mod made;
@@ -62,16 +64,16 @@ use crate::opener::helper;
 use crate::private_folder;
 use crate::runtime_folder::{self, runtime_folder};
 
-/// The note of a cache, whether it is there or not.
+/// The state file of a cache, which may or may not exist.
 #[derive(Clone, Debug)]
 pub(super) struct Note {
-    /// `None` if there is nowhere to have one.
+    /// Path of the state file; `None` if no directory for it is known.
     path: Option<PathBuf>,
 }
 
 impl Note {
-    /// That of the cache with this superblock. A command, or a server without a folder of its own, finds the one that is there in
-    /// whatever folder.
+    /// Returns the state file of the cache with this superblock. A command, or a server without a directory of its
+    /// own, finds an existing file in any directory.
     pub(super) fn of(superblock: &Superblock) -> Self {
         let name = hex(&superblock.uuid);
         let own = notes_folder().map(|folder| folder.join(&name));
@@ -82,11 +84,11 @@ impl Note {
         }
     }
 
-    /// Takes over the note that is there in another folder, where a server without a folder of its own has made it, if there is none
-    /// yet. `disk` is the disk's identity.
+    /// Moves an existing state file to this process's directory, if there is none yet. It may be in another
+    /// directory, where a server without a directory of its own created it. `disk` is the disk's identity.
     ///
     /// # Errors
-    /// The host's.
+    /// Access to one of the files fails.
     pub(super) fn adopt(&self, disk: &[u8]) -> io::Result<()> {
         let (Some(path), Some(_)) = (&self.path, private_folder::state()) else {
             return Ok(());
@@ -101,14 +103,14 @@ impl Note {
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
         other.noted.write(path)?;
         opener().remove(&other.path)?;
-        // It is in the note by now.
+        // The state file contains the mark by now.
         match opener().remove(&used_mark(&other.path)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// What it says of the cache since it was last used, for a disk of these files.
+    /// Evaluates the state file of a cache that was not closed, for a disk of these files.
     pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile], proof: &Proof) -> Says {
         let Some(noted) = self.read_of(superblock) else {
             return Says::Nothing;
@@ -132,34 +134,34 @@ impl Note {
         }
     }
 
-    /// Returns the uses of the disk that it names for the cache's last session.
+    /// Returns the uses of the disk that the state file names for the cache's last session.
     pub(super) fn uses(&self, superblock: &Superblock) -> Vec<u64> {
         self.read_of(superblock).map_or_else(Vec::new, |noted| noted.uses)
     }
 
-    /// What it says of a cache that was closed.
+    /// Evaluates the state file of a cache that was closed.
     pub(super) fn says_of_closed(&self, superblock: &Superblock) -> Says {
         match self.read_of(superblock) {
             None => Says::Nothing,
-            // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted
-            // already.
+            // If the file already records that the cache is detached, a server that found it so was killed before it
+            // had emptied the cache.
             Some(noted) if noted.is_used || noted.detached.is_some() => Says::Changed,
             Some(_) => Says::Believe(Verdict::Proven),
         }
     }
 
-    /// Returns where the cache is if the closed one with this superblock is an older copy of it, and the cache itself may
-    /// have data that the disk has not.
+    /// Returns the cache's address if the closed cache with this superblock is an older copy, and the cache itself
+    /// may be dirty.
     pub(super) fn newer_than(&self, superblock: &Superblock) -> Option<String> {
         let is_newer = |noted: &Noted| noted.sessions.iter().all(|session| superblock.session < *session);
         let newer = self.read().filter(|noted| noted.is_dirty && is_newer(noted))?;
         Some(String::from_utf8_lossy(&newer.cache).into_owned())
     }
 
-    /// What it says of a closed cache, which was copied, is so of the copy, too.
+    /// Copies the state file of a closed cache for a copy of that cache.
     ///
     /// # Errors
-    /// The host's.
+    /// Writing the copy fails.
     pub(super) fn copy_to(&self, superblock: &Superblock, copy: &Superblock) -> io::Result<()> {
         let copied = Self::of(copy);
         match (self.read_of(superblock), &copied.path) {
@@ -172,13 +174,14 @@ impl Note {
         }
     }
 
-    /// The cache may have what its disk has not, as far as is noted, and is on a file or device, not behind an NBD server.
+    /// Returns whether the cache may be dirty, according to its state file, and is on a file or device, not behind an
+    /// NBD server.
     pub(super) fn says_dirty_at_a_path(&self) -> bool {
         let is_at_a_path = |noted: &Noted| matches!(file_in(&noted.cache), Some(ImageAddress::Path(_)));
         self.read().is_some_and(|noted| noted.is_dirty && is_at_a_path(&noted))
     }
 
-    /// What it says of the cache's last session.
+    /// Reads the state file, if it covers the cache's last session.
     fn read_of(&self, superblock: &Superblock) -> Option<Noted> {
         self.read().filter(|noted| noted.sessions.contains(&superblock.session))
     }
@@ -187,16 +190,16 @@ impl Note {
         Noted::read(self.path.as_ref()?)
     }
 
-    /// The cache's number.
+    /// Returns the cache's UUID as text.
     fn name(&self) -> Option<&OsStr> {
         self.path.as_ref().and_then(|path| path.file_name())
     }
 
-    /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was
-    /// `detached`. The last of `uses` is about to begin, too.
+    /// Creates the state file, durably, for the last session and the one that is about to begin. `detached` describes
+    /// the last session. The last of `uses` is about to begin, too.
     ///
     /// # Errors
-    /// The host's; if there is an old one, that speaks for the last session alone.
+    /// Writing fails; an old file, if there is one, still covers the last session alone.
     pub(super) fn make(
         &self,
         superblock: &Superblock,
@@ -221,7 +224,7 @@ impl Note {
             stamps: disk_id::stamps_of_all(files),
         };
         noted.write(path)?;
-        // Which the note says itself now, if it was there.
+        // A mark that existed is included in the state file now.
         match fs::remove_file(used_mark(path)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -229,15 +232,15 @@ impl Note {
         Ok(Made::new(self.clone(), Some(noted), files))
     }
 
-    /// One that could not be made.
+    /// Returns a handle without a state file, for when creating it has failed.
     pub(super) fn unmade(&self) -> Made {
         Made::new(self.clone(), None, &[])
     }
 
-    /// Takes it back, durably.
+    /// Removes the state file, durably.
     ///
     /// # Errors
-    /// The host's; it may still be there.
+    /// Removal fails; the file may still exist.
     pub(super) fn take_back(&self) -> io::Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
         if let Some(lately) = self.lately() {
@@ -249,23 +252,23 @@ impl Note {
         };
         fs::remove_file(path).or_else(gone)?;
         fs::remove_file(used_mark(path)).or_else(gone)?;
-        // Of one who was killed while he wrote it.
+        // The temporary file of a process that was killed while writing.
         let _ = fs::remove_file(new_of(path));
         File::open(folder_of(path))
             .and_then(|folder| folder.sync_all())
             .or_else(gone)
     }
 
-    /// Where it says what it said lately, for as long as the host runs.
+    /// Returns the path of the copy of the state file in the host's memory.
     fn lately(&self) -> Option<PathBuf> {
         let name = self.path.as_ref()?.file_name()?;
         Some(lately_folder().join(name))
     }
 
-    /// What it said lately, and when its server was alive.
+    /// Reads the copy in memory; also returns when its server was last alive.
     ///
     /// # Errors
-    /// It cannot be read, or others may have written it.
+    /// The copy cannot be read, or other users may have written it.
     fn read_lately(&self) -> io::Result<(Noted, SystemTime)> {
         let path = self.lately().ok_or(io::ErrorKind::NotFound)?;
         for folder in path.ancestors().skip(1).take(2) {
@@ -276,12 +279,12 @@ impl Note {
         Ok((lately.ok_or(io::ErrorKind::InvalidData)?, alive))
     }
 
-    /// A file beside it, with this ending, that tells something else of the cache.
+    /// Returns the path of a companion file of the state file, with this extension.
     pub(super) fn beside(&self, ending: &str) -> Option<PathBuf> {
         self.path.as_ref().map(|path| path.with_extension(ending))
     }
 
-    /// Where it is looked for, for messages.
+    /// Returns the path of the state file, for messages.
     pub(super) fn place(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),
@@ -290,7 +293,7 @@ impl Note {
     }
 }
 
-/// A cache is used: held as long as it is. For one that cannot be locked itself, an export.
+/// Lock on a cache in use, for a cache on an export, which cannot be locked itself.
 pub(super) struct Lock {
     path: PathBuf,
     _file: File,
@@ -298,16 +301,16 @@ pub(super) struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Before it is given back: nobody can have another one of this name.
+        // The file is removed before the lock is released, so that no other process can hold a file of this name.
         let _ = fs::remove_file(&self.path);
     }
 }
 
 impl Note {
-    /// Locks the cache, if there is a place for that.
+    /// Locks the cache, if there is a directory for the lock file.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if somebody uses it, or the host's.
+    /// [`io::ErrorKind::WouldBlock`] if another process uses the cache, or an error of the file system.
     pub(super) fn lock(&self) -> io::Result<Option<Lock>> {
         let Some(path) = self.beside("lock") else {
             return Ok(None);
@@ -316,10 +319,10 @@ impl Note {
         loop {
             let mut options = File::options();
             options.write(true).create(true).truncate(false);
-            // A FIFO without a reader is not waited for.
+            // `O_NONBLOCK` fails on a FIFO without a reader, instead of waiting for one.
             let file = options.custom_flags(libc::O_NONBLOCK).open(&path)?;
             flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-            // Whoever had it may have removed it in between.
+            // The previous owner may have removed the file in between.
             let is_it =
                 fs::metadata(&path).is_ok_and(|found| file.metadata().is_ok_and(|ours| ours.ino() == found.ino()));
             if is_it {
@@ -329,52 +332,53 @@ impl Note {
     }
 }
 
-/// What a note says of a cache that was not closed.
+/// Verdict of the state file on a cache that was not closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Says {
-    /// It worked to its end; and whether nobody else has written to the disk since, which is never [`Verdict::Changed`].
+    /// The cache worked until its server ended. The verdict, which is never [`Verdict::Changed`], is on foreign
+    /// writes to the disk since.
     Believe(Verdict),
-    /// Its device failed, and nobody else has written to the disk since, as far as is known.
+    /// The cache's device failed, and as far as is known no other program has written to the disk since.
     Detached(Detached),
-    /// Somebody has.
+    /// Another program has written to the disk since.
     Changed,
-    /// There is no note, or it is of another time.
+    /// There is no state file, or it does not cover the cache's last session.
     Nothing,
 }
 
-/// What stands in a note.
+/// Content of a state file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Noted {
-    /// Of the cache, that it speaks for.
+    /// Sessions of the cache that the file covers.
     sessions: Vec<u32>,
     /// The identity of the disk.
     disk: Vec<u8>,
-    /// What the cache is on, as a text that says it anywhere on this host.
+    /// Address of the cache, in a form that is valid in every process of this host.
     cache: Vec<u8>,
-    /// The disk has been opened without the cache since, to be written.
+    /// The disk has since been opened for writing without the cache.
     is_used: bool,
-    /// The cache may have what the disk has not.
+    /// The cache may be dirty.
     is_dirty: bool,
-    /// The device has failed; what is superseded, each range apart from the others, in order.
+    /// The device has failed; the superseded ranges are sorted, and do not touch each other.
     detached: Option<Vec<ByteRange>>,
-    /// When the stamps were noted.
+    /// Setting of the host's clock when the fingerprints were recorded.
     clock: Option<HostClock>,
-    /// Of the disk, whose marks speak for the cache.
+    /// Uses of the disk whose marks count for the cache.
     uses: Vec<u64>,
-    /// Of the disk's files.
+    /// Fingerprints of the disk's files.
     stamps: Vec<FileStamp>,
 }
 
 impl Noted {
-    /// That at `path`, with what others have marked beside it.
+    /// Reads the state file at `path`, including a mark that other processes have created.
     fn read(path: &Path) -> Option<Self> {
         let mut noted = Self::parse(&small_file::read_text(path, STATE_BYTES_MAX).ok()?)?;
-        // What cannot be looked at counts.
+        // A mark that cannot be checked counts as present.
         noted.is_used |= used_mark(path).try_exists().unwrap_or(true);
         Some(noted)
     }
 
-    /// `None` if it is not whole, or nothing that this program writes.
+    /// Parses a state file; `None` if it is incomplete, or in a format that this program does not write.
     fn parse(text: &str) -> Option<Self> {
         let mut noted = Self {
             sessions: Vec::new(),
@@ -467,19 +471,21 @@ impl Noted {
         write_whole(path, &self.text())
     }
 
-    /// Takes the stamps as they are now.
+    /// Replaces the fingerprints by current ones.
     fn set_stamps(&mut self, stamps: Vec<FileStamp>) {
         self.clock = HostClock::now();
         self.stamps = stamps;
     }
 
-    /// Returns whether perhaps only the disk's server has written to its files since; `alive` is its last sign of life, if known.
+    /// Returns whether only the disk's own server may have written to its files since; `alive` is its last sign of
+    /// life, if known.
     fn may_be_only_ours(&self, files: &[DiskFile], alive: Option<SystemTime>) -> bool {
         let step = self.clock.map_or(0, HostClock::step);
         disk_id::may_be_only_ours_since(files, &self.stamps, alive, step)
     }
 
-    /// What was before the last session is over: a copy of the cache from then is not believed.
+    /// Drops the sessions and uses before the last ones: a copy of the cache from an earlier session must not be
+    /// used.
     fn drop_old_sessions(&mut self) {
         let last = self.sessions.len().saturating_sub(1);
         self.sessions.drain(..last);
@@ -487,7 +493,7 @@ impl Noted {
         self.uses.drain(..last);
     }
 
-    /// A range is superseded; what touches it becomes one with it.
+    /// Adds a superseded range, and merges it with those that it touches.
     fn supersede(&mut self, range: ByteRange) {
         let superseded = self.detached.get_or_insert_default();
         let touches = |other: &ByteRange| other.start <= range.end() && range.start <= other.end();
@@ -501,13 +507,13 @@ impl Noted {
     }
 }
 
-/// A note of a cache that a disk is about to be used without.
+/// The state file of a cache without which a disk is about to be used.
 pub(super) struct Other {
     path: PathBuf,
     noted: Noted,
 }
 
-/// The folders of notes that this process can reach by itself.
+/// Returns the directories of state files that this process can access without a helper.
 fn folders() -> impl Iterator<Item = PathBuf> {
     let mut above: Vec<PathBuf> = state_folder().into_iter().collect();
     if geteuid().is_root() {
@@ -518,7 +524,7 @@ fn folders() -> impl Iterator<Item = PathBuf> {
     above.into_iter().chain(private).map(|folder| folder.join(FOLDER))
 }
 
-/// All notes that this process can read by itself.
+/// Returns all state files that this process can read without a helper.
 fn all() -> impl Iterator<Item = Other> {
     let notes = folders().filter_map(|folder| fs::read_dir(folder).ok());
     let paths = notes.flatten().flatten().map(|note| note.path());
@@ -529,19 +535,19 @@ fn all() -> impl Iterator<Item = Other> {
     })
 }
 
-/// Returns the paths of all notes of caches of a disk, as [`disk_id::disk_of`] has it.
+/// Returns the paths of the state files of all caches of a disk, which is identified as by [`disk_id::disk_of`].
 pub(crate) fn notes_of_disk(disk: &[u8]) -> Vec<PathBuf> {
     let of_disk = all().filter(|other| disk_id::disk_of(&other.noted.disk) == disk);
     of_disk.map(|other| other.path).collect()
 }
 
-/// Returns the paths of all notes of caches of the disk in an image.
+/// Returns the paths of the state files of all caches of the disk in an image.
 pub(crate) fn notes_of_image(image: &ImageAddress) -> Vec<PathBuf> {
     let is_its = |other: &Other| disk_id::is_disk(image, disk_id::disk_of(&other.noted.disk));
     all().filter(is_its).map(|other| other.path).collect()
 }
 
-/// All notes of caches of a disk.
+/// Returns the state files of all caches of a disk.
 fn of_disk(disk: &[u8]) -> Vec<Other> {
     let read = |path: PathBuf| {
         let noted = Noted::read(&path)?;
@@ -550,13 +556,13 @@ fn of_disk(disk: &[u8]) -> Vec<Other> {
     let Some(helper) = helper() else {
         return notes_of_disk(disk).into_iter().filter_map(read).collect();
     };
-    // Whoever does not tell has told why to whoever started it.
+    // If the helper does not answer, it has reported the reason to the process that started it.
     let paths = helper.notes_of_caches(disk).unwrap_or_default();
     let read_other = |path: PathBuf| {
         let file = opener().open(&path, Access::Read, NamedBy::Header).ok()?;
         let mut noted = Noted::parse(&small_file::text_of(file, STATE_BYTES_MAX).ok()?)?;
         let mark = opener().open(&used_mark(&path), Access::Look, NamedBy::Header);
-        // What cannot be looked at counts.
+        // A mark that cannot be checked counts as present.
         noted.is_used |= mark.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound);
         Some(Other { path, noted })
     };
@@ -568,41 +574,41 @@ fn of_disk(disk: &[u8]) -> Vec<Other> {
 }
 
 impl Note {
-    /// Takes back all notes of caches on `file`; whether there were any.
+    /// Removes the state files of all caches on `file`; returns whether there were any.
     pub(super) fn take_back_of(file: &ImageAddress) -> bool {
         let file = absolute(file).into_bytes();
         let of_file: Vec<Other> = all().filter(|other| other.noted.cache == file).collect();
         of_file.iter().filter(|other| other.take_back().is_ok()).count() > 0
     }
 
-    /// All notes of caches of this disk, but for those that are `used`, and those of which it is known already that the disk
-    /// is used without them.
+    /// Returns the state files of all caches of this disk, except those that are `used`, and those that already
+    /// record that the disk is used without their cache.
     pub(super) fn others(identity: &[u8], used: &[&Self]) -> Vec<Other> {
-        // In whatever folder: a cache's number is its own.
+        // The directory does not matter, since the name is the cache's UUID.
         let is_used = |other: &Other| used.iter().any(|note| note.name() == other.path.file_name());
-        // Whatever the format it is taken for.
+        // The image's format does not matter.
         let all = of_disk(disk_id::disk_of(identity)).into_iter();
         all.filter(|other| !is_used(other) && !other.noted.is_used).collect()
     }
 }
 
 impl Other {
-    /// What the cache is on.
+    /// Returns the address of the cache.
     pub(super) fn file(&self) -> Option<ImageAddress> {
         file_in(&self.noted.cache)
     }
 
-    /// The cache is one of those, as [`super::replaced`] has them.
+    /// Returns whether the cache is one of those in a record of [`super::replaced`].
     pub(super) fn is_one_of(&self, caches: &[Vec<u8>]) -> bool {
         caches.contains(&self.noted.cache)
     }
 
-    /// The cache may have what the disk has not.
+    /// Returns whether the cache may be dirty.
     pub(super) fn is_dirty(&self) -> bool {
         self.noted.is_dirty
     }
 
-    /// It is the note of the cache with this superblock.
+    /// Returns whether this is the state file of the cache with this superblock.
     pub(super) fn is_of(&self, superblock: &Superblock) -> bool {
         Note::of(superblock).name() == self.path.file_name()
     }
@@ -612,8 +618,9 @@ impl Other {
         Note { path }.take_back()
     }
 
-    /// The disk is used without the cache: what it has of that too is not to be believed any more, and what only it has not
-    /// without being asked for. Files say so by their times, if the last change was not too short a while ago.
+    /// Creates the mark that the disk is used without the cache: clean data in the cache becomes stale, and dirty
+    /// data needs the user's decision. The files' times would show the change too, but only if the last recorded
+    /// fingerprint is old enough.
     pub(super) fn is_used_without(&self) {
         let is_own = notes_folder().as_deref() == self.path.parent();
         let marked = match helper().filter(|_| !is_own) {
@@ -629,26 +636,28 @@ impl Other {
     }
 }
 
-/// What says that a disk has been opened without the cache of the note at `path`, to be written.
+/// Returns the path of the mark for the state file at `path`; it means that the disk was opened for writing without
+/// the cache.
 pub(crate) fn used_mark(path: &Path) -> PathBuf {
     path.with_extension("used")
 }
 
-/// What a note says that its cache is on.
+/// Parses the address of a cache from its state file.
 fn file_in(cache: &[u8]) -> Option<ImageAddress> {
     std::str::from_utf8(cache).ok()?.parse().ok()
 }
 
-/// Where a file is written before it takes the place of the old one.
+/// Returns the path of the temporary file that then replaces the old file.
 fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     name.into()
 }
 
-/// Writes a text in the place of the old file, durably; whatever happens, one of them is there.
+/// Replaces a file by one with this text, durably; a crash leaves either the old or the new file.
 ///
-/// Another user may own what the folder is in, or the folder: neither it nor the file is reached through a symbolic link.
+/// Another user may own the directory or its parent: neither the directory nor the file is reached through a symbolic
+/// link.
 pub(crate) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let folder = rustix::fs::open(folder_of(path), flags, Mode::empty())?;
@@ -656,7 +665,7 @@ pub(crate) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
     let (Some(name), Some(new)) = (path.file_name(), new.file_name()) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
-    // Of a process that was killed meanwhile, if it is there.
+    // A process that was killed meanwhile may have left it.
     let _ = rustix::fs::unlinkat(&folder, new, AtFlags::empty());
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(&folder, new, flags, Mode::from_raw_mode(0o666))?);
@@ -680,13 +689,13 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
 
-/// Where what they said lately is.
+/// Returns the directory of the copies in the host's memory.
 pub(crate) fn lately_folder() -> PathBuf {
     let folder = private_folder::runtime().map_or_else(runtime_folder, Path::to_owned);
     folder.join(FOLDER)
 }
 
-/// Where notes of caches are.
+/// Returns the directory of the caches' state files.
 pub(crate) fn notes_folder() -> Option<PathBuf> {
     let folder = private_folder::state().map(Path::to_owned).or_else(state_folder);
     folder.map(|folder| folder.join(FOLDER))
@@ -694,18 +703,18 @@ pub(crate) fn notes_folder() -> Option<PathBuf> {
 
 const FOLDER: &str = "caches";
 
-/// In it each of the host's services that is a user of its own has its state folder.
+/// Directory with the state directories of those of the host's services that are a user of their own.
 const OF_VMS: &str = "/var/lib/larder-vm";
 
-/// What outlives the host's restarts: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root, `$XDG_STATE_HOME/larder`
-/// or `~/.local/state/larder`.
+/// Returns the directory for state that outlives a reboot: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root,
+/// `$XDG_STATE_HOME/larder` or `~/.local/state/larder`.
 pub fn state_folder() -> Option<PathBuf> {
     let variable = |name: &str| {
         std::env::var_os(name)
             .map(PathBuf::from)
             .filter(|path| path.is_absolute())
     };
-    // It may be a list, of which the first will do.
+    // The variable may be a list; its first entry is used.
     let of_systemd = std::env::var("STATE_DIRECTORY").ok();
     let of_systemd = of_systemd
         .as_deref()
@@ -752,8 +761,9 @@ mod tests {
         }
     }
 
+    /// A state file parses back as written; cut off anywhere, or with a wrong field, it is rejected.
     #[test]
-    fn what_is_noted_is_read_again_and_nothing_else() {
+    fn state_file_parses_back_and_rejects_torn_text() {
         for noted in [noted(None), noted(Some(&[])), noted(Some(&[(0, 512), (4096, 8192)]))] {
             let text = noted.text();
             assert_eq!(Noted::parse(&text), Some(noted), "{text}");
@@ -780,7 +790,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_touch_become_one() {
+    fn touching_superseded_ranges_are_merged() {
         let mut it = noted(None);
         for (start, len) in [(8, 4), (0, 2), (20, 4), (2, 2), (6, 1), (5, 8), (30, 0), (3, 40)] {
             it.supersede(ByteRange::new(start, len));

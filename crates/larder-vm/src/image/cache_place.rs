@@ -1,4 +1,4 @@
-//! Where a disk's cache is in its stack of layers: what is done with the cache while the disk is used.
+//! Slot of the cache in a disk's stack of layers: operations on the cache while the disk is in use.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -14,35 +14,35 @@ use super::cache_wish::{CACHE_LINE_DEFAULT, CacheOptions};
 use super::open_cache::OpenCache;
 use super::{ImageAddress, ImageOptions, is_same, replaced};
 
-/// How long the guest's requests are held for those that are under way to end.
+/// Longest time for which new requests of the guest are held until those in flight have completed.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 
-/// And for what has to be done then: for the disk to get what is still left, and for the new cache to be opened.
+/// Longest time for each step while requests are held: writing the rest of the dirty data, and opening the new cache.
 const STEP_MAX: Duration = Duration::from_secs(10);
 
-/// What a cache is to be replaced by.
+/// Options for replacing a cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Replacement {
-    /// What the new one is on; if it is not said, what the old one is on, whose device is there again.
+    /// File, device or export of the new cache; if unset, the old cache is opened again, whose device has returned.
     pub file: Option<ImageAddress>,
-    /// How large its file is made; as large as the old one if it is not said.
+    /// Size of a new file; if unset, that of the old cache.
     pub size: Option<ByteLen>,
-    /// Also if what only the old one has is lost with it.
+    /// Replace the cache even if its dirty data is lost.
     pub lose_dirty: bool,
 }
 
-/// The place of a cache.
+/// The slot of a cache in a disk's stack.
 pub struct CachePlace {
     switch: Rc<Switch>,
     now: RefCell<Rc<OpenCache>>,
     disk: Cached,
     options: ImageOptions,
-    /// What is being done with it because somebody wants it so.
+    /// Operations that a client has requested.
     pub(crate) work: Work,
 }
 
 impl CachePlace {
-    /// Opens the cache of a disk, which is made if it is not there.
+    /// Opens the cache of a disk, and creates it if it does not exist.
     pub(super) async fn open(
         on: &Loop,
         disk: Cached,
@@ -62,39 +62,39 @@ impl CachePlace {
         })
     }
 
-    /// The disk with its cache.
+    /// Returns the disk with its cache.
     pub(super) fn device(&self) -> Rc<dyn BlockDevice> {
         Rc::clone(&self.switch) as Rc<dyn BlockDevice>
     }
 
-    /// The cache that is there now.
+    /// Returns the current cache.
     pub fn now(&self) -> Rc<OpenCache> {
         Rc::clone(&self.now.borrow())
     }
 
-    /// Has writes go another way; see [`larder_cache::Cache::set_mode`].
+    /// Changes the write policy; see [`larder_cache::Cache::set_mode`].
     ///
     /// # Errors
-    /// As a text for people.
+    /// A message for the user.
     pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
         let work = self.work.begin(false)?;
         work.ended(self.now().set_mode(mode).await)
     }
 
-    /// Has the disk have all that only the cache has.
+    /// Writes all dirty data to the disk.
     ///
     /// # Errors
-    /// As a text for people.
+    /// A message for the user.
     pub(crate) async fn flush(&self) -> Result<(), String> {
         let work = self.work.begin(false)?;
         work.ended(self.now().flush().await)
     }
 
-    /// Puts another cache into the place of this one, or this one again, whose device had failed. The guest is held up for
-    /// a moment.
+    /// Replaces this cache by another one, or opens it again after its device had failed. The guest's requests are
+    /// held for a moment.
     ///
     /// # Errors
-    /// As a text for people; the cache is the same as before then.
+    /// A message for the user; the cache is unchanged then.
     pub(crate) async fn replace(&self, on: &Loop, by: &Replacement) -> Result<(), String> {
         let work = self.work.begin(true)?;
         work.ended(self.replace_steps(on, by).await)
@@ -120,7 +120,7 @@ impl CachePlace {
         }
     }
 
-    /// The cache that has failed is opened again.
+    /// Reopens the cache that has failed.
     async fn replace_by_itself(&self, on: &Loop, old: &Rc<OpenCache>, wish: &CacheOptions) -> Result<(), String> {
         if old.layer.works() {
             return Err("it works; to have another one in its place, say which (--with)".to_owned());
@@ -131,7 +131,7 @@ impl CachePlace {
         let held = self.switch.hold().ok_or_else(being_closed)?;
         in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
         in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
-        // It gives its locks back, and is read from all the same if this fails.
+        // Closing releases the locks. If it fails, the cache is reopened all the same.
         if let Err(error) = in_time(on, STEP_MAX, old.fast.close(), NO_REST)
             .await
             .and_then(|closed| closed.map_err(text))
@@ -145,7 +145,7 @@ impl CachePlace {
             let prepared = cache::prepare(&spawned, &disk, &wish, &options, CACHE_LINE_DEFAULT).await?;
             prepared.open(&spawned, &disk, None).await
         };
-        // Both have the same note.
+        // Both openings of the cache have the same state file.
         let noted = old.note.pause();
         let (spawned, again) = (on.clone(), Rc::clone(old));
         let failed = move |_| again.note.resume(noted, &spawned, &again.layer);
@@ -154,7 +154,7 @@ impl CachePlace {
         Ok(())
     }
 
-    /// Another one takes its place, when the disk has all that only the old one has.
+    /// Replaces the old cache by another one, after all its dirty data was written to the disk.
     async fn replace_by_other(
         &self,
         on: &Loop,
@@ -205,12 +205,12 @@ impl CachePlace {
         Ok(())
     }
 
-    /// The disk goes to another host: it has all that the cache has, and goes on here without it until it is closed. What the
-    /// cache has is never believed again, from before this returns on; what it does with writes when it is opened the next
-    /// time is `mode`, if that is said.
+    /// Detaches the cache because the disk moves to another host: writes all dirty data to the disk, which then runs
+    /// without a cache until it is closed. From before this returns, the cached data is stale for ever. `mode`, if
+    /// given, becomes the cache's write policy from its next opening on.
     ///
     /// # Errors
-    /// As a text for people; the cache is the same as before then, unless it was its end that failed.
+    /// A message for the user; the cache is unchanged then, unless retiring it was the step that failed.
     pub(crate) async fn part(&self, on: &Loop, mode: Option<Mode>) -> Result<(), String> {
         let work = self.work.begin(true)?;
         work.ended(self.part_steps(on, mode).await)
@@ -220,21 +220,22 @@ impl CachePlace {
         let old = self.now();
         let (held, _) = self.leave(on, &old, false).await?;
         if let Some(mode) = mode.filter(|_| old.layer.works()) {
-            // Nothing is written any more.
+            // The cache is clean, so nothing more is written to it.
             if let Err(error) = old.layer.set_mode(mode).await {
                 tracing::warn!("{}: it keeps its mode: {error}", old.file);
             }
         }
-        // A crash before this is over leaves a server that has the disk still; one after it a cache that fits no disk.
+        // After a crash before this step completes, the server still has the disk; after a crash later, the cache
+        // fits no disk.
         old.retire(false).await?;
         old.layer.abandon().await;
         held.exchange(Rc::clone(&self.disk.device));
         Ok(())
     }
 
-    /// Has the disk have all that only `old` has, and holds requests; whether something is lost.
+    /// Writes all dirty data of `old` to the disk, and holds requests; returns whether some of it is lost.
     async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(Held<'_>, bool), String> {
-        // What can be is, also if the rest is to be lost.
+        // All data that can be written is written, even if the rest may be lost.
         let mut handed_over = old.layer.hand_over_most().await;
         let dirty = || old.layer.statistics().dirty_lines;
         while handed_over.is_err() && lose_dirty {
@@ -249,7 +250,7 @@ impl CachePlace {
         }
         let held = self.switch.hold().ok_or_else(being_closed)?;
         in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
-        // What was written in between; its device may have failed, too.
+        // Data was written in between, and the cache's device may have failed as well.
         let rest = async {
             old.layer.hand_over().await.map_err(text)?;
             match old.layer.has_handed_over().await {
@@ -294,14 +295,15 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// The result, if there is one in time.
+/// Returns the result, if there is one in time.
 async fn in_time<T>(on: &Loop, limit: Duration, work: impl Future<Output = T>, why: &str) -> Result<T, String> {
     let done = on.timeout(limit, work).await;
     done.ok_or_else(|| format!("{why} ({} s)", limit.as_secs()))
 }
 
-/// The cache that is opened, if that does not take too long. It cannot be dropped half-way, so it goes on by itself then;
-/// `failed` is called when it has ended in vain, with what it has come to too late.
+/// Returns the cache once it is open, unless that takes too long. An opening cannot be cancelled half-way, so it
+/// continues in the background then; `failed` is called when it ends in vain, with the cache that was opened too
+/// late, if any.
 async fn open_in_time(
     on: &Loop,
     opening: impl Future<Output = Result<OpenCache, CacheError>> + 'static,
@@ -317,7 +319,7 @@ async fn open_in_time(
             }
             Err(error) => {
                 failed(None);
-                // Nobody waits any more if this fails.
+                // This fails only if the receiver has given up.
                 let _ = sender.send(Err(error));
             }
         }
@@ -329,11 +331,11 @@ async fn open_in_time(
     }
 }
 
-/// What is being done because somebody wants it so.
+/// Operations on a cache that a client has requested.
 #[derive(Default)]
 pub(crate) struct Work {
     running: Cell<u32>,
-    /// It must be the only one.
+    /// The running operation must be the only one.
     is_alone: Cell<bool>,
     error: RefCell<Option<String>>,
 }
@@ -353,12 +355,12 @@ impl Work {
         Ok(Begun(self))
     }
 
-    /// Something has not ended.
+    /// Returns whether an operation is running.
     pub(crate) fn is_running(&self) -> bool {
         self.running.get() > 0
     }
 
-    /// Why the last that has ended could not be done.
+    /// Returns the error of the operation that ended last.
     pub(crate) fn error(&self) -> Option<String> {
         self.error.borrow().clone()
     }

@@ -1,4 +1,4 @@
-//! What can be done with a cache while no server uses it.
+//! Operations on a cache that no server is using.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -21,7 +21,7 @@ use super::cache_wish::CacheOptions;
 use super::{Author, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 use crate::occupied::{BEGINNING, begins_with_zeros};
 
-/// Why something cannot be done with a cache.
+/// Reason why an operation on a cache failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CacheToolError {
@@ -60,7 +60,7 @@ pub enum CacheToolError {
     },
     #[error("{why}; whether it has data that the disk has not cannot be told: with --lose-dirty that is given up")]
     Unknown { why: String },
-    /// What the cache itself, or its device, says.
+    /// Error of the cache layer or of its device.
     #[error("{0}")]
     Cache(String),
     #[error("{file}: {source}")]
@@ -91,19 +91,19 @@ impl From<IoError> for CacheToolError {
     }
 }
 
-/// What a cache is.
+/// Description of a cache.
 pub struct CacheReport {
-    /// Bytes of what it is on.
+    /// Size of the cache's device, in bytes.
     pub size: ByteLen,
-    /// What it says of itself.
+    /// The cache's superblock.
     pub superblock: Superblock,
-    /// What it holds, unless somebody may be changing that.
+    /// Number of lines by state; `None` if a server may be changing them.
     pub lines: Option<Lines>,
-    /// Somebody uses it.
+    /// A process uses the cache.
     pub is_used: bool,
 }
 
-/// Looks at a cache; what it holds is counted unless it `is_used`.
+/// Inspects a cache. Its lines are counted unless it `is_used`.
 ///
 /// # Errors
 /// See [`CacheToolError`].
@@ -124,7 +124,7 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
     })
 }
 
-/// Has a cache do something else with writes when it is opened the next time; whether it may have what its disk has not.
+/// Sets the write policy that a cache has from its next opening on; returns whether the cache may be dirty.
 ///
 /// # Errors
 /// See [`CacheToolError`].
@@ -140,26 +140,26 @@ pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Re
     Ok(superblock.may_be_dirty)
 }
 
-/// Which cache is to be flushed, and onto what.
+/// Options for flushing a cache to its disk.
 #[derive(Clone, Debug)]
 pub struct FlushWish {
-    /// What the cache is on.
+    /// File, device or export that the cache is on.
     pub file: ImageAddress,
-    /// Where its disk is, if that is not where it was when the cache was last used.
+    /// The cache's disk, if that is not where it was when the cache was last used.
     pub image: Option<ImageAddress>,
-    /// The disk's format. A cache of another user says nothing of its disk that root would believe.
+    /// The disk's format. Root does not trust what another user's cache records about its disk.
     pub format: Option<Format>,
     /// Root opens the files that the headers of other users' images name.
     pub trust_image: bool,
-    /// What the cache has is right, also if the disk seems to have been changed without it.
+    /// Dirty data counts as newer than the disk, even if the disk seems to have been changed without the cache.
     pub force: bool,
 }
 
-/// Has the disk of a cache that nobody uses have all that only the cache has. How many bytes, in whole lines, those were;
-/// `tell` is told every now and then how many are left.
+/// Writes all dirty data of an unused cache to its disk. Returns the number of dirty bytes there were, in whole
+/// lines; `tell` is called periodically with the number that is left.
 ///
 /// # Errors
-/// See [`CacheToolError`]; what the disk has not got by then stays in the cache.
+/// See [`CacheToolError`]; data that has not been written to the disk remains in the cache.
 pub async fn flush_cache(
     on: &Loop,
     wish: &FlushWish,
@@ -244,7 +244,7 @@ pub async fn flush_cache(
         error => error,
     };
     is_over.set(true);
-    // Whatever came of it, it is closed as well as that goes.
+    // The disk is closed even if the flush has failed.
     let closed = opened.device.close().await;
     cache.forget_note();
     flushed?;
@@ -252,20 +252,20 @@ pub async fn flush_cache(
     Ok(dirty)
 }
 
-/// How often it is told what is left to be done.
+/// Interval between progress reports.
 const TOLD_EVERY: Duration = Duration::from_secs(5);
 
-/// What [`drop_cache`] has dropped.
+/// Result of [`drop_cache`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dropped {
-    /// The cache.
+    /// The cache was dropped.
     Cache,
-    /// The note that it has data which its disk has not: there is no cache there any more.
+    /// Only the state file of a dirty cache was removed: the cache itself no longer exists.
     NoteAlone,
 }
 
-/// Makes a cache none any more: a file has no bytes left then, a device none of the cache at its beginning. What only the
-/// cache has is lost, if that is agreed to.
+/// Drops a cache: its file is truncated to zero bytes, or the cache's first bytes on its device are zeroed. Dirty
+/// data is lost, if `lose_dirty` permits that.
 ///
 /// # Errors
 /// See [`CacheToolError`].
@@ -286,7 +286,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
             });
         }
         Ok(superblock) => Some((alone(file, &superblock)?, Note::of(&superblock))),
-        // What stands there may be somebody else's by now.
+        // The device may hold other data by now.
         Err(error) if is_other(&error) => {
             return match lose_dirty && Note::take_back_of(file) {
                 true => Ok(Dropped::NoteAlone),
@@ -304,15 +304,15 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     fast.write_zeroes(beginning, ZeroFlags::default()).await?;
     fast.flush().await?;
     if let Some((_alone, note)) = note {
-        // Of a cache that is no more it means nothing.
+        // The state file of a dropped cache is meaningless.
         let _ = note.take_back();
         replaced::forget(&note);
     }
     if lose_dirty {
-        // Of another one that was there.
+        // This removes the state file of another cache that was on the same file.
         Note::take_back_of(file);
     }
-    // Whoever has it open watches its size.
+    // A process that has the file open monitors its size.
     fast.close().await?;
     drop(fast);
     match file {
@@ -325,7 +325,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     Ok(Dropped::Cache)
 }
 
-/// Takes what is left of a file that is no cache any more, unless somebody else has it by now.
+/// Truncates a file that is no longer a cache, unless another process uses it by now.
 fn empty(path: &Path) -> std::io::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     if image_lock::lock(file.as_fd(), Sharing::Exclusive, Claim::Own).is_err() {
@@ -339,11 +339,11 @@ fn empty(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Makes the file of a closed cache larger or smaller, with what it has, as far as there is room: a new one takes its
-/// place when it has everything. How many lines it has then, and had.
+/// Resizes the file of a closed cache, keeping its data as far as there is space: a new file replaces the old one
+/// once it is complete. Returns the lines by state before and after.
 ///
 /// # Errors
-/// See [`CacheToolError`]; the cache is as it was then.
+/// See [`CacheToolError`]; the cache is unchanged then.
 pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Result<Resized, CacheToolError> {
     let name = || file.to_string();
     let old = open(on, file, false).await?;
@@ -357,7 +357,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             disk: superblock.disk.name,
         });
     }
-    // Its note would have to be that of both files for a moment.
+    // For a moment one state file would have to describe both files.
     if superblock.may_be_dirty {
         return Err(CacheToolError::ResizeDirty {
             file: name(),
@@ -370,7 +370,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
         old.close().await?;
         return Ok(Resized { before, after: before });
     }
-    // A symbolic link stays one, and the file stays in its file system.
+    // A symbolic link remains a link, and the file remains on its file system.
     let target = path.canonicalize().unwrap_or_else(|_| path.clone());
     let mut beside = target.clone().into_os_string();
     beside.push(".resize");
@@ -384,7 +384,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
         })?;
         let moved = std::fs::rename(&beside, &target)
             .inspect_err(|_| {
-                // Or the cache that is not there would be looked for.
+                // A state file that remained would report a missing dirty cache.
                 let _ = Note::of(&new).take_back();
             })
             .and_then(|()| match target.parent() {
@@ -398,26 +398,26 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
         Ok(after) => after,
         Err(error) => {
             if !matches!(error, CacheToolError::Beside { .. }) {
-                // As well as that goes; the error says why there is no new one.
+                // Removal is best effort; the error gives the reason why there is no new cache.
                 let _ = std::fs::remove_file(&beside);
             }
             return Err(error);
         }
     };
-    // The old one goes with its last user; what was noted of it means nothing any more.
+    // The old file is deleted with its last user, and its state file is meaningless.
     let _ = note.take_back();
     Ok(Resized { before, after })
 }
 
-/// What became of a cache's lines.
+/// Lines of a cache by state, before and after a resize.
 pub struct Resized {
-    /// What it had.
+    /// Lines before.
     pub before: Lines,
-    /// What it has.
+    /// Lines after.
     pub after: Lines,
 }
 
-/// A cache of another size in a new file, with what the old one has, and its superblock.
+/// Creates a cache of another size in a new file, with the old cache's data; returns its lines and superblock.
 async fn make_resized(
     on: &Loop,
     old: &Rc<dyn BlockDevice>,
@@ -430,7 +430,7 @@ async fn make_resized(
     };
     let address = ImageAddress::Path(beside.to_owned());
     if is_unfinished(on, &address).await {
-        // As well as that goes: what is in the way is told.
+        // Removal is best effort: if the file is still in the way, creating the new one reports that.
         let _ = std::fs::remove_file(beside);
     }
     let file = File::options().write(true).create_new(true).mode(0o600).open(beside);
@@ -449,7 +449,8 @@ async fn make_resized(
     Ok((lines, superblock))
 }
 
-/// What is there was left by one who was killed while he made it: nobody else has it, as nobody has the old one.
+/// Returns whether the file was left behind by a resize that was killed. No other process uses it, since none uses
+/// the old cache.
 async fn is_unfinished(on: &Loop, address: &ImageAddress) -> bool {
     match open(on, address, false).await {
         Ok(left) => {
@@ -488,7 +489,7 @@ async fn superblock_of(file: &ImageAddress, fast: &Rc<dyn BlockDevice>) -> Resul
     }
 }
 
-/// Keeps others from using a cache.
+/// Locks a cache against other users.
 fn alone(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheToolError> {
     lock(file, superblock).map_err(|error| CacheToolError::InUse(error.to_string()))
 }

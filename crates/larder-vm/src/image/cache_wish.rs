@@ -1,4 +1,4 @@
-//! What users say of a disk's cache.
+//! Options that users give for a disk's cache.
 
 use larder_block::ByteLen;
 use larder_cache::Mode;
@@ -16,7 +16,7 @@ pub const CACHE_MODES: [Mode; 4] = [
     Mode::PassThrough,
 ];
 
-/// What users call a mode.
+/// Returns the option value for a mode.
 pub fn cache_mode_name(mode: Mode) -> &'static str {
     match mode {
         Mode::WriteThrough => "wt",
@@ -26,7 +26,7 @@ pub fn cache_mode_name(mode: Mode) -> &'static str {
     }
 }
 
-/// The same in words.
+/// Returns a mode's name in words.
 pub fn cache_mode_words(mode: Mode) -> &'static str {
     match mode {
         Mode::WriteThrough => "write-through",
@@ -36,10 +36,10 @@ pub fn cache_mode_words(mode: Mode) -> &'static str {
     }
 }
 
-/// Reads what users call a mode.
+/// Parses the option value for a mode.
 ///
 /// # Errors
-/// There is no such mode, as a text for people.
+/// There is no such mode; the error is a message for the user.
 pub fn parse_cache_mode(text: &str) -> Result<Mode, String> {
     let found = CACHE_MODES.into_iter().find(|mode| cache_mode_name(*mode) == text);
     found.ok_or_else(|| {
@@ -48,22 +48,22 @@ pub fn parse_cache_mode(text: &str) -> Result<Mode, String> {
     })
 }
 
-/// What a line has unless something else is wished, in bytes.
+/// Default line length, in bytes.
 pub const CACHE_LINE_DEFAULT: ByteLen = ByteLen::new(4 << 10);
 
-/// The longest line, in bytes.
+/// Longest line, in bytes.
 const LINE_MAX: ByteLen = ByteLen::new(64 << 10);
 
-/// The least that may be written to a cache in a day, in bytes.
+/// Smallest limit for the bytes written to a cache per day.
 pub const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
 
-/// The most, in bytes: 12 GB a second.
+/// Largest limit for the bytes written to a cache per day: 12 GB per second.
 pub const CACHE_ENDURANCE_MAX: ByteLen = ByteLen::mib(1 << 30);
 
-/// Reads what may be written to a cache in a day.
+/// Parses the limit for the bytes written to a cache per day.
 ///
 /// # Errors
-/// It is no size, or out of range, as a text for people.
+/// The text is not a size, or out of range; the error is a message for the user.
 pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
     let bytes: ByteLen = text
         .parse()
@@ -74,10 +74,10 @@ pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
     }
 }
 
-/// Reads how long a line of a cache is.
+/// Parses the line length of a cache.
 ///
 /// # Errors
-/// It is no size, or none that a line can have, as a text for people.
+/// The text is not a size, or not a valid line length; the error is a message for the user.
 pub fn parse_cache_line(text: &str) -> Result<ByteLen, String> {
     let line: ByteLen = text
         .parse()
@@ -88,24 +88,24 @@ pub fn parse_cache_line(text: &str) -> Result<ByteLen, String> {
     }
 }
 
-/// What a user has said of a cache; `None` is what there is nothing said of.
+/// Cache options as a user gave them; `None` means that an option was not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheWish {
-    /// Where it is; without it there is none.
+    /// File or device of the cache; without it there is no cache.
     pub file: Option<ImageAddress>,
-    /// How large its file is made.
+    /// Size of a new cache file.
     pub size: Option<ByteLen>,
-    /// How long its lines are.
+    /// Line length.
     pub line: Option<ByteLen>,
-    /// What is done with writes.
+    /// Write policy.
     pub mode: Option<Mode>,
-    /// What may be written to it in a day.
+    /// Limit for the bytes written per day.
     pub endurance: Option<ByteLen>,
-    /// Nothing but its server writes to the disk.
+    /// Only the disk's own server writes to the disk.
     pub exclusive: bool,
 }
 
-/// Why a wish contradicts itself. The names are those of the options, with or without dashes.
+/// Reason why options contradict each other. The names are those of the options, with or without dashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CacheWishError {
@@ -118,10 +118,10 @@ pub enum CacheWishError {
 }
 
 impl CacheWish {
-    /// How to cache, if at all, an image that is shared, or not.
+    /// Returns the options for caching an image, which is shared or not; `None` if it is not to be cached.
     ///
     /// # Errors
-    /// Something is wished that cannot be.
+    /// The options contradict each other.
     pub fn options(&self, share: bool) -> Result<Option<CacheOptions>, CacheWishError> {
         let Some(file) = self.file.clone() else {
             let alone = [
@@ -152,29 +152,30 @@ impl CacheWish {
     }
 }
 
-/// The cache of a disk.
+/// Options of a disk's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheOptions {
-    /// The file, block device or NBD export that it is on. A file that is not there is made.
+    /// File, block device or NBD export that the cache is on. A missing file is created.
     pub file: ImageAddress,
-    /// How large its file is made; what it has if it is there.
+    /// Size of a new cache file; an existing file must have this size.
     pub size: Option<ByteLen>,
-    /// How long the lines are; if nothing is said, as they are, or [`CACHE_LINE_DEFAULT`].
+    /// Line length; if unset, that of the existing cache, or [`CACHE_LINE_DEFAULT`].
     pub line: Option<ByteLen>,
-    /// What is done with writes; if nothing is said, as it was left, or write-through.
+    /// Write policy; if unset, that of the existing cache, or write-through.
     pub mode: Option<Mode>,
-    /// What may be written to it in a day; see [`OpenOptions::endurance`].
+    /// Limit for the bytes written per day; see [`OpenOptions::endurance`].
     pub endurance: Option<ByteLen>,
-    /// Nothing but its server writes to the disk, says the user: what is not proven ([`Verdict::Unproven`]) is believed.
+    /// The user asserts that only the disk's server writes to the disk, so unproven data ([`Verdict::Unproven`]) is
+    /// used.
     pub exclusive: bool,
-    /// What only the cache has is right, also if the disk seems to have been changed without it.
+    /// Dirty data counts as newer than the disk, even if the disk seems to have been changed without the cache.
     pub force: bool,
-    /// This one, and no other that has taken its place while the disk was used.
+    /// Use exactly this cache, not one that has replaced it while the disk was in use.
     pub exactly: bool,
 }
 
 impl CacheOptions {
-    /// Whether that can be, as far as it can be told without asking anybody.
+    /// Checks the options as far as possible without I/O.
     pub(super) fn check(&self) -> Result<(), CacheError> {
         if self.size.is_some_and(|size| size.get() == 0) {
             return Err(CacheError::ZeroSize {

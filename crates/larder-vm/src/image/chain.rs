@@ -1,6 +1,8 @@
-//! An image and all the files that it refers to: its backing file, that one's, and so on, and external data files.
+//! An image's chain: the image, its backing file, the backing file's backing file, and so on, and external data
+//! files.
 //!
-//! Which those are is up to the [`policy::ChainPolicy`]: headers name files, and whoever made an image has chosen the names.
+//! [`policy::ChainPolicy`] decides which files are opened: headers name files, and the author of an image chose the
+//! names.
 
 pub(super) mod policy;
 
@@ -25,24 +27,25 @@ use super::{
 };
 use policy::{Author, ChainPolicy, Named, NamedChain, NamedImage, PinnedBy};
 
-/// The longest chain of backing files.
+/// Maximum number of images in a chain.
 const CHAIN_MAX: usize = 200;
 
-/// An image that was opened as the disk that it describes.
+/// An image opened as the disk that it describes.
 pub(super) struct Opened {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) format: Format,
-    /// The files that it is in, outermost first, on this host.
+    /// The files of the chain on this host, outermost first.
     pub(super) files: Vec<DiskFile>,
-    /// All of them, with those of NBD servers.
+    /// All parts of the chain, including those on NBD servers.
     pub(super) parts: Vec<ChainPart>,
-    /// What tells of the files whether somebody else has written to them.
+    /// Proof of whether another program has written to the files.
     pub(super) proof: Proof,
-    /// Part of it is on a block device or an NBD export: no file's times tell when somebody has written to that.
+    /// Part of the chain is on a block device or an NBD export, which have no modification times that would show a
+    /// foreign write.
     pub(super) lacks_times: bool,
 }
 
-/// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
+/// Opens an image as the disk that it describes. The files of a trial are pushed to `held`, also if it fails.
 pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
@@ -81,28 +84,28 @@ pub(super) async fn open(
 /// A file that was opened for a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChainPart {
-    /// Where it is.
+    /// Address of the file.
     pub image: ImageAddress,
-    /// What its bytes mean.
+    /// Format of the file.
     pub format: Format,
-    /// What it is to the image that names it.
+    /// Role of the file for the image that names it.
     pub role: PartRole,
-    /// Whether it may be written.
+    /// The file may be written.
     pub writable: bool,
 }
 
-/// What a file of a chain is to the image that names it.
+/// Role of a file of a chain for the image that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PartRole {
-    /// It is the image that was asked for.
+    /// The image that was asked for.
     Image,
-    /// Its external data file.
+    /// An external data file.
     DataFile,
-    /// Its backing file.
+    /// A backing file.
     Backing,
 }
 
-/// One image of a chain as a disk, and what its bytes mean.
+/// One image of a chain as a disk, and its format.
 type Layer = (Rc<dyn BlockDevice>, Format);
 
 struct Opener<'a> {
@@ -110,13 +113,14 @@ struct Opener<'a> {
     options: &'a ImageOptions,
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
-    /// See [`Opened`].
+    /// The files on this host; see [`Opened`].
     files: Vec<DiskFile>,
     proof: Proof,
     parts: Vec<ChainPart>,
     held: &'a mut Vec<HeldFile>,
     metadata_memory: Rc<MetadataMemory>,
-    /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
+    /// The chain so far has an NBD server. A trial ends at an NBD server, so no other process has claimed the files
+    /// after it for us.
     is_past_server: bool,
 }
 
@@ -136,7 +140,7 @@ impl Opener<'_> {
             let format = match format {
                 Some(format) => format,
                 None => match &self.options.chain {
-                    // A guest could write what another format begins with.
+                    // If the format were probed, a guest could write the first bytes of another format.
                     ChainPolicy::Pinned {
                         by: PinnedBy::VmFile, ..
                     } => return Err(no_format(image)),
@@ -156,7 +160,8 @@ impl Opener<'_> {
                 writable: !read_only,
             });
             let device = match format {
-                // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
+                // The guest must not write bytes that would make the next probe find another format. NBD exports are
+                // never probed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
                     Rc::new(StayRaw::new(file, begins_like))
                 }
@@ -195,7 +200,7 @@ impl Opener<'_> {
                     source,
                 })?;
                 let author = Author::of_file(&found, is_guessed);
-                // It is locked now, and nothing has been written.
+                // The file is locked now, and nothing has been written.
                 self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
                 self.proof.add_file(&file);
                 if options.trial {
@@ -253,7 +258,7 @@ impl Opener<'_> {
         let journals = match read_only || self.options.trial {
             true => {
                 let is_backing = self.opened.len() > 1;
-                // One that is shared may have a server.
+                // A shared image may have a running server, whose journal is in use.
                 beside = match self.options.share {
                     true => None,
                     false => journal::look(image, &header, !read_only || is_backing)?,
@@ -277,13 +282,14 @@ impl Opener<'_> {
         let opened = Qcow2::open(self.on, file, others, options).await;
         let opened = opened.map_err(ImageError::Qcow2)?;
         if let Some(file) = file_of_left {
-            // The image has it. A journal that stays is not believed.
+            // The image has the journal's changes now. A journal that cannot be removed is stale, and is not
+            // replayed.
             let _ = opener().remove(&file);
         }
         Ok(opened)
     }
 
-    /// How many images lead to the one that was pushed last.
+    /// Returns the number of images that lead to the one that was pushed last.
     fn depth(&self) -> usize {
         self.opened.len().saturating_sub(1)
     }
@@ -347,7 +353,7 @@ impl Opener<'_> {
         let role = (Role::Part, PartRole::Backing);
         let opened = self.open(&address, format, true, role).await;
         let (device, format) = opened.map_err(|source| match source {
-            // The innermost failure says it all.
+            // The innermost failure names the image and the cause.
             source @ (ImageError::Backing { .. }
             | ImageError::BackingName { .. }
             | ImageError::BackingUnknown { .. }
@@ -359,7 +365,8 @@ impl Opener<'_> {
             },
         })?;
         if !self.options.trial {
-            // What is newer than it is in its cache, and nobody would read it.
+            // The newest data of a backing file with a dirty cache is in that cache, where this chain would not read
+            // it.
             let others = Note::others(&disk_id::identity(&address, format), &[]);
             refuse_dirty(self.on, &address, &others).await?;
         }
@@ -367,7 +374,7 @@ impl Opener<'_> {
     }
 }
 
-/// The backing file that a header names, if Larder can open what has such a name.
+/// Returns the backing file that a header names, if Larder can open files with such a name.
 fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) -> Result<Named<'a>, ImageError> {
     let unknown = |why: String| ImageError::BackingUnknown {
         image: image.to_string(),
@@ -386,7 +393,7 @@ fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) 
 }
 
 fn no_format(image: &ImageAddress) -> ImageError {
-    // Of a file that is not there nothing can be said.
+    // A missing file cannot be probed.
     let found = match image {
         ImageAddress::Path(path) if opener::metadata(path).is_err() => None,
         image => probe(image).ok(),
@@ -400,11 +407,12 @@ fn no_format(image: &ImageAddress) -> ImageError {
     }
 }
 
-/// Returns the files that the headers of an image and of its backing files name. Only headers of files on this host are read: no
-/// NBD server is connected to, and what a backing file without a format is, is not guessed.
+/// Returns the files that the headers of an image and of its backing files name. Only headers of files on this host
+/// are read: no NBD server is contacted, and the format of a backing file is not probed if the header does not give
+/// one.
 ///
 /// # Errors
-/// One of them cannot be read, or its header cannot.
+/// One of the files, or its header, cannot be read.
 pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Result<NamedChain, ImageError> {
     let mut chain = NamedChain::default();
     let (mut above, mut format, mut role) = (image.clone(), Some(format), Role::Image);
@@ -446,10 +454,10 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
     Ok(chain)
 }
 
-/// The format of an image that nobody has named: what a file or block device begins like. NBD exports are raw.
+/// Probes the format of an image from the first bytes of its file or block device. NBD exports are raw.
 ///
 /// # Errors
-/// It is one that Larder does not know.
+/// Larder does not support the format.
 pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
     let found = match image {
         ImageAddress::Path(path) => recognise(path),
@@ -465,7 +473,7 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
     }
 }
 
-/// Whether both lead to the same file.
+/// Returns whether both addresses lead to the same file.
 pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
         (one, other) if one == other => true,

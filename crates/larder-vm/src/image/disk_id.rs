@@ -1,4 +1,5 @@
-//! What tells a disk from every other one, and whether somebody has written to it, for the cache that belongs to it.
+//! Identities and fingerprints of disks, for their caches: an identity distinguishes a disk from every other one, and
+//! a fingerprint shows whether another program has written to it.
 
 use std::fs::{File, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -16,22 +17,24 @@ use rustix::fs::{Mode, OFlags};
 
 use super::{Format, ImageAddress, file_handle, host_clock};
 
-/// Where udev puts the names that a disk has on every start of the host.
+/// Directory in which udev creates names of disks that are the same after every boot.
 const STABLE_NAMES: &str = "/dev/disk/by-id";
 
-/// What is better than other names there: what the disk says itself, and what LVM and its like say of theirs.
+/// Prefixes of the preferred names in that directory: those from the disk's own identifiers, and from LVM and other
+/// users of device mapper.
 const BEST_NAMES: [&str; 3] = ["wwn-", "nvme-eui.", "dm-uuid-"];
 
-/// `FUSE_SUPER_MAGIC`: its handles are of one mount only.
+/// `FUSE_SUPER_MAGIC`: handles of FUSE file systems are valid for one mount only.
 const FUSE_MAGIC: i64 = 0x6573_5546;
 
 /// `NFS_SUPER_MAGIC`, `CIFS_SUPER_MAGIC`, `SMB2_SUPER_MAGIC`, `CEPH_SUPER_MAGIC`, and FUSE, which may be anything.
 const OF_SERVERS: [i64; 5] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, FUSE_MAGIC];
 
-/// The longest that a cache's superblock has room for, for sure, in bytes.
+/// Longest identity or fingerprint that a cache's superblock is guaranteed to have room for, in bytes.
 const LEN_MAX: usize = 512;
 
-/// What no other disk has, and what stays the same under another name, as far as that can be told.
+/// Returns the identity of a disk: unique to it, and unchanged under another name, as far as the host can provide
+/// that.
 pub(super) fn identity(image: &ImageAddress, format: Format) -> Vec<u8> {
     let whose = match image {
         ImageAddress::Path(path) => of_path(path),
@@ -40,19 +43,19 @@ pub(super) fn identity(image: &ImageAddress, format: Format) -> Vec<u8> {
     bounded([format.name().as_bytes(), b" ", &whose].concat())
 }
 
-/// Returns what an identity says of the disk, whatever format its image is taken for.
+/// Returns the part of an identity that identifies the disk, without the format.
 pub(crate) fn disk_of(identity: &[u8]) -> &[u8] {
     let format = identity.iter().position(|byte| *byte == b' ');
     format.map_or(identity, |end| &identity[end + 1..])
 }
 
-/// Whether an image is the disk of which [`disk_of`] says this.
+/// Returns whether an image is the disk with this identity, as returned by [`disk_of`].
 pub(crate) fn is_disk(image: &ImageAddress, disk: &[u8]) -> bool {
     let formats = [Format::Raw, Format::Qcow2];
     formats.iter().any(|format| disk_of(&identity(image, *format)) == disk)
 }
 
-/// The format that an identity says.
+/// Returns the format in an identity.
 pub(super) fn format_of(identity: &[u8]) -> Option<Format> {
     let name = identity.split(|byte| *byte == b' ').next()?;
     [Format::Raw, Format::Qcow2]
@@ -68,8 +71,8 @@ fn of_path(path: &Path) -> Vec<u8> {
             let name = stable_name(Path::new(STABLE_NAMES), path).or_else(|| std::path::absolute(path).ok());
             [b"block ", bytes(&name.unwrap_or_else(|| path.to_owned()))].concat()
         }
-        // Device numbers of file systems change when the host is started anew. A handle has the inode's generation, which
-        // is random.
+        // Device numbers of file systems change when the host reboots. A handle contains the inode's generation,
+        // which is random.
         found => match file.as_ref().and_then(handle) {
             Some(handle) => [&b"file "[..], &handle].concat(),
             None => {
@@ -85,7 +88,7 @@ fn bytes(path: &Path) -> &[u8] {
     path.as_os_str().as_bytes()
 }
 
-/// A descriptor that stands for the file at `path` and gives no access to what is in it.
+/// Returns an `O_PATH` descriptor of the file at `path`, which gives no access to its content.
 pub(super) fn place_of(path: &Path) -> io::Result<File> {
     opener().open(path, Access::Look, NamedBy::User)
 }
@@ -97,7 +100,7 @@ fn handle(file: &File) -> Option<Vec<u8>> {
         .flatten()
 }
 
-/// The name in `folder` that leads to the same device, the same one each time if there are several.
+/// Returns the name in `folder` that leads to the same device; if there are several, always the same one.
 fn stable_name(folder: &Path, device: &Path) -> Option<PathBuf> {
     let same = opener().names_of_device(folder, device).ok()?;
     same.into_iter().min_by_key(|name| {
@@ -115,19 +118,19 @@ fn without_credentials(uri: &NbdUri) -> NbdUri {
     uri
 }
 
-/// A file that a disk is in.
+/// A file that holds all or part of a disk.
 #[derive(Clone, Debug)]
 pub(super) struct DiskFile {
     path: PathBuf,
-    /// The file itself, wherever the path leads by now; `None` if there was none.
+    /// The file itself, even if the path leads elsewhere by now; `None` if there was no file.
     place: Option<Arc<File>>,
     /// The disk's server writes to it.
     is_written: bool,
-    /// Its stamp when it was opened, before anything was changed.
+    /// Fingerprint of the file when it was opened, before anything was changed.
     stamp: Vec<u8>,
 }
 
-/// A file's stamp at some time; see [`stamps_of_all`].
+/// A file's fingerprint at some time; see [`stamps_of_all`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileStamp {
     /// The disk's server writes to the file.
@@ -136,16 +139,16 @@ pub(super) struct FileStamp {
 }
 
 impl DiskFile {
-    /// The same as it is now.
+    /// Returns the same file with its current fingerprint.
     pub(super) fn again(&self) -> Self {
         let mut file = self.clone();
         file.stamp = file.stamp_now();
         file
     }
 
-    /// A file that is open by this descriptor, and locked.
+    /// Returns the file that is open, and locked, by this descriptor.
     pub(super) fn new(opened: BorrowedFd<'_>, path: &Path, is_written: bool) -> Self {
-        // Another one: the open file description has the locks.
+        // A descriptor of another open file description, because the locks belong to the given one.
         let own = format!("/proc/self/fd/{}", opened.as_raw_fd());
         let place = rustix::fs::open(own, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let mut file = Self {
@@ -158,7 +161,7 @@ impl DiskFile {
         file
     }
 
-    /// It is a device: nothing tells when somebody has written to it.
+    /// Returns whether the file is a device: no timestamp shows a write to it.
     pub(super) fn lacks_times(&self) -> bool {
         self.stamp.is_empty()
     }
@@ -170,16 +173,15 @@ impl DiskFile {
         }
     }
 
-    /// Whether it has the same stamp as then.
+    /// Returns whether the fingerprint at opening equals `then`.
     pub(super) fn is_as_at(&self, then: &FileStamp) -> bool {
         self.stamp == then.bytes
     }
 
-    /// Whether perhaps nobody but its server has written to it since it had the stamp `then`, which was noted while that server
-    /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out: see
-    /// [`super::proof`] for what is proven.
-    /// That server was alive at `alive`, in seconds of the host's clock, if that is known, which has been set by `step` seconds
-    /// since.
+    /// Returns whether only its own server may have written to the file since it had the fingerprint `then`. That was
+    /// recorded while the server ran, and recorded again soon after each change. Foreign writers that stopped just as
+    /// soon are not detected: see [`super::proof`] for actual proof. The server was alive at `alive`, in seconds of
+    /// the host's clock, if that is known; the clock has been set by `step` seconds since.
     fn may_be_only_ours_since(&self, then: &FileStamp, alive: Option<i64>, step: i64) -> bool {
         if !then.is_written || self.stamp == then.bytes {
             return self.stamp == then.bytes;
@@ -200,11 +202,13 @@ impl DiskFile {
     }
 }
 
-/// So long after the last stamp that was noted our own changes may have been made: longer than is waited to note one.
+/// Time after the last recorded fingerprint within which a change may be our own, in seconds. It is longer than the
+/// delay before a fingerprint is recorded.
 const OURS_FOR_SECONDS: i64 = 30;
 
-/// Whether perhaps nobody but its server, which was `alive` then if that is known, has written to a disk since its files had
-/// these stamps; see [`stamps_of_all`]. The host's clock has been set by `step` seconds since.
+/// Returns whether only its own server, which ran until `alive` if that is known, may have written to a disk since
+/// its files had the fingerprints `then`; see [`stamps_of_all`]. The host's clock has been set by `step` seconds
+/// since.
 pub(super) fn may_be_only_ours_since(
     files: &[DiskFile],
     then: &[FileStamp],
@@ -217,12 +221,12 @@ pub(super) fn may_be_only_ours_since(
     files.len() == then.len() && files.iter().zip(then).all(is_ours)
 }
 
-/// Whether this host's clock makes a file's times, and no server's.
+/// Returns whether a file's timestamps come from this host's clock, not from a file server's.
 fn has_hosts_times(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|found| !OF_SERVERS.contains(&found.f_type))
 }
 
-/// The stamps of all files of a disk, as they are now.
+/// Returns the current fingerprints of all files of a disk.
 pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<FileStamp> {
     let stamp_of = |file: &DiskFile| FileStamp {
         is_written: file.is_written,
@@ -231,17 +235,17 @@ pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<FileStamp> {
     files.iter().map(stamp_of).collect()
 }
 
-/// Stamps as one, for a cache's superblock.
+/// Joins fingerprints into one, for a cache's superblock.
 pub(super) fn together(stamps: &[FileStamp]) -> Vec<u8> {
     bounded(stamps.iter().flat_map(|stamp| stamp.bytes.iter().copied()).collect())
 }
 
-/// The same of the stamps that files had when they were opened.
+/// Joins the fingerprints that files had when they were opened into one.
 pub(super) fn stamp_at_opening(files: &[DiskFile]) -> Vec<u8> {
     bounded(files.iter().flat_map(|file| file.stamp.iter().copied()).collect())
 }
 
-/// What is in a stamp of a regular file.
+/// Parts of the fingerprint of a regular file.
 struct Times {
     inode: u64,
     seconds: i64,
@@ -259,12 +263,12 @@ impl Times {
     }
 }
 
-/// What a file's size, times and number say of whether it was written; nothing for what is no regular file, whose
-/// writers leave no trace.
+/// Returns the fingerprint of a file: inode number, size and modification time. It is empty for anything but a
+/// regular file, where writes leave no trace.
 fn stamp(found: io::Result<Metadata>) -> Vec<u8> {
     match found {
         Ok(found) if !found.is_file() => Vec::new(),
-        // Whatever it was, it is not the same any more.
+        // The file is missing, so it must not equal any earlier state.
         Err(_) => vec![0],
         Ok(found) => [
             found.ino().to_le_bytes(),
@@ -276,7 +280,7 @@ fn stamp(found: io::Result<Metadata>) -> Vec<u8> {
     }
 }
 
-/// What is too long for a superblock is told by a number at its end.
+/// Shortens bytes that are too long for a superblock: a hash of all of them replaces their end.
 fn bounded(mut bytes: Vec<u8>) -> Vec<u8> {
     if bytes.len() > LEN_MAX {
         let mut hasher = DefaultHasher::new();
@@ -298,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_has_the_best_of_its_stable_names() {
+    fn device_gets_its_best_stable_name() {
         let place = tempfile::tempdir().expect("a folder");
         let make = |name: &str| std::fs::write(place.path().join(name), []).expect("a file");
         let link = |name: &str, to: &str| symlink(place.path().join(to), place.path().join(name)).expect("a link");
@@ -324,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_has_no_credentials_and_fits() {
+    fn identity_omits_credentials_and_is_bounded() {
         let of = |text: &str, format| identity(&text.parse().expect("an image"), format);
         let one = of("nbds://host/x?tls-certificates=/a", Format::Raw);
         assert_eq!(one, of("nbds://host/x?tls-certificates=/b", Format::Raw));
@@ -338,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_keeps_its_identity_under_another_name_and_a_copy_has_another() {
+    fn renamed_file_keeps_identity_copy_does_not() {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let at = |name: &str| folder.path().join(name);
         std::fs::write(at("a"), [1]).expect("a file");
@@ -355,8 +359,9 @@ mod tests {
         assert_ne!(stamp(at("none").metadata()), stamp_then);
     }
 
+    /// A change soon after the last recorded fingerprint is attributed to the disk's own server.
     #[test]
-    fn changes_soon_after_a_stamp_was_noted_are_taken_for_the_servers_own() {
+    fn changes_soon_after_fingerprint_count_as_own() {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let path = folder.path().join("a");
         let file = std::fs::File::create(&path).expect("a file");
@@ -367,7 +372,7 @@ mod tests {
             let time = if seconds < 0 { modified - by } else { modified + by };
             file.set_modified(time).expect("can be set");
             let bytes = then.clone();
-            // How it is opened now does not matter.
+            // The check uses the recorded `is_written`, not the current one.
             let files = [disk_file(&path, !is_written)];
             may_be_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
         };

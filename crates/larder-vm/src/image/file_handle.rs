@@ -1,11 +1,11 @@
-//! Handles of files (`name_to_handle_at(2)`): what tells a file from every other one of its file system, also from one
-//! that gets its inode number when it is gone.
+//! File handles (`name_to_handle_at(2)`). A handle identifies a file on its file system for ever, even when another
+//! file gets the same inode number after the first one is deleted.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// The most bytes that the kernel makes (`MAX_HANDLE_SZ`).
+/// Maximum length of a handle, in bytes (`MAX_HANDLE_SZ` of the kernel).
 const HANDLE_BYTES_MAX: usize = 128;
 
 /// A `struct file_handle` with room for every handle.
@@ -16,10 +16,10 @@ struct Room {
     bytes: [u8; HANDLE_BYTES_MAX],
 }
 
-/// The handle of an open file, which may be open for its place only (`O_PATH`).
+/// Returns the handle of an open file, which may be open with `O_PATH`.
 ///
 /// # Errors
-/// The file system has none (overlayfs, some network file systems).
+/// The file system has no handles (overlayfs, some network file systems).
 pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut room = Room {
         len: HANDLE_BYTES_MAX as u32,
@@ -27,7 +27,8 @@ pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
         bytes: [0; HANDLE_BYTES_MAX],
     };
     let mut mount = 0;
-    // SAFETY: the empty path ends with 0, `room` is a `struct file_handle` with as many bytes behind it as `len` says.
+    // SAFETY: the empty path ends with 0, and `room` is a `struct file_handle` followed by as many bytes as `len`
+    // gives.
     let result = unsafe {
         libc::name_to_handle_at(
             file.as_raw_fd(),
@@ -45,10 +46,11 @@ pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     Ok(handle)
 }
 
-/// Whether no file has this handle any more; `on` is any file or folder of its file system. Only root may ask.
+/// Returns whether no file has this handle any more; `on` is any file or directory of its file system. Only root may
+/// ask this.
 ///
 /// # Errors
-/// That cannot be told.
+/// The kernel cannot look up the handle.
 pub(super) fn is_gone(handle: &[u8], on: &File) -> io::Result<bool> {
     let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     let (kind, bytes) = handle.split_first_chunk().ok_or_else(invalid)?;
@@ -61,11 +63,11 @@ pub(super) fn is_gone(handle: &[u8], on: &File) -> io::Result<bool> {
         .get_mut(..bytes.len())
         .ok_or_else(invalid)?
         .copy_from_slice(bytes);
-    // SAFETY: `on` is open, `room` is a `struct file_handle` with at least as many bytes behind it as `len` says.
+    // SAFETY: `on` is open, and `room` is a `struct file_handle` followed by at least as many bytes as `len` gives.
     let opened =
         unsafe { libc::open_by_handle_at(on.as_raw_fd(), (&raw mut room).cast(), libc::O_PATH | libc::O_CLOEXEC) };
     if opened >= 0 {
-        // SAFETY: the kernel has just made it, and nobody else knows it.
+        // SAFETY: the kernel has just created the descriptor, and nothing else uses it.
         drop(unsafe { OwnedFd::from_raw_fd(opened) });
         return Ok(false);
     }
@@ -82,8 +84,9 @@ mod tests {
 
     use super::*;
 
+    /// A file that replaces a deleted one has another handle, even if it gets the same inode number.
     #[test]
-    fn a_file_that_takes_the_place_of_another_has_another_handle() {
+    fn reused_inode_gets_new_handle() {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let path = folder.path().join("file");
         let mut handles = Vec::new();

@@ -1,12 +1,14 @@
-//! Where the journals of qcow2 images are: in the host's memory, under a name that the next server of the image finds.
+//! Locations of the journals of qcow2 images: in the host's memory, under a name that the next server of the image
+//! finds.
 //!
-//! A server keeps its journal in a folder of its user. The next one looks into all folders of its own user, whatever
-//! its environment says, and root looks into those of the others as well. A journal that somebody else has written is
-//! believed only if that is the image's owner, who could have changed the image anyway; it is read, never mapped, because
-//! its owner may cut it off meanwhile.
+//! A server keeps its journal in a directory of its user. The next server searches all directories of its own user,
+//! whatever its environment says; root also searches those of other users. A journal that another user has written is
+//! trusted only if that user owns the image, and so could have changed the image anyway. Such a journal is read,
+//! never mapped, because its owner may truncate it meanwhile.
 //!
-//! A killed server leaves its journal. Whoever begins a new one also removes, from the same folder, those that are not in
-//! use and belong to images that are no more, as far as that can be told (by root, of file systems with file handles).
+//! A killed server leaves its journal behind. A process that creates a new journal also removes from the same
+//! directory those that are unused and whose images no longer exist. Only root can find that out, and only on file
+//! systems with file handles.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -28,36 +30,36 @@ use crate::opener::helper;
 use crate::vm::config;
 use crate::{private_folder, runtime_folder};
 
-/// What a killed server has left of an image.
+/// State of an image after its last server ended.
 #[derive(Debug)]
 pub enum LeftBehind {
-    /// Nothing: the image was closed, or it has no journal.
+    /// Nothing to replay: the image was closed, or it has no journal.
     Nothing,
-    /// Changes that are not in the image, in this journal.
+    /// This journal has changes that are not in the image.
     Changes(Pending),
-    /// Changes of an earlier state of the image, in this journal: another program has written to the image since, or it
-    /// was replaced by a copy. They can no longer be put there.
+    /// This journal has changes to an earlier state of the image, which can no longer be replayed: another program
+    /// has written to the image since, or a copy has replaced it.
     Overtaken(Pending),
-    /// Its journal should be somewhere, but is not in these places.
+    /// The image should have a journal, but these locations do not have it.
     Missing(Looked),
-    /// Its journal went when the host was started anew, with the guest and what that had not flushed.
+    /// The journal was lost when the host rebooted, with the guest and its unflushed data.
     Gone,
 }
 
 /// A journal that was found.
 #[derive(Debug)]
 pub struct Pending {
-    /// Its file.
+    /// Path of the journal.
     pub file: PathBuf,
-    /// How many changes of the mapping it has.
+    /// Number of mapping changes in the journal.
     pub changes: u64,
     left: Left,
-    /// It is in a folder of this process's own.
+    /// The journal is in a directory of this process's own.
     is_own: bool,
 }
 
 impl Pending {
-    /// The guest clusters whose mapping the changes are of: the first, and how many.
+    /// Returns the ranges of guest clusters whose mapping the journal changes: first cluster and count.
     pub fn guest_clusters(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.left.guest_clusters()
     }
@@ -71,7 +73,7 @@ impl Pending {
     }
 }
 
-/// Where a journal was looked for, and why it was not found there.
+/// Locations that were searched for a journal, and why it was not found there.
 #[derive(Debug, Default)]
 pub struct Looked(Vec<String>);
 
@@ -84,21 +86,22 @@ impl fmt::Display for Looked {
 /// The journals for opening an image.
 #[derive(Default)]
 pub(super) struct Journals {
-    /// The one to go on with.
+    /// The journal that this process continues with.
     pub(super) own: Option<Journal>,
-    /// What another user's has, and its file.
+    /// Content of another user's journal, and its path.
     pub(super) left: Option<(PathBuf, Left)>,
 }
 
-/// Looks for what a killed server has left of an image, without changing anything. Nobody should have the image open.
+/// Finds out what a killed server has left of an image, without changing anything. No process should have the image
+/// open.
 ///
 /// # Errors
-/// The image cannot be looked at.
+/// The image cannot be accessed.
 pub fn left_behind(image: &ImageAddress, header: &Header) -> io::Result<LeftBehind> {
     Ok(look_for(image, header)?.0)
 }
 
-/// The same, and the other journals of the image, which do not fit it.
+/// Returns the same as [`left_behind`], and the other journals of the image, which do not fit it.
 fn look_for(image: &ImageAddress, header: &Header) -> io::Result<(LeftBehind, Vec<Pending>)> {
     let session = header.autoclear & AUTOCLEAR_SESSION;
     let (all, looked) = all_of(image)?;
@@ -114,7 +117,7 @@ fn look_for(image: &ImageAddress, header: &Header) -> io::Result<(LeftBehind, Ve
     Ok((left, others))
 }
 
-/// The journals of an image, whether they fit it or not, and where there is none.
+/// Returns the journals of an image, whether they fit it or not, and the locations without one.
 fn all_of(image: &ImageAddress) -> io::Result<(Vec<Pending>, Looked)> {
     let name = name(image)?;
     let id = id(image);
@@ -137,8 +140,8 @@ fn all_of(image: &ImageAddress) -> io::Result<(Vec<Pending>, Looked)> {
     Ok((all, looked))
 }
 
-/// The journals of an image that is opened for writing. Without one of its own (nowhere to put it) a warning: the image
-/// is served all the same, more slowly.
+/// Opens the journals of an image that is opened for writing. If no location can hold a journal of its own, that is
+/// logged as a warning, and the image is served all the same, more slowly.
 pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, ImageError> {
     let failed = |source| ImageError::Journal {
         image: image.to_string(),
@@ -148,7 +151,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     let mut place = None;
     let (left, others) = look_for(image, header).map_err(failed)?;
     if matches!(left, LeftBehind::Changes(_)) {
-        // Another user's that root has put into the image before it was killed.
+        // Another user's journal that root was replaying into the image when root's server was killed.
         for other in &others {
             remove(other).map_err(failed)?;
         }
@@ -161,7 +164,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
             });
         }
         LeftBehind::Overtaken(pending) => {
-            // One that is in use, of an image on an NBD server, may be ahead of the header that was read.
+            // A journal in use, of an image on an NBD server, may be newer than the header that was read.
             if pending.is_own {
                 drop(Journal::lock(&pending.file).map_err(failed)?);
             }
@@ -170,7 +173,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         LeftBehind::Changes(pending) if pending.is_own => place = Some(pending.file),
         LeftBehind::Changes(pending) => journals.left = Some((pending.file, pending.left)),
         LeftBehind::Nothing => {
-            // Without changes: all that was written is in the image that the killed server had.
+            // The other journals have no changes: all writes are in the image that the killed server had.
             if !others.is_empty() {
                 tracing::warn!(
                     "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy; if the guest of that server still runs, end it: its disk is not what it believes"
@@ -180,7 +183,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         LeftBehind::Gone => {}
     }
     let opened = match place {
-        // It has what is needed, so there is no doing without it.
+        // This journal has changes that the image needs, so a failure to open it is an error.
         Some(place) => Ok(Journal::open(&place, &id(image)).map_err(failed)?),
         None => own_folder().and_then(|folder| {
             sweep(&folder);
@@ -189,7 +192,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     };
     match opened {
         Ok(journal) => journals.own = Some(journal),
-        // As far as an image on an NBD server is locked, this is what locks it.
+        // For an image on an NBD server, the journal's lock is the only lock.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Err(failed(error)),
         Err(error) => tracing::warn!(
             "{image}: no journal can be kept in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every write that allocates is committed at once, which is slow"
@@ -198,9 +201,9 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     Ok(journals)
 }
 
-/// Looks for the journals of an image that is opened without being changed, and gives what is to be read beside it. One
-/// that lacks something is refused if it `must_be_whole`: it will be written, or others stand on it, to whom it must
-/// never look different. Otherwise that is a warning.
+/// Searches the journals of an image that is opened without being changed, and returns the content of the one to read
+/// along with it. If part of the image is lost, that is an error with `must_be_whole`, which is set if the image will
+/// be written, or if other images depend on it and must always see the same content. Otherwise it is a warning.
 pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -> Result<Option<Left>, ImageError> {
     match left_behind(image, header) {
         Ok(LeftBehind::Missing(looked)) if must_be_whole => Err(ImageError::JournalMissing {
@@ -235,10 +238,10 @@ pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -
     }
 }
 
-/// Removes the journals of an image, which nobody serves.
+/// Removes all journals of an image, which no process may be serving.
 ///
 /// # Errors
-/// The host's.
+/// Access to the image or the removal fails.
 pub fn discard(image: &ImageAddress) -> io::Result<Vec<Pending>> {
     let (all, _) = all_of(image)?;
     for pending in &all {
@@ -254,7 +257,8 @@ fn remove(pending: &Pending) -> io::Result<()> {
     }
 }
 
-/// The same for every name of an image, and for no other image of this host.
+/// Returns the name of an image's journal: the same for every path of the image, and different from that of any other
+/// image of this host.
 fn name(image: &ImageAddress) -> io::Result<String> {
     match image {
         ImageAddress::Path(path) => {
@@ -272,7 +276,8 @@ fn name(image: &ImageAddress) -> io::Result<String> {
     }
 }
 
-/// What tells the image from one that gets its inode later, if its file system knows.
+/// Returns an ID that distinguishes the image from one that gets its inode number later, if its file system provides
+/// that.
 fn id(image: &ImageAddress) -> ImageId {
     match image {
         ImageAddress::Path(path) => ImageId {
@@ -305,15 +310,15 @@ fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {
     Ok([&found.dev().to_ne_bytes(), &handle[..]].concat())
 }
 
-/// A folder that journals may be in.
+/// A directory that may hold journals.
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     pub(crate) path: PathBuf,
-    /// Whose it must be.
+    /// Required owner of the files in it.
     pub(crate) user: u32,
-    /// What is there of the image is believed: its user could have changed the image anyway.
+    /// Journals of the image in this directory are trusted: the directory's user could have changed the image anyway.
     pub(crate) is_believed: bool,
-    /// New journals of this process are made there.
+    /// This process creates its new journals there.
     pub(crate) is_own: bool,
 }
 
@@ -321,8 +326,8 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// This process's folders for new journals, the best first. systemd empties /dev/shm of what is a service's user's, if it is
-/// told to by `RemoveIPC=`.
+/// Returns this process's directories for new journals, the best first. systemd removes a service user's files from
+/// /dev/shm if `RemoveIPC=` is set.
 fn own_folders() -> Vec<PathBuf> {
     if let Some(private) = private_folder::runtime() {
         return vec![private.join(FOLDER)];
@@ -330,7 +335,7 @@ fn own_folders() -> Vec<PathBuf> {
     folders_of_user()
 }
 
-/// The folders of this user's servers of single images.
+/// Returns the directories that this user's servers of single images use.
 fn folders_of_user() -> Vec<PathBuf> {
     let shared = in_shared_memory(own_user());
     let runtime = Some(runtime_folder::runtime_folder()).filter(|folder| *folder != shared);
@@ -344,7 +349,7 @@ fn in_shared_memory(user: u32) -> PathBuf {
     PathBuf::from(format!("/dev/shm/larder-{user}"))
 }
 
-/// All folders that a journal of an image may be in, this process's first.
+/// Returns all directories that may hold a journal of an image, this process's first.
 fn folders(image: &ImageAddress) -> Vec<Folder> {
     let own = own_folders().into_iter().map(|path| Folder {
         path,
@@ -354,7 +359,7 @@ fn folders(image: &ImageAddress) -> Vec<Folder> {
     });
     let own: Vec<Folder> = own.collect();
     let others = match helper() {
-        // One that does not tell has told why to whoever started it.
+        // If the helper does not answer, it has reported the reason to the process that started it.
         Some(helper) => helper.journal_folders(image).unwrap_or_default(),
         None => folders_of_others(image),
     };
@@ -363,8 +368,8 @@ fn folders(image: &ImageAddress) -> Vec<Folder> {
     own.into_iter().chain(others).collect()
 }
 
-/// The folders that another process may have put a journal of an image in: those of this user, of root and of the host's
-/// services, and, for root, who may read them, those of other users.
+/// Returns the directories in which another process may have put a journal of an image: those of this user, of root
+/// and of the host's services, and, for root, which may read them, those of other users.
 pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     let own = own_user();
     let owner = owner(image);
@@ -380,7 +385,7 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
         }
     };
     for (name, path, user) in runtime_folder::of_vms() {
-        // Its server writes there what it likes, and is believed of the images that it is meant to have.
+        // A VM's server can write anything there, and is trusted only for the images of its VM.
         let is_its = || config::names_image(&name, image);
         for private in private_folder::all_in(&path) {
             add_believed(private.join(FOLDER), user, owner == Some(user) || own == 0 && is_its());
@@ -399,7 +404,7 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     for private in private_folder::all_in(&runtime_folder::runtime_folder()) {
         add(private.join(FOLDER), own);
     }
-    // Where a server has put it that was started in a login session.
+    // Location used by a server that was started in a login session.
     let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder"));
     let mut of_sessions = vec![own];
     for (path, user) in runtime_folder::of_the_host() {
@@ -429,7 +434,7 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     folders
 }
 
-/// Whether another process may have put a journal of an image there.
+/// Returns whether another process may have put a journal of an image at this path.
 pub(crate) fn may_be_at(image: &ImageAddress, path: &Path) -> bool {
     let (Some(folder), Some(file)) = (path.parent(), path.file_name()) else {
         return false;
@@ -437,7 +442,7 @@ pub(crate) fn may_be_at(image: &ImageAddress, path: &Path) -> bool {
     name(image).is_ok_and(|name| file == name.as_str()) && folders_of_others(image).iter().any(|it| it.path == folder)
 }
 
-/// The journal of this image in a folder, if it may be believed.
+/// Returns the journal of this image in a directory, if it can be trusted.
 fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
     let path = folder.path.join(name);
     let file = match folder.is_own {
@@ -466,7 +471,8 @@ fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
     Ok(Some(left))
 }
 
-/// Whether a user is the one that the host's services run as: root has given him the folder of their sockets.
+/// Returns whether a user is the one that the host's services run as: root has made that user the owner of the
+/// directory of their sockets.
 fn is_of_services(user: u32) -> bool {
     runtime_folder::of_the_host().any(|(_, owner)| owner == user)
 }
@@ -478,7 +484,7 @@ fn owner(image: &ImageAddress) -> Option<u32> {
     }
 }
 
-/// A folder on tmpfs for this user's new journals.
+/// Returns a directory on tmpfs for this user's new journals.
 fn own_folder() -> io::Result<PathBuf> {
     let mut failure = io::Error::from(io::ErrorKind::NotFound);
     for folder in own_folders() {
@@ -502,7 +508,7 @@ fn prepare(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes what is of no use any more from a folder of this user's. What fails is left for the next time.
+/// Removes useless journals from a directory of this user's. If that fails, the next call tries again.
 fn sweep(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -512,16 +518,16 @@ fn sweep(folder: &Path) {
     }
 }
 
-/// Removes a journal if nobody uses it and nothing is lost with it; whether it did.
+/// Removes a journal if it is unused and no data is lost with it; returns whether it did.
 fn remove_useless(path: &Path) -> io::Result<bool> {
     let file = File::options().read(true).write(true).open(path)?;
-    // Who takes one into use locks it, and then looks whether it is still there.
+    // A process that begins to use a journal locks it first, and then checks that it still exists.
     rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
-    // One that this version has not made may be in use without a lock.
+    // A journal of another format version may be in use without a lock.
     let Some(left) = Left::head(&file)? else {
         return Ok(false);
     };
-    // Without changes it is proof that nothing is lost, as long as the image has its session.
+    // Even without changes, the journal proves that nothing is lost, as long as the image has its session.
     if left.session != 0 && !is_gone(&left.image)? {
         return Ok(false);
     }
@@ -529,7 +535,7 @@ fn remove_useless(path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether an image is no more, under whatever name.
+/// Returns whether an image no longer exists under any name.
 fn is_gone(image: &ImageId) -> io::Result<bool> {
     let place = Path::new(OsStr::from_bytes(&image.place));
     let folder = place.ancestors().skip(1).find(|folder| folder.is_dir());
@@ -537,7 +543,7 @@ fn is_gone(image: &ImageId) -> io::Result<bool> {
         return Ok(false);
     };
     let folder = File::open(folder)?;
-    // Otherwise its file system is not mounted now.
+    // If the device numbers differ, the image's file system is not mounted now.
     let is_there = folder.metadata()?.dev() == u64::from_ne_bytes(*device);
     Ok(is_there && file_handle::is_gone(handle, &folder)?)
 }

@@ -1,9 +1,9 @@
-//! Files of Larder's own that are given as a disk. What is served is written, so one that somebody still needs is refused: a
-//! cache that has data which its disk has not, and a swap cache with pages of a VM that runs.
+//! Protection of Larder's own files against being served as a disk. A served disk is written, so two kinds of file
+//! are refused: a cache with data that its disk does not have yet, and a swap cache with pages of a running VM.
 //!
-//! That is said by this host: a cache by its note, a swap cache by the process whose pages it has. A guest may itself use
-//! Larder, with a cache or swap cache on its whole disk; that disk is served like any other. So is what a cache or swap
-//! cache is used through, if that is an NBD server.
+//! Only this host's own records count: the state file of a cache, or the process whose pages a swap cache has. A
+//! guest may itself use Larder, with a cache or swap cache on its whole disk; that disk is served like any other. So
+//! is an export through which a cache or swap cache is used, when Larder is its NBD server.
 
 use std::rc::Rc;
 
@@ -14,13 +14,14 @@ use super::cache_note::Note;
 use super::{ImageAddress, ImageError};
 use crate::memory::swap;
 
-/// Bytes that tell: what every block size goes with.
+/// Number of bytes read for the check, which is a multiple of every block size.
 const BEGINNING: u64 = 4096;
 
-/// A raw image is about to be served or changed; whether it is only taken for a raw one.
+/// Refuses an image, which is about to be served or changed, if it is still needed as it is. `is_guessed` means that
+/// the image was probed as raw.
 ///
 /// # Errors
-/// It is needed as it is.
+/// The image is needed as it is.
 pub(super) async fn refuse(
     image: &ImageAddress,
     device: &Rc<dyn BlockDevice>,
@@ -30,7 +31,7 @@ pub(super) async fn refuse(
         return Ok(());
     }
     let mut bytes = AlignedBuf::zeroed(BEGINNING as usize);
-    // Whoever reads it next tells what is wrong.
+    // The next read by the caller reports the error.
     let Ok(()) = device.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await else {
         return Ok(());
     };
@@ -40,7 +41,7 @@ pub(super) async fn refuse(
             pid,
         });
     }
-    // An error: it is no cache, or too damaged to be one.
+    // An error means that it is no cache, or too damaged to be one.
     let Ok(superblock) = read_superblock(device).await else {
         return Ok(());
     };

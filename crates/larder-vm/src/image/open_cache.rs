@@ -1,4 +1,4 @@
-//! A disk's cache at work.
+//! An open cache of a disk.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -13,48 +13,49 @@ use crate::data_limit::Share;
 
 /// A cache that is open.
 pub struct OpenCache {
-    /// The layer of the disk's stack.
+    /// Cache layer of the disk's stack.
     pub layer: Rc<Cache>,
-    /// What it is on.
+    /// File, device or export that the cache is on.
     pub file: ImageAddress,
-    /// How large that is.
+    /// Size of the cache's device.
     pub size: ByteLen,
-    /// Room for what the server keeps of it in memory.
+    /// The server's memory allowance for this cache.
     pub(super) _memory: Share,
     pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
-    /// The note stays when the cache is closed, for a server or command that uses the disk without it: part of the disk is
-    /// on a device or an export, and nothing else tells that it was changed.
+    /// The state file remains when the cache is closed, so that a server or command that uses the disk without the
+    /// cache can record that. It is needed if part of the disk is on a device or an export, where nothing else would
+    /// show the change.
     pub(super) keeps_note: bool,
-    /// As long as nobody else may use it.
+    /// Lock against other users of the cache, while it is held.
     pub(super) lock: RefCell<Option<Lock>>,
 }
 
 impl OpenCache {
-    /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed, or
-    /// has what the disk has not, or nothing else tells that the disk was used without it.
+    /// Removes the cache's state file after the disk and the cache were closed. The file remains if the cache could
+    /// not be closed, if it has dirty data, or if nothing else would show that the disk was used without it.
     pub(crate) fn forget_note(&self) {
         if !self.layer.works() || self.layer.is_noted_dirty() {
             return;
         }
-        // If it fails, what stays speaks for this session only, which has ended; and it may say too much.
+        // A state file that remains describes only this session, which has ended, and errs towards discarding.
         let _ = match self.keeps_note {
             true => self.note.close(),
             false => self.note.take_back(),
         };
     }
 
-    /// Another one takes its place: nobody believes of it what may not be so any more. What only one has that has failed is
-    /// given up, if it `is_lost`.
+    /// Retires a cache that is being replaced: its data becomes stale. If the cache has failed and `is_lost` is set,
+    /// dirty data in it is discarded.
     ///
     /// # Errors
-    /// As a text for people; it may be believed.
+    /// A message for the user; the cache's data may then still count as valid.
     pub(super) async fn retire(&self, is_lost: bool) -> Result<(), String> {
         let closed = match self.layer.works() {
             true => self.layer.leave().await,
             false => Ok(()),
         };
-        // One that has failed, perhaps just now, notes that all is superseded.
+        // A cache that has failed, perhaps just now, records all its data as superseded.
         let is_given = !is_lost && !self.layer.works() && self.layer.hand_over().await.is_ok();
         let noted = match &closed {
             Ok(()) if self.layer.works() && !self.layer.is_noted_dirty() => self.note.take_back(),
@@ -69,10 +70,10 @@ impl OpenCache {
         noted.map_err(|error| error.to_string())
     }
 
-    /// Has writes go another way; see [`Cache::set_mode`].
+    /// Changes the write policy; see [`Cache::set_mode`].
     ///
     /// # Errors
-    /// As a text for people.
+    /// A message for the user.
     pub(super) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
         if mode == Mode::WriteBack {
             may_write_back(&self.file).map_err(|error| error.to_string())?;
@@ -84,16 +85,16 @@ impl OpenCache {
         }
         self.layer.set_mode(mode).await.map_err(|error| error.to_string())?;
         if !self.layer.may_be_dirty() && self.note.is_there() {
-            // If it fails, it says too much.
+            // If this fails, the state file still says dirty, which is safe.
             let _ = self.note.set_dirty(false);
         }
         Ok(())
     }
 
-    /// Has the disk have all that only the cache has.
+    /// Writes all dirty data to the disk.
     ///
     /// # Errors
-    /// As a text for people.
+    /// A message for the user.
     pub(super) async fn flush(&self) -> Result<(), String> {
         self.layer.clean().await.map_err(|error| error.to_string())
     }

@@ -1,4 +1,4 @@
-//! How users say what is to be read ahead.
+//! Read-ahead options, as users give them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,16 +6,16 @@ use std::str::FromStr;
 use larder_block::{ByteLen, SizeError};
 use larder_prefetch::PrefetchOptions;
 
-/// `off`, or a size.
+/// Memory for read-ahead: `off`, or a size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrefetchMemory {
-    /// Nothing is read ahead.
+    /// No read-ahead.
     Off,
-    /// So many bytes.
+    /// Memory size.
     Size(ByteLen),
 }
 
-/// Why a text is not such a thing.
+/// Reason why a text is not a valid read-ahead size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum PrefetchMemoryError {
@@ -28,7 +28,7 @@ pub enum PrefetchMemoryError {
 }
 
 impl PrefetchMemory {
-    /// What a disk gets.
+    /// Default for a disk.
     pub const DEFAULT: Self = Self::Size(ByteLen::mib(4));
 }
 
@@ -56,10 +56,10 @@ impl fmt::Display for PrefetchMemory {
     }
 }
 
-/// Reads how far ahead to be, or how long a read may be that is read ahead of.
+/// Parses the maximum read-ahead distance, or the longest read that causes read-ahead.
 ///
 /// # Errors
-/// It is no size, or none that makes sense, as a text for people.
+/// The text is not a size, or out of range; the error is a message for the user.
 pub fn parse_prefetch_len(text: &str) -> Result<ByteLen, String> {
     let len: ByteLen = text.parse().map_err(|error: SizeError| error.to_string())?;
     match (PrefetchOptions::LEN_MIN..=PrefetchOptions::MEMORY_MAX).contains(&len) {
@@ -72,18 +72,18 @@ pub fn parse_prefetch_len(text: &str) -> Result<ByteLen, String> {
     }
 }
 
-/// What a user has said of reading ahead; `None` is what there is nothing said of.
+/// Read-ahead options as a user gave them; `None` means that an option was not given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchWish {
-    /// Its memory.
+    /// Memory for prefetched data.
     pub memory: Option<PrefetchMemory>,
-    /// How far ahead of a reader to be at most.
+    /// Maximum distance ahead of a reader.
     pub ahead: Option<ByteLen>,
-    /// The longest read that is read ahead of.
+    /// Longest read that causes read-ahead.
     pub largest_read: Option<ByteLen>,
 }
 
-/// Why a wish contradicts itself. The names are those of the options, with or without dashes.
+/// Reason why options contradict each other. The names are those of the options, with or without dashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum PrefetchWishError {
@@ -96,10 +96,10 @@ pub enum PrefetchWishError {
 }
 
 impl PrefetchWish {
-    /// How to read ahead, if at all, of an image that is shared, or not.
+    /// Returns the read-ahead options of an image, which is shared or not; `None` for no read-ahead.
     ///
     /// # Errors
-    /// Something is wished that cannot be.
+    /// The options contradict each other.
     pub fn options(&self, share: bool) -> Result<Option<PrefetchOptions>, PrefetchWishError> {
         let detail = match (self.ahead, self.largest_read) {
             (Some(_), _) => Some("prefetch-ahead"),

@@ -1,11 +1,12 @@
-//! What is proven of a disk whose server was killed: whether another program has written to it since.
+//! Proof, for a disk whose server was killed, of whether another program has written to the disk since.
 //!
-//! A file or device that the server writes to has a mark ([`FileDevice::verdict`]) that counts the server's own writes. A file that
-//! it only reads has the same times as before. Of a device that it only reads, and of an export, nothing proves that nobody has
-//! written to it.
+//! A file or device that the server writes to has a mark ([`FileDevice::verdict`]) that counts the server's own
+//! writes. A file that it only reads is unchanged if its timestamps are. For a device that it only reads, and for an
+//! export, there is no proof.
 //!
-//! A mark says what has happened since its image was last used, and belongs to that use. The note of a cache names the uses of its
-//! disk in which it was the disk's cache: so a mark says nothing of a cache without which the disk was used meanwhile.
+//! A mark covers the time since the last use of its image, and belongs to that use. The state file of a cache lists
+//! the uses of its disk in which it was the disk's cache. So a mark proves nothing for a cache if the disk was used
+//! without that cache since.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -33,8 +34,8 @@ impl Proof {
         self.has_export = true;
     }
 
-    /// Returns what is proven since the disk's `files` had the stamps `then`, in a start of the host with the ID `boot`, in one of
-    /// these `uses` of the disk. After a new start of the host the stamps alone count.
+    /// Returns what is proven about the disk since its `files` had the fingerprints `then`, during the host boot with
+    /// the ID `boot`, in one of these `uses` of the disk. After a reboot of the host the fingerprints alone count.
     pub(super) fn verdict(&self, files: &[DiskFile], then: &[FileStamp], boot: Option<u128>, uses: &[u64]) -> Verdict {
         if files.len() != then.len() || files.len() != self.files.len() {
             return Verdict::Changed;
@@ -60,7 +61,7 @@ impl Proof {
         uses.iter().copied().filter(has_mark).collect()
     }
 
-    /// The verdict has been acted upon, and a use of the disk with this number has begun.
+    /// Records that the verdict has been acted upon, and that the use of the disk with this number has begun.
     pub(super) fn acknowledge(&self, of_use: u64) {
         for file in &self.files {
             file.acknowledge_verdict(of_use);
@@ -68,12 +69,13 @@ impl Proof {
     }
 }
 
-/// Returns where this process keeps the marks of its images. It is made when the first one is; what it is in is made now.
+/// Returns the directory for this process's image marks. The parent directory is created here; the directory itself
+/// is created together with the first mark.
 pub(super) fn marks_folder() -> PathBuf {
     let folder = private_folder::runtime().map_or_else(
         || {
             let folder = runtime_folder();
-            // Whoever makes a mark says that there is no folder for it.
+            // If this fails, creating a mark in it fails too, and reports the error.
             let _ = runtime_folder::make(&folder, 0o755);
             folder
         },

@@ -1,14 +1,15 @@
-//! Which cache has taken the place of which while their disk was used: a server that is given the old one, since nobody has
-//! told it otherwise, uses the new one. So a server that is killed and started again, by `larder run` or by systemd, does
-//! not leave out what only the new one has.
+//! Records of caches that were replaced while their disk was in use: a server whose options still name the old cache
+//! uses the new one. So a server that is killed and restarted, by `larder run` or by systemd, does not miss the data
+//! that only the new cache has.
 //!
-//! One file for each new cache, beside the notes of caches; a line each, all but the last hexadecimal:
+//! There is one file for each new cache, in the directory of the caches' state files. Each line is a word and a
+//! hexadecimal value, except the last:
 //!
 //! ```text
 //! disk 72617720...     the disk's identity
 //! new 2f737364...      the new cache: a path or URI
-//! old 2f6e766d...      a cache whose place it has taken; several, if those were replaced as well
-//! end                  it is whole
+//! old 2f6e766d...      a cache that it has replaced; several, if that one had itself replaced others
+//! end                  the file is complete
 //! ```
 
 use std::fs;
@@ -23,7 +24,7 @@ use super::cache_wish::CacheOptions;
 use super::open_cache::OpenCache;
 use super::{ImageAddress, absolute};
 
-/// The ending of its files' names, which those of notes do not have.
+/// Extension of the records' file names, which state files do not have.
 const ENDING: &str = "replaced";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,7 +35,7 @@ struct Replaced {
 }
 
 impl Replaced {
-    /// `None` if it is not whole, or nothing that this program writes.
+    /// Parses a record; returns `None` if it is incomplete, or in a format that this program does not write.
     fn parse(text: &str) -> Option<Self> {
         let mut replaced = Self::default();
         let lines = text.strip_suffix("end\n")?;
@@ -60,7 +61,7 @@ impl Replaced {
     }
 }
 
-/// All that there are, with their files.
+/// Returns all records, with their paths.
 fn all() -> Vec<(PathBuf, Replaced)> {
     let files = notes_folder()
         .map(fs::read_dir)
@@ -78,16 +79,16 @@ fn all() -> Vec<(PathBuf, Replaced)> {
     known.collect()
 }
 
-/// Notes, durably, that `new` has taken the place of `old`.
+/// Records durably that `new` has replaced `old`.
 ///
 /// # Errors
-/// The host's.
+/// Reading or writing the state directory fails.
 pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Result<()> {
     let place = place_of(new.note.note());
     let place = place.ok_or_else(|| io::Error::other("neither $XDG_STATE_HOME nor $HOME says where"))?;
     let (old, new) = (absolute(old).into_bytes(), absolute(&new.file).into_bytes());
     let before: Vec<(PathBuf, Replaced)> = all().into_iter().filter(|(_, it)| it.disk == disk).collect();
-    // Those whose place the old one had taken have the new one now.
+    // Caches that the old one had replaced are now replaced by the new one.
     let others = before.iter().filter(|(_, it)| it.new == old || it.new == new);
     let mut names = vec![old.clone()];
     for name in others.flat_map(|(_, it)| &it.old) {
@@ -110,7 +111,8 @@ pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Resu
     Ok(())
 }
 
-/// The caches whose place that with this note has taken, when all that only they had was on the disk, or given up.
+/// Returns the caches that the cache with this state file has replaced. At that time all their dirty data was written
+/// to the disk, or discarded.
 pub(super) fn old_of(note: &Note) -> Vec<Vec<u8>> {
     let text = place_of(note).and_then(|place| small_file::read_text(&place, STATE_BYTES_MAX).ok());
     text.as_deref()
@@ -119,10 +121,10 @@ pub(super) fn old_of(note: &Note) -> Vec<Vec<u8>> {
         .unwrap_or_default()
 }
 
-/// The cache with this note is none any more: it has nobody's place.
+/// Removes the record of a cache that no longer exists: it replaces no other cache.
 pub(super) fn forget(note: &Note) {
     if let Some(place) = place_of(note) {
-        // There is none, mostly.
+        // Usually there is no record.
         let _ = fs::remove_file(place);
     }
 }
@@ -131,7 +133,7 @@ fn place_of(note: &Note) -> Option<PathBuf> {
     note.beside(ENDING)
 }
 
-/// The cache that has taken the place of the one that is wished, if one has.
+/// Returns the options of the cache that has replaced the requested one, or the requested ones if none has.
 pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
     if wish.exactly {
         return wish.clone();
@@ -141,11 +143,12 @@ pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
         let new = std::str::from_utf8(&replaced.new).ok().and_then(|new| new.parse().ok());
         let Some(new) = new else { continue };
         if replaced.new == wished {
-            // Its server is told of the new one by now.
+            // The server's options name the new cache by now.
             let _ = fs::remove_file(path);
             continue;
         }
-        // What it is on may not be mounted yet; if it had something, that is told.
+        // The new cache may be on a file system that is not mounted yet. If it has dirty data, that is reported
+        // later.
         let is_away = matches!(&new, ImageAddress::Path(path) if opener::metadata(path).is_err());
         if !is_away && replaced.old.contains(&wished) {
             tracing::info!(
@@ -167,8 +170,9 @@ pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
 mod tests {
     use super::*;
 
+    /// A record parses back as written; cut off anywhere, or with an unknown word, it is rejected.
     #[test]
-    fn what_is_noted_is_read_again_and_nothing_else() {
+    fn record_parses_back_and_rejects_torn_text() {
         let replaced = Replaced {
             disk: b"raw file x".to_vec(),
             new: b"/ssd/new".to_vec(),

@@ -1,4 +1,4 @@
-//! The note of a cache while it is used.
+//! The state file of a cache while the cache is in use.
 
 use std::fs;
 use std::io;
@@ -15,19 +15,21 @@ use super::{Note, Noted, folder_of, new_of};
 use crate::image::disk_id::{self, DiskFile, FileStamp};
 use crate::runtime_folder;
 
-/// How often it is looked whether the disk's files have changed.
+/// Interval at which the disk's files are checked for changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Stamps are noted no sooner than so long after the last ones, because that costs a flush of the note's file system.
+/// Minimum interval between two records of fingerprints, because each costs a flush of the state file's file system.
 const NOTE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A note that was made, unless it could not be. It is changed by the disk's thread, and by one that notes stamps.
+/// State file of an open cache. Creating the file may have failed. The disk's thread changes it, and so does a thread
+/// that records fingerprints.
 #[derive(Clone)]
 pub(in crate::image) struct Made {
     note: Note,
-    /// What stands in it; `None` if there is none, or is to be none any more. Never held for long.
+    /// Content of the file; `None` if it does not exist, or must not be written any more. The lock is never held for
+    /// long.
     noted: Arc<Mutex<Option<Noted>>>,
-    /// Held while it is changed, which takes as long as a flush of its file system.
+    /// Held while the file is changed, which takes as long as a flush of its file system.
     changing: Arc<Mutex<()>>,
     files: Arc<[DiskFile]>,
 }
@@ -50,12 +52,12 @@ impl Made {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// There is one.
+    /// Returns whether the state file exists and is kept up to date.
     pub(in crate::image) fn is_there(&self) -> bool {
         self.noted().is_some()
     }
 
-    /// Changes what stands in it, if there is one.
+    /// Changes the state file, if it exists.
     fn change(&self, change: impl FnOnce(&mut Noted)) -> io::Result<()> {
         let _alone = self.changing();
         let changed = self.noted().as_mut().map(|noted| {
@@ -68,23 +70,24 @@ impl Made {
         }
     }
 
-    /// The note.
+    /// Returns the file's location.
     pub(in crate::image) fn note(&self) -> &Note {
         &self.note
     }
 
-    /// It is not changed any more: it stays as it is, or others change it.
+    /// Ends all changes by this process: the file remains as it is, or other processes change it.
     pub(in crate::image) fn end(&self) {
         self.pause();
     }
 
-    /// The same, until [`Made::resume`] is called with what this returns.
+    /// Ends all changes until [`Made::resume`] is called with the value that this returns.
     pub(in crate::image) fn pause(&self) -> Option<Noted> {
         let _alone = self.changing();
         self.noted().take()
     }
 
-    /// Others have changed it, in vain: what they have come to is that there was one session more, or several.
+    /// Resumes changes after another opening of the cache has changed the file and failed. The only part of its
+    /// changes that is kept is the session numbers that it used.
     pub(in crate::image) fn resume(&self, paused: Option<Noted>, on: &Loop, cache: &Rc<Cache>) {
         let (Some(mut ours), Some(path)) = (paused, &self.note.path) else {
             return;
@@ -105,21 +108,21 @@ impl Made {
         on.spawn(self.clone().keep(on.clone(), Rc::downgrade(cache)));
     }
 
-    /// Notes whether the cache may have what the disk has not.
+    /// Records whether the cache may be dirty.
     pub(in crate::image) fn set_dirty(&self, dirty: bool) -> io::Result<()> {
         self.change(|noted| noted.is_dirty = dirty)
     }
 
-    /// It says that the device has failed.
+    /// Returns whether the file records that the device has failed.
     pub(in crate::image) fn is_detached(&self) -> bool {
         self.noted().as_ref().is_some_and(|noted| noted.detached.is_some())
     }
 
-    /// The disk is used from now on without the cache, which is not closed: see [`Other::is_used_without`]. It is not changed
-    /// any more.
+    /// Records that from now on the disk is used without the cache, which is not closed: see
+    /// [`Other::is_used_without`]. The file is not changed any more.
     pub(in crate::image) fn give_up(&self) -> io::Result<()> {
         if !self.is_there() {
-            // One that could not be taken back before may say that all is well.
+            // A file that could not be removed earlier may still say that the cache is valid.
             return self.note.take_back();
         }
         let noted = self.change(|noted| noted.is_used = true);
@@ -127,8 +130,8 @@ impl Made {
         noted
     }
 
-    /// The cache was closed, and has nothing that the disk has not. The note stays, for others to note in it that the disk is
-    /// used without the cache. It is not changed any more.
+    /// Records that the cache was closed and is clean. The file remains, so that other processes can mark in it that
+    /// the disk is used without the cache. It is not changed any more.
     pub(in crate::image) fn close(&self) -> io::Result<()> {
         if !self.is_there() {
             return Ok(());
@@ -138,26 +141,26 @@ impl Made {
         noted
     }
 
-    /// See [`Note::place`].
+    /// Returns the path of the file for messages; see [`Note::place`].
     pub(in crate::image) fn place(&self) -> String {
         self.note.place()
     }
 
-    /// See [`Note::take_back`]. Nothing makes it again.
+    /// Removes the file; see [`Note::take_back`]. It is not created again.
     pub(in crate::image) fn take_back(&self) -> io::Result<()> {
         let _alone = self.changing();
         *self.noted() = None;
         self.note.take_back()
     }
 
-    /// The cache was opened, and says so itself: there is no other session.
+    /// Drops the previous session from the next write of the file: the opened cache records its session itself now.
     pub(in crate::image) fn is_opened(&self) {
         if let Some(noted) = &mut *self.noted() {
             noted.drop_old_sessions();
         }
     }
 
-    /// Notes stamps where that takes no time.
+    /// Writes the fingerprints to the copy in memory, without waiting for a disk.
     fn say_lately(&self, stamps: Vec<FileStamp>) -> io::Result<()> {
         let Some(noted) = self.noted().clone() else {
             return Ok(());
@@ -165,7 +168,7 @@ impl Made {
         let mut lately = noted;
         lately.set_stamps(stamps);
         let path = self.note.lately().ok_or(io::ErrorKind::NotFound)?;
-        // Others may have something to look for in the upper one, sockets for instance.
+        // The outer directory also has files for other users, such as sockets.
         for (folder, mode) in [(folder_of(folder_of(&path)), 0o755), (folder_of(&path), 0o700)] {
             runtime_folder::make(folder, mode)?;
         }
@@ -174,24 +177,24 @@ impl Made {
         fs::rename(&new, &path)
     }
 
-    /// Notes the stamps of the disk's files when they change, as long as the cache is there.
+    /// Records the fingerprints of the disk's files when they change, until the cache is dropped.
     pub(in crate::image) async fn keep(self, on: Loop, cache: Weak<Cache>) {
         let mut noted = disk_id::stamps_of_all(&self.files);
-        // By a thread, because it may take long, and requests do not wait for it.
+        // A thread writes the file, because that may take long, and requests must not wait for it.
         let mut writing: Option<JoinHandle<io::Result<()>>> = None;
-        // What was changed when they were opened is noted at once.
+        // Changes made by opening the disk are recorded at once.
         let mut again = on.now();
         let mut is_first = true;
         let mut is_told = false;
         while cache.upgrade().is_some() && self.is_there() {
             let stamps = disk_id::stamps_of_all(&self.files);
-            // Each time, because its own time says that this server is alive. Without it a note that comes too late is all
-            // that there is.
+            // The copy is written each time, because its timestamp shows that this server is alive. If that fails,
+            // only the state file is left, which may be out of date.
             let _ = self.say_lately(stamps.clone());
             if let Some(ended) = writing.take_if(|thread| thread.is_finished()) {
                 match ended.join() {
                     Ok(Err(error)) => {
-                        // It is tried again.
+                        // This makes the next check try again.
                         noted = Vec::new();
                         if !std::mem::replace(&mut is_told, true) {
                             tracing::warn!(
@@ -221,13 +224,14 @@ impl Made {
     }
 }
 
-/// Done in the call: writes wait for it anyway, and it happens when the cache device has failed.
+/// Writes the file before returning: guest writes wait for it anyway, and it happens only after the cache device has
+/// failed.
 impl Witness for Made {
     fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
         let noted = self.change(|noted| {
             noted.detached.get_or_insert_default();
         });
-        // What there is no note of is not believed either.
+        // Without a state file the cache is discarded, which is as safe.
         let done = noted.or_else(|_| self.take_back());
         Box::pin(std::future::ready(done))
     }
@@ -242,7 +246,7 @@ impl Witness for Made {
                 noted.detached = None;
                 noted.drop_old_sessions();
             }),
-            // Then the last one says nothing of this session, and it need not be told otherwise.
+            // The last file does not cover this session, so it need not be changed.
             false => Ok(()),
         };
         Box::pin(std::future::ready(attached))

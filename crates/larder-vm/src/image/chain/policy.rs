@@ -1,5 +1,5 @@
-//! Which files an image may have opened besides itself. What its header names decides nothing by itself: whoever made the image
-//! chose it.
+//! Policy for the files that may be opened for an image besides itself. A name in the image's header is never
+//! sufficient, because the author of the image chose it.
 
 use std::fmt::Write;
 use std::fs::Metadata;
@@ -17,53 +17,53 @@ use crate::image::{Format, ImageAddress};
 /// One image of a chain of backing files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChainImage {
-    /// Where it is.
+    /// Address of the image.
     pub image: ImageAddress,
-    /// Its format.
+    /// Format of the image.
     pub format: Format,
-    /// Its external data file, which is raw.
+    /// External data file of the image, which is raw.
     pub data_file: Option<ImageAddress>,
 }
 
-/// The files that an image may lead to, and no others.
+/// The only files that an image may lead to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PinnedChain {
-    /// The external data file of the image itself.
+    /// External data file of the image itself.
     pub data_file: Option<ImageAddress>,
-    /// Its backing file, that one's, and so on.
+    /// Its backing file, the backing file of that one, and so on.
     pub backing: Vec<ChainImage>,
 }
 
-/// Who says which files those are; messages name it.
+/// Source of a pinned chain, for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PinnedBy {
-    /// The file of a VM.
+    /// The VM's file.
     VmFile,
-    /// A file that `--pin-chain` names.
+    /// A file given with `--pin-chain`.
     ChainFile(PathBuf),
     /// `--backing-chain none`.
     NoChain,
 }
 
-/// How the files that an image's header names are treated.
+/// Treatment of the files that an image's header names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChainPolicy {
-    /// They are opened, with the caller's rights, as QEMU does. Root opens those of an image that belongs to another user only
-    /// if it trusts that user.
+    /// The files are opened with the caller's rights, as QEMU does. For an image of another user, root opens them
+    /// only if it trusts that user.
     Follow {
-        /// Whether it does.
+        /// Root trusts the authors of other users' images.
         trust_image: bool,
     },
-    /// Only these are opened, and the header must name the same.
+    /// Only the pinned files are opened, and the header must name the same ones.
     Pinned {
-        /// Which.
+        /// The pinned files.
         chain: Arc<PinnedChain>,
-        /// Who says so.
+        /// Source of the pinned chain.
         by: PinnedBy,
     },
 }
 
-/// Why a chain is refused.
+/// Reason why a chain is refused.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ChainError {
@@ -159,22 +159,22 @@ fn allow(by: &PinnedBy, lines: &str) -> String {
     }
 }
 
-/// Whoever may have chosen what an image's header says.
+/// The author of an image: anyone who may have chosen the content of its header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Author {
     /// The file belongs to this user.
     User(u32),
     /// Any user may write to the file.
     AnyUser,
-    /// It is on a block device, and its format was guessed: a guest that had the device as a raw disk could have written the
-    /// header.
+    /// The image is on a block device, and its format was probed: a guest that had the device as a raw disk could
+    /// have written the header.
     Guest,
-    /// It comes from an NBD server.
+    /// The image comes from an NBD server.
     Server,
 }
 
 impl Author {
-    /// Returns who it is of a file on this host, whose format `is_guessed`.
+    /// Returns the author of a file on this host; `is_guessed` means that its format was probed.
     pub(in crate::image) fn of_file(file: &Metadata, is_guessed: bool) -> Self {
         match file.file_type().is_block_device() {
             true if is_guessed => Self::Guest,
@@ -183,10 +183,11 @@ impl Author {
         }
     }
 
-    /// Returns who may have written what is at this address, if that is somebody whom this process, as root, does not follow.
+    /// Returns the author of the image at this address, if this process runs as root and does not follow names from
+    /// that author.
     pub fn not_followed(image: &ImageAddress) -> Option<Self> {
         let author = match image {
-            // Of what cannot be looked at nothing is known.
+            // A file that cannot be accessed may have any author.
             ImageAddress::Path(path) => {
                 opener::metadata(path).map_or(Self::AnyUser, |found| Self::of_file(&found, false))
             }
@@ -195,7 +196,7 @@ impl Author {
         (rustix::process::geteuid().is_root() && !author.is_root()).then_some(author)
     }
 
-    /// Nobody but root has chosen what it says.
+    /// Returns whether only root can have chosen the content.
     fn is_root(self) -> bool {
         self == Self::User(0)
     }
@@ -217,7 +218,7 @@ impl std::fmt::Display for Author {
     }
 }
 
-/// What a header names: the file, and its format.
+/// Reference in a header: the file and its format.
 pub(super) struct Named<'a> {
     pub(super) name: &'a str,
     pub(super) address: ImageAddress,
@@ -231,14 +232,15 @@ impl Default for ChainPolicy {
 }
 
 impl ChainPolicy {
-    /// The caller's rights hold.
+    /// Opens named files with the caller's rights, and trusts no other user's image as root.
     pub const FOLLOW: Self = Self::Follow { trust_image: false };
 
-    /// Returns the backing file to open for the image that is `depth` images below the first one, and its format if that is
-    /// known. The header of `image` is the `author`'s.
+    /// Returns the backing file to open for the image that is `depth` images below the first one, and its format if
+    /// that is known. `author` is the author of the header of `image`.
     ///
     /// # Errors
-    /// The header does not name what it may, or names something else.
+    /// The header names no file where one is pinned, or another file than the pinned one, or its author is not
+    /// trusted.
     pub(super) fn backing(
         &self,
         (image, author): (&ImageAddress, Author),
@@ -293,7 +295,7 @@ impl ChainPolicy {
     /// Returns the external data file to open for the image that is `depth` images below the first one.
     ///
     /// # Errors
-    /// As in [`ChainPolicy::backing`].
+    /// Those of [`ChainPolicy::backing`].
     pub(super) fn data_file(
         &self,
         (image, author): (&ImageAddress, Author),
@@ -352,23 +354,24 @@ fn check_author(
     }
 }
 
-/// The files that the headers of an image and of its backing files name. Where they do not say a format, only a person can.
+/// Files that the headers of an image and of its backing files name. A format that no header gives is unknown: only
+/// the user can supply it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamedChain {
-    /// The external data file of the image itself.
+    /// External data file of the image itself.
     pub data_file: Option<ImageAddress>,
-    /// Its backing file, that one's, and so on.
+    /// Its backing file, the backing file of that one, and so on.
     pub backing: Vec<NamedImage>,
 }
 
-/// A backing file, as the header above names it.
+/// A backing file, as the header of the overlay names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedImage {
-    /// Where it is.
+    /// Address of the backing file.
     pub image: ImageAddress,
-    /// Its format, if that header says it.
+    /// Format of the backing file, if the overlay's header gives it.
     pub format: Option<Format>,
-    /// The external data file that its own header names.
+    /// External data file that the backing file's own header names.
     pub data_file: Option<ImageAddress>,
 }
 
@@ -387,12 +390,12 @@ impl From<&PinnedChain> for NamedChain {
 }
 
 impl NamedChain {
-    /// Whether there is nothing but the image.
+    /// Returns whether the chain is the image alone.
     pub fn is_empty(&self) -> bool {
         self.data_file.is_none() && self.backing.is_empty()
     }
 
-    /// Returns what would allow these files; `None` if a format is missing.
+    /// Returns the pinned chain that allows these files; `None` if a format is missing.
     pub fn pinned(&self) -> Option<PinnedChain> {
         let backing: Option<Vec<ChainImage>> = self
             .backing
@@ -411,7 +414,7 @@ impl NamedChain {
         })
     }
 
-    /// Returns whether `chain` allows just these files.
+    /// Returns whether `chain` allows exactly these files.
     pub fn is_allowed_by(&self, chain: &PinnedChain) -> bool {
         let same = |one: Option<&ImageAddress>, other: Option<&ImageAddress>| match (one, other) {
             (Some(one), Some(other)) => is_named(other, one),
@@ -427,7 +430,7 @@ impl NamedChain {
             })
     }
 
-    /// The chain that ends with `backing` at `depth`.
+    /// Returns the chain that ends with `backing` at `depth`.
     fn with_backing(mut self, depth: usize, backing: Option<NamedImage>) -> Self {
         self.backing.truncate(depth);
         self.backing.extend(backing);
@@ -446,8 +449,8 @@ impl NamedChain {
         self
     }
 
-    /// What the file of a VM, or one of `--pin-chain`, says of it: keys, and their values as TOML has them. A format that is
-    /// missing is a question mark, which is refused there.
+    /// Returns the keys that describe the chain in a VM's file, or in one for `--pin-chain`, with their values in
+    /// TOML syntax. A missing format becomes a question mark, which such a file does not accept.
     pub fn keys(&self) -> Vec<(&'static str, String)> {
         let mut keys = Vec::new();
         if let Some(data_file) = &self.data_file {
@@ -460,7 +463,7 @@ impl NamedChain {
         keys
     }
 
-    /// The same as lines.
+    /// Returns the keys as lines of TOML.
     pub fn lines(&self) -> String {
         let keys = self.keys().into_iter();
         let mut lines: Vec<String> = keys.map(|(key, value)| format!("{key} = {value}")).collect();
@@ -474,8 +477,8 @@ impl NamedChain {
     }
 }
 
-/// Whether a header that names `named` names the file that is pinned. As text: a path that a header names is not looked up
-/// before it is allowed, and what is opened is what is pinned.
+/// Returns whether the `named` file of a header is the pinned one. The comparison is textual: a path from a header is
+/// not looked up before it is allowed, and the pinned path is the one that is opened.
 fn is_named(pinned: &ImageAddress, named: &ImageAddress) -> bool {
     match (named, pinned) {
         (ImageAddress::Path(named), ImageAddress::Path(pinned)) => normal(named) == normal(pinned),
@@ -483,7 +486,7 @@ fn is_named(pinned: &ImageAddress, named: &ImageAddress) -> bool {
     }
 }
 
-/// An absolute path without `.`, and without `..` after a name.
+/// Returns an absolute path without `.`, and without `..` after a name.
 fn normal(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut normal = PathBuf::new();
@@ -499,7 +502,7 @@ fn normal(path: &Path) -> PathBuf {
     normal
 }
 
-/// The lines that name an image and its chain, in the file of a VM or in one of `--pin-chain`.
+/// Returns the lines that describe an image and its chain in a VM's file, or in one for `--pin-chain`.
 pub fn text(image: &ChainImage, chain: &PinnedChain) -> String {
     let mut text = format!(
         "image = {}\nformat = {}\n",
@@ -512,7 +515,7 @@ pub fn text(image: &ChainImage, chain: &PinnedChain) -> String {
     text
 }
 
-/// Returns what a disk that was opened consists of, as it is written down: absolute paths.
+/// Returns the chain of an open disk in the form in which it is pinned: with absolute paths.
 pub fn pinned(parts: &[ChainPart]) -> PinnedChain {
     let mut chain = PinnedChain::default();
     for part in parts {
@@ -544,7 +547,7 @@ fn table(image: &NamedImage) -> String {
     )
 }
 
-/// A basic string of TOML.
+/// Returns the text as a basic string of TOML.
 pub(crate) fn toml_text(text: &str) -> String {
     let mut quoted = String::from("\"");
     for letter in text.chars() {
