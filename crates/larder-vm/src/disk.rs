@@ -1,4 +1,4 @@
-//! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
+//! A disk in service: a thread of its own, with its event loop, its stack of layers and its exports.
 
 mod berth;
 mod hot;
@@ -29,48 +29,48 @@ use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, Open
 use crate::latch::Latch;
 use crate::outcome::Outcome;
 
-/// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
+/// Longest spin that a user may configure, in microseconds. A disk with a higher latency gains nothing from spinning.
 pub const POLL_US_MAX: u64 = 10_000;
 
-/// The longest wait for an NBD server that a user may ask for, in seconds: a year.
+/// Longest wait for an NBD server that a user may configure, in seconds: one year.
 pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 
-/// The stack of a disk's thread: a long chain of backing files is opened and read through file by file, each within the
-/// one before, at some 40 KiB each. Only what is used takes memory.
+/// Stack size of a disk's thread, in bytes. A long chain of backing files is opened and read recursively, at about 40
+/// KiB for each file. Only the pages that are used take memory.
 const STACK_BYTES: usize = 32 << 20;
 
-/// How long a stop waits for storage that gives no answer: the device of a cache that is known to hang, or a file that is being
-/// opened.
+/// Longest wait of a stop for storage that does not answer: the device of a cache that is known to hang, or a file
+/// that is being opened.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The pause between looks whether a disk that is being opened is still wanted.
+/// Interval between checks whether a disk that is being opened has been cancelled.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What to serve, and how.
+/// Configuration of a disk: image and exports.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
-    /// What its VM calls it.
+    /// Name of the disk in its VM.
     pub name: Option<String>,
-    /// The image.
+    /// Address of the image.
     pub image: ImageAddress,
-    /// How to open it.
+    /// Options for opening the image.
     pub options: ImageOptions,
-    /// What to serve it as.
+    /// Exports of the disk.
     pub exports: ExportsConfig,
-    /// Whether it can go to another host with its VM, and come.
+    /// Whether the disk can move between hosts with its VM.
     pub moves: Moves,
-    /// How long the thread spins for new work at most before it sleeps.
+    /// Longest time for which the thread spins for new work before it sleeps.
     pub poll_max: Duration,
-    /// Set to give the disk up while its image is being opened; later it has no effect.
+    /// Set to cancel the start while the image is being opened; later it has no effect.
     pub cancel: Latch<()>,
-    /// Called with the files that were opened, before anybody is served.
+    /// Callback with the files that were opened, before any client is served.
     pub on_open: OnOpen,
 }
 
-/// What looks at the files of a disk; why it must not be served, if it must not.
+/// Callback that inspects the files of a disk. An error is the reason why the disk must not be served.
 type LookAtParts = dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync;
 
-/// What is done with the files of a disk before it is served.
+/// Callback for the files of a disk, called before the disk is served.
 #[derive(Clone)]
 pub struct OnOpen(pub Arc<LookAtParts>);
 
@@ -86,20 +86,20 @@ impl std::fmt::Debug for OnOpen {
     }
 }
 
-/// What of a disk's moves is to be reckoned with.
+/// Whether a disk can move between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Moves {
-    /// It is here for good.
+    /// The disk never moves.
     #[default]
     Never,
-    /// It is here, and may go.
+    /// The disk is on this host, and may move away.
     Here,
-    /// It is on another host, and may come: its image is not open.
+    /// The disk is on another host, and may move here: its image is not open.
     Away,
 }
 
 impl DiskConfig {
-    /// A disk with everything at its default, served nowhere.
+    /// Returns the configuration of a disk with default options and no exports.
     pub fn new(image: ImageAddress) -> Self {
         Self {
             name: None,
@@ -114,7 +114,7 @@ impl DiskConfig {
     }
 }
 
-/// Why a disk cannot be served.
+/// Reason why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DiskError {
@@ -148,14 +148,14 @@ pub struct Disk {
     opened: Opened,
 }
 
-/// What a disk turned out to be.
+/// Properties of a disk, known once it is open.
 struct Opened {
     geometry: Geometry,
     places: Places,
 }
 
-/// A disk whose sockets are listened on, and that has what a process must have before it gives up its rights; nothing of its
-/// image was read yet.
+/// A disk that listens on its sockets, and has acquired everything that needs privileges; its image has not been read
+/// yet.
 pub struct PreparedDisk {
     thread: DiskThread,
     stop: Latch<Stop>,
@@ -166,12 +166,12 @@ pub struct PreparedDisk {
 }
 
 impl PreparedDisk {
-    /// Opens the image, and serves.
+    /// Opens the image, and serves the disk.
     ///
     /// # Errors
-    /// As [`Disk::start`].
+    /// See [`Disk::start`].
     pub fn open(self) -> Result<Disk, DiskError> {
-        // One that has ended says why.
+        // If the thread has ended, `when_ready` returns the reason.
         let _ = self.begin.send(());
         Disk::when_ready(self.thread, self.stop, self.inquiry, &self.ready, &self.cancel)
     }
@@ -181,7 +181,7 @@ impl Disk {
     /// Opens the image, listens, and serves on a thread of its own. When this returns, clients can connect.
     ///
     /// # Errors
-    /// Anything in the way, or [`DiskConfig::cancel`] is set; nothing is left behind then.
+    /// The disk cannot be opened or exported, or [`DiskConfig::cancel`] is set; nothing is left behind then.
     pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
         let stop = Latch::default();
         let theirs = stop.clone();
@@ -195,10 +195,11 @@ impl Disk {
         Self::when_ready(thread, stop, inquiry, &ready, &cancel)
     }
 
-    /// Makes the disk's thread and its ring, and listens, so that the process can be confined before the image is opened.
+    /// Creates the disk's thread and its ring, and listens, so that the process can be confined before the image is
+    /// opened.
     ///
     /// # Errors
-    /// Anything in the way; nothing is left behind then.
+    /// The disk cannot be exported; nothing is left behind then.
     pub fn prepare(config: DiskConfig) -> Result<PreparedDisk, DiskError> {
         let stop = Latch::default();
         let theirs = stop.clone();
@@ -210,7 +211,7 @@ impl Disk {
         let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             let sockets = Sockets::bind(&config.exports)?;
-            // Whoever waits may have given up, and then does not begin.
+            // The receiver may have given up; then it does not send `begin` either.
             let _ = prepared.send(());
             drop(prepared);
             match begun.recv() {
@@ -254,7 +255,7 @@ impl Disk {
             }
             match cancelled {
                 None => cancelled = cancel.get().map(|()| Instant::now()),
-                // A file server gives no answer to the thread, which ends by itself when it does.
+                // A file server does not answer the thread, which ends by itself once it does.
                 Some(since) if since.elapsed() >= STOP_PATIENCE => {
                     stop.set(Stop::Leave);
                     return Err(DiskError::Cancelled);
@@ -264,36 +265,36 @@ impl Disk {
         }
     }
 
-    /// What the disk was like when it was opened.
+    /// Returns the disk's geometry at the time it was opened.
     pub fn geometry(&self) -> Geometry {
         self.opened.geometry
     }
 
-    /// Where it is served.
+    /// Returns the addresses at which the disk is served.
     pub fn places(&self) -> &Places {
         &self.opened.places
     }
 
-    /// What stops it for good, once it is set to what becomes of a front-end's connection.
+    /// Returns the latch that stops the disk. It is set to what happens to a front-end's connection.
     pub fn stop_signal(&self) -> Latch<Stop> {
         self.stop.clone()
     }
 
-    /// A handle to ask it with, for any thread.
+    /// Returns a handle for requests to the disk's thread, usable from any thread.
     pub fn inquiry(&self) -> DiskInquiry {
         self.inquiry.clone()
     }
 
-    /// Finishes what is under way, flushes, closes everything.
+    /// Completes requests in flight, flushes, and closes everything.
     ///
     /// # Errors
-    /// The export had failed, or the thread had died.
+    /// The export failed, or the thread died.
     pub fn stop(self) -> Result<(), DiskError> {
         self.stop.set(Stop::Leave);
         self.wait()
     }
 
-    /// Waits for the disk to be stopped.
+    /// Waits until the disk is stopped.
     ///
     /// # Errors
     /// The export failed, or the thread died.
@@ -302,7 +303,7 @@ impl Disk {
     }
 }
 
-/// A disk's thread has its own stack, and says how it ended.
+/// The thread of a disk, which has its own stack size and returns a result.
 struct DiskThread(Outcome<Result<(), DiskError>>);
 
 impl DiskThread {
@@ -317,13 +318,13 @@ impl DiskThread {
         self.0.wait().unwrap_or(Err(DiskError::Died))
     }
 
-    /// Returns why the thread has ended before it was ready.
+    /// Returns why the thread ended before it was ready.
     fn failure(self) -> DiskError {
         self.result().err().unwrap_or(DiskError::Died)
     }
 }
 
-/// Opens the image, and serves it on `sockets`; without them on those that the options say.
+/// Opens the image, and serves it on `sockets`, or else on those in the configuration.
 fn serve(
     on: &Loop,
     mut config: DiskConfig,
@@ -332,14 +333,15 @@ fn serve(
     inquiries: Inquiries,
     report: &mpsc::Sender<Opened>,
 ) -> Result<(), DiskError> {
-    // Clients of NBD may ask for any bytes. Guests' requests pass through the same layer, which keeps the two apart.
+    // NBD clients may access any bytes. Guests' requests pass through the same layer, which serialises overlapping
+    // writes of both.
     config.options.single_bytes = config.exports.nbd.is_some();
     on.block_on(async {
         let image = match config.moves {
             Moves::Away => None,
             _ => {
                 let opening = image::open(on, &config.image, &config.options);
-                // Tables that a crafted image has can take long to check, and so can a server that answers slowly.
+                // The tables of a crafted image can take long to check, and a file server may answer slowly.
                 let opened = select(config.cancel.is_set(), opening).await;
                 let image = opened.ok_or(DiskError::Cancelled)??;
                 config.on_open.0(&image.parts).map_err(DiskError::NotToBeServed)?;
@@ -395,7 +397,7 @@ fn serve(
         });
         let answering = inquiry::answer(on, inquiries, &served);
         let ended = select(stop.is_set(), select(answering, exports.ended())).await;
-        // What a move has begun is over first.
+        // A step of a move that has begun is completed first.
         let _alone = match &served.moving {
             Some(moving) => {
                 let alone = moving.alone().await;
@@ -415,12 +417,13 @@ fn serve(
                 _ => Ok(()),
             };
         };
-        // While the guest goes on: the next process may be there soon.
+        // The guest keeps running during this, which shortens the pause until the next process serves it.
         select(hangs_for_long(on, &image), write_back(&image)).await;
         let mut stopping = Box::pin(exports.stop(on, how));
         let is_stopped = select(hangs_for_long(on, &image), stopping.as_mut()).await.is_some();
         if !is_stopped {
-            // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.
+            // Dropping the requests in flight would wait for them. They are leaked, with their memory, as a kill
+            // would leave them.
             std::mem::forget((stopping, Rc::clone(&exports), on.clone()));
         }
         if let Err(error) = image.device.close().await {
@@ -437,16 +440,16 @@ fn serve(
     })
 }
 
-/// Has the disk have most of what only its cache and its layers have.
+/// Writes most of the dirty data in the cache and in other layers to the disk.
 async fn write_back(image: &OpenImage) {
-    // What fails is tried again at the end, and told then.
+    // A failure is ignored here: the close below tries again, and reports it.
     if let Some(cache) = &image.cache {
         let _ = cache.now().layer.hand_over_most().await;
     }
     let _ = image.device.flush().await;
 }
 
-/// Completes when the device of the disk's cache has given no answer for so long that it is not to be waited for at a stop.
+/// Completes when the device of the disk's cache has not answered for so long that a stop must not wait for it.
 async fn hangs_for_long(on: &Loop, image: &OpenImage) {
     let Some(cache) = &image.cache else {
         return std::future::pending().await;
@@ -458,7 +461,7 @@ async fn hangs_for_long(on: &Loop, image: &OpenImage) {
     }
 }
 
-/// The other's result, if it ends before `stop`.
+/// Returns the result of `other`, if it completes before `stop`.
 async fn select<T>(stop: impl Future<Output = ()>, other: impl Future<Output = T>) -> Option<T> {
     let stop = async {
         stop.await;

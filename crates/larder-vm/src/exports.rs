@@ -1,4 +1,4 @@
-//! The exports of a disk: started together on the disk's loop, stopped together.
+//! The exports of a disk: started and stopped together on the disk's loop.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -30,59 +30,61 @@ use crate::run::shell::command_line;
 use crate::runtime_folder;
 use crate::vm::front_end;
 
-/// Where a vhost-user-blk server gets its front-ends from.
+/// Source of a vhost-user-blk server's front-ends.
 #[derive(Clone, Debug)]
 pub enum VhostUserAt {
-    /// It listens on this path.
+    /// Listen on this path.
     Path(PathBuf),
-    /// It inherited this descriptor: a listening unix socket, or one that a front-end is connected to.
+    /// Use this inherited descriptor: a listening unix socket, or one connected to a front-end.
     Descriptor(Arc<OwnedFd>),
 }
 
-/// Where an NBD server listens.
+/// Address of an NBD server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NbdAt {
-    /// Address, export name and TLS, as a client would write them. `tls-certificates` is the folder of the server's
-    /// `server-cert.pem` and `server-key.pem`; if `ca-cert.pem` is there too, clients must show a certificate of its.
+    /// Address, export name and TLS, in the form that a client uses. `tls-certificates` is the directory of the
+    /// server's `server-cert.pem` and `server-key.pem`; if it also has `ca-cert.pem`, clients must present a
+    /// certificate of that CA.
     pub uri: NbdUri,
-    /// Serve other hosts without TLS all the same.
+    /// Serve other hosts even without TLS.
     pub insecure: bool,
-    /// The export's description, for people; may be empty.
+    /// Human-readable description of the export; may be empty.
     pub description: ExportDescription,
 }
 
-/// What a disk is served as.
+/// Exports of a disk.
 #[derive(Clone, Debug, Default)]
 pub struct ExportsConfig {
     /// vhost-user-blk.
     pub vhost_user_at: Option<VhostUserAt>,
-    /// How it presents itself there.
+    /// Options of vhost-user-blk.
     pub vhost_user: VhostUserOptions,
     /// NBD.
     pub nbd: Option<NbdAt>,
-    /// Who may connect to their unix sockets.
+    /// Permissions of the exports' unix sockets.
     pub access: Access,
-    /// Those of them that there are already.
+    /// Sockets inherited from the previous process or systemd.
     pub inherited: Inherited,
-    /// As which disk, of which image, a front-end's connection is kept for the next process, if somebody keeps it.
+    /// Disk name and image under which a front-end's connection is stored for the next process, if a supervisor
+    /// stores connections.
     pub kept: Option<(String, ImageAddress)>,
-    /// The file, this disk's alone, where the next process finds which queues were not taken back by their front-end. It is
-    /// made if it is not there.
+    /// File of this disk in which the next process finds the queues that their front-end has not taken back. It is
+    /// created if missing.
     pub lent: Option<PathBuf>,
-    /// The UUID of the libvirt domain that the disk is of: the QEMUs of other domains may not connect.
+    /// UUID of the disk's libvirt domain: QEMUs of other domains may not connect.
     pub domain: Option<String>,
-    /// Nobody is served before it is set.
+    /// Latch that opens the exports: no client is served before it is set.
     pub gate: Option<Latch<()>>,
 }
 
 impl ExportsConfig {
-    /// Whether the disk is served at all.
+    /// Returns whether the disk has no export.
     pub fn is_empty(&self) -> bool {
         self.vhost_user_at.is_none() && self.nbd.is_none()
     }
 }
 
-/// Why a disk cannot be served.
+/// Reason why a disk cannot be exported.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ExportError {
@@ -107,32 +109,32 @@ pub enum ExportError {
     Socket(#[from] io::Error),
 }
 
-/// The exports of a disk at work.
+/// The running exports of a disk.
 #[derive(Default)]
 pub struct Exports {
     vhost_user: Option<Rc<VhostUserServer>>,
     accepting: RefCell<Option<JoinHandle<io::Result<()>>>>,
-    /// Where it is noted which queues were not taken back.
+    /// Path of the file that records the queues that were not taken back.
     lent: Option<PathBuf>,
     nbd: Option<Rc<NbdServer>>,
-    /// Where they are, as it is told to programs.
+    /// Addresses of the exports in machine-readable form.
     socket: Option<String>,
     uri: Option<String>,
-    /// Removed when the last client is gone.
+    /// Removed after the last client has disconnected.
     files: RefCell<Vec<ListeningFile>>,
     places: Places,
 }
 
-/// Where a disk is served, for people to paste.
+/// Addresses of the exports, for pasting into a command line.
 #[derive(Clone, Debug, Default)]
 pub struct Places {
-    /// The socket of vhost-user-blk, or `fd 5`, quoted for a shell.
+    /// Socket of vhost-user-blk, or `fd 5`, quoted for a shell.
     pub vhost_user: Option<String>,
-    /// The URI for clients of NBD, quoted for a shell.
+    /// URI for NBD clients, quoted for a shell.
     pub nbd: Option<String>,
 }
 
-/// The sockets of a disk's exports, before anybody is served.
+/// The sockets of a disk's exports, before any client is served.
 #[derive(Default)]
 pub struct Sockets {
     vhost_user: Option<OwnedFd>,
@@ -142,12 +144,12 @@ pub struct Sockets {
 }
 
 impl Sockets {
-    /// Listens on all of them. Clients can connect, and wait.
+    /// Listens on all sockets. Clients can connect, and wait.
     ///
     /// # Errors
-    /// One cannot be listened on, or the exports' options are wrong; nothing is left behind then.
+    /// A socket cannot be listened on, or the exports' options are invalid; nothing is left behind then.
     pub fn bind(config: &ExportsConfig) -> Result<Self, ExportError> {
-        // Also where there is no vhost-user: what makes no sense is not passed over.
+        // Invalid options are refused even without a vhost-user export.
         config.vhost_user.check()?;
         let mut sockets = Self::default();
         if let Some(at) = &config.nbd {
@@ -176,10 +178,10 @@ impl Sockets {
 }
 
 impl Exports {
-    /// Starts all of them on `sockets`; who uses them is counted among `clients`, and what they ask for in `activity`.
+    /// Starts all exports on `sockets`; their clients are counted in `clients`, and their requests in `activity`.
     ///
     /// # Errors
-    /// A socket is broken, or the options are wrong; nothing is left behind then.
+    /// A socket is broken, or the options are invalid; nothing is left behind then.
     pub fn start(
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
@@ -209,7 +211,7 @@ impl Exports {
         Ok(exports)
     }
 
-    /// Where they are.
+    /// Returns the addresses of the exports.
     pub fn places(&self) -> &Places {
         &self.places
     }
@@ -224,7 +226,7 @@ impl Exports {
     ) -> Result<(), ExportError> {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
         server.count_among(clients);
-        // The image's path is looked up here, on the disk's thread: its file server may give no answer.
+        // The image's path is looked up here, on the disk's thread, because its file server may not answer.
         let kept = config.kept.as_ref();
         if let Some(kept) = kept.and_then(|(disk, image)| config.inherited.kept(disk, image)) {
             server.keep_in(&kept);
@@ -298,24 +300,25 @@ impl Exports {
         Ok(())
     }
 
-    /// Has no queue of a guest take a request, or has them go on.
+    /// Pauses (`rests`) or resumes all guest queues.
     pub fn rest(&self, rests: bool) {
         if let Some(server) = &self.vhost_user {
             server.rest(rests);
         }
     }
 
-    /// Whether a guest has its queues started.
+    /// Returns whether a guest has started its queues.
     pub fn is_at_work(&self) -> bool {
         self.vhost_user.as_ref().is_some_and(|server| server.is_at_work())
     }
 
-    /// A guest's queue that its front-end has not taken back, and is elsewhere than that thinks.
+    /// Returns a queue that its front-end has not taken back, and whose true position differs from the one that the
+    /// front-end assumes.
     pub fn not_taken_back(&self) -> Option<u16> {
         self.vhost_user.as_ref().and_then(|server| server.not_taken_back())
     }
 
-    /// How they are used.
+    /// Returns the state of the exports.
     pub fn state(&self) -> ExportsState {
         let vhost_user = self.socket.clone().zip(self.vhost_user.as_ref());
         let nbd = self.uri.clone().zip(self.nbd.as_ref());
@@ -331,11 +334,11 @@ impl Exports {
         }
     }
 
-    /// Completes when an export has ended by itself: its socket broke, or its only front-end has gone. Never, if there
-    /// is none that could.
+    /// Completes when an export has ended by itself: its socket broke, or its only front-end disconnected. Never
+    /// completes if no export can end like that.
     ///
     /// # Errors
-    /// Its socket broke.
+    /// The socket broke.
     pub async fn ended(&self) -> io::Result<()> {
         let accepting = self.accepting.borrow_mut().take();
         match accepting {
@@ -344,7 +347,8 @@ impl Exports {
         }
     }
 
-    /// Takes no new requests, answers those under way, and closes; a front-end's connection as `how` says.
+    /// Stops taking requests, completes those in flight, and closes the exports; `how` decides about a front-end's
+    /// connection.
     pub async fn stop(&self, on: &Loop, how: Stop) {
         if let Some(server) = &self.vhost_user {
             server.stop(how);
@@ -352,7 +356,7 @@ impl Exports {
                 on.sleep(Duration::from_millis(1)).await;
             }
             if let Some(path) = self.lent.as_ref().filter(|_| server.all_taken_back()) {
-                // It says nothing that is not so without it.
+                // With all queues taken back, the file has no information.
                 let _ = std::fs::remove_file(path);
             }
         }
@@ -363,7 +367,7 @@ impl Exports {
     }
 }
 
-/// Opens the file of such queues; the folder above its own is there.
+/// Opens the file that records queues; the parent of its directory must exist.
 fn noted_queues(path: &Path) -> io::Result<File> {
     if let Some(folder) = path.parent() {
         runtime_folder::make(folder, 0o700)?;
@@ -373,7 +377,7 @@ fn noted_queues(path: &Path) -> io::Result<File> {
     how.open(path)
 }
 
-/// How clients name an export that is served at `uri`: the certificates are not theirs.
+/// Returns the URI that clients of an export at `uri` use: without the server's certificates.
 fn uri_for_clients(uri: &NbdUri) -> NbdUri {
     let mut theirs = uri.clone();
     if let Some(tls) = &mut theirs.tls {
@@ -397,7 +401,7 @@ fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
     Ok(Some(ServerTls::load_folder(folder, require_clients)?))
 }
 
-/// Listens on every address that the host's name stands for.
+/// Listens on every address that the host name resolves to.
 fn bind_tcp(host: &str, port: u16, open_to_others: bool) -> Result<Vec<OwnedFd>, ExportError> {
     let failed = |source| ExportError::Tcp {
         address: format!("{host}:{port}"),
@@ -437,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_beyond_loopback_without_tls_is_refused() {
+    fn non_loopback_port_without_tls_is_refused() {
         assert!(matches!(
             bind_tcp("0.0.0.0", 0, false),
             Err(ExportError::Insecure { .. })

@@ -1,9 +1,9 @@
-//! Where a disk's image is in the stack of a disk that may move to another host with its VM: it can be closed, and opened
-//! again, while the disk's exports stay as they are.
+//! Slot for the image of a disk that may move to another host with its VM. The image can be closed and opened again,
+//! while the disk's exports remain as they are.
 //!
-//! While there is no image, requests wait; the disk has the size and the features that it had last, or that the image says
-//! without being locked. No queue of a guest takes a request meanwhile
-//! ([`larder_export::vhost_user::VhostUserServer::rest`]), so that only clients of an NBD server wait.
+//! While the slot is empty, requests wait. The disk then has the size and the features of the last image, or those
+//! read from the image without locking it. No guest queue takes a request in this state
+//! ([`larder_export::vhost_user::VhostUserServer::rest`]), so only clients of an NBD server wait.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use larder_block::{
     ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
 };
 
-/// The place of an image.
+/// The slot for an image.
 pub(super) struct Berth {
     on: Loop,
     place: Rc<Place>,
@@ -22,7 +22,7 @@ pub(super) struct Berth {
 }
 
 impl Berth {
-    /// Without an image, which will be like this.
+    /// Creates an empty slot, for an image with this geometry.
     pub(super) fn empty(on: &Loop, name: &Rc<str>, geometry: Geometry) -> Self {
         let place = Rc::new(Place {
             name: Rc::clone(name),
@@ -44,17 +44,17 @@ impl Berth {
         }
     }
 
-    /// The disk, for its exports.
+    /// Returns the disk, for its exports.
     pub(super) fn device(&self) -> Rc<dyn BlockDevice> {
         Rc::clone(&self.switch) as Rc<dyn BlockDevice>
     }
 
-    /// What it was like last.
+    /// Returns the geometry of the image, or of the last one.
     pub(super) fn geometry(&self) -> Geometry {
         self.place.geometry()
     }
 
-    /// An image comes. Requests still wait for [`Berth::serve`].
+    /// Inserts an image. Requests keep waiting until [`Berth::serve`].
     pub(super) fn fill(&self, image: &Rc<dyn BlockDevice>) {
         self.place.now.replace(Some(Rc::clone(image)));
         self.on.spawn(tell_of_sizes(Rc::clone(&self.place), Rc::clone(image)));
@@ -64,7 +64,7 @@ impl Berth {
         self.place.geometry.set(image.geometry());
     }
 
-    /// Requests are carried out from now on.
+    /// Resumes requests.
     pub(super) fn serve(&self) {
         let image = self.place.now.borrow().clone();
         if let (Some(held), Some(image)) = (self.switch.held(), image) {
@@ -72,7 +72,7 @@ impl Berth {
         }
     }
 
-    /// New requests wait from now on; completes when none is under way.
+    /// Holds new requests from now on; completes when none is in flight.
     pub(super) async fn rest(&self) {
         match self.switch.hold() {
             Some(held) => {
@@ -88,7 +88,7 @@ impl Berth {
         }
     }
 
-    /// The image goes, when requests wait already.
+    /// Removes the image. Requests must be held already.
     pub(super) fn clear(&self) {
         let Some(image) = self.place.now.take() else { return };
         self.place.geometry.set(image.geometry());
@@ -99,13 +99,13 @@ impl Berth {
         }
     }
 
-    /// Requests that wait fail from now on, and those that come: the process ends.
+    /// Fails waiting and new requests, because the process ends.
     pub(super) fn give_up(&self) {
         drop(self.switch.held());
     }
 }
 
-/// Hands on what an image tells of its size, as long as it is here.
+/// Forwards size changes of an image while the image is in the slot.
 async fn tell_of_sizes(place: Rc<Place>, image: Rc<dyn BlockDevice>) {
     let changes = image.size_changes();
     let is_here = || place.now.borrow().as_ref().is_some_and(|now| Rc::ptr_eq(now, &image));
@@ -119,10 +119,10 @@ async fn tell_of_sizes(place: Rc<Place>, image: Rc<dyn BlockDevice>) {
     }
 }
 
-/// What there is where there is no image.
+/// Device that stands in for the image while the slot is empty.
 struct Place {
     name: Rc<str>,
-    /// While there is none.
+    /// Geometry while there is no image.
     geometry: Cell<Geometry>,
     changes: SizeChanges,
     now: RefCell<Option<Rc<dyn BlockDevice>>>,

@@ -1,7 +1,7 @@
-//! What of a disk is hot, as a text; and bringing it into a cache while the guest asks for nothing.
+//! The hot ranges of a disk as text, and the warming of a cache with hot ranges while the guest is idle.
 //!
 //! ```text
-//! 17+3,4+1,...      ranges in units of 4 KiB: where it begins, and how many; the hottest first
+//! 17+3,4+1,...      ranges in units of 4 KiB: start and length; the hottest first
 //! ```
 
 use std::cell::{Cell, RefCell};
@@ -16,16 +16,16 @@ use larder_cache::Cache;
 use super::inquiry::Served;
 use crate::image::OpenImage;
 
-/// The unit of the text, in bytes: the smallest line of a cache.
+/// Unit of the text, in bytes: the smallest line of a cache.
 const UNIT: u64 = 4096;
-/// Ranges of a disk that are told of at most: some 400 KiB of text.
+/// Maximum number of reported ranges of a disk: about 400 KiB of text.
 pub const HOT_RANGES_MAX: usize = 32 << 10;
-/// How often it is looked whether the guest asks for nothing.
+/// Interval between checks whether the guest is idle.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
-/// What was brought in is followed by a pause as long as it took, and this at least.
+/// Minimum pause after each piece; otherwise the pause is as long as the piece took.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 
-/// The text.
+/// Formats ranges as text.
 pub fn text_of(ranges: &[ByteRange]) -> String {
     let parts: Vec<String> = ranges
         .iter()
@@ -34,10 +34,10 @@ pub fn text_of(ranges: &[ByteRange]) -> String {
     parts.join(",")
 }
 
-/// What a text says.
+/// Parses ranges from text.
 ///
 /// # Errors
-/// It is none, or of too many ranges.
+/// The text is malformed, or has too many ranges.
 pub fn ranges_of(text: &str) -> Result<Vec<ByteRange>, String> {
     let wrong = |part: &str| format!("'{part}' is no range, as 17+3 is");
     let mut ranges = Vec::new();
@@ -59,7 +59,7 @@ pub fn ranges_of(text: &str) -> Result<Vec<ByteRange>, String> {
     Ok(ranges)
 }
 
-/// What is to be brought in.
+/// Ranges to be read into the cache.
 #[derive(Default)]
 pub(super) struct Warming {
     left: RefCell<VecDeque<ByteRange>>,
@@ -69,14 +69,14 @@ pub(super) struct Warming {
 }
 
 impl Warming {
-    /// This, too, after what there is already.
+    /// Adds ranges after those that are already queued.
     pub(super) fn add(&self, ranges: Vec<ByteRange>) {
         let mut left = self.left.borrow_mut();
         let room = HOT_RANGES_MAX.saturating_sub(left.len());
         left.extend(ranges.into_iter().take(room));
     }
 
-    /// Begins, if there is something to do and a cache to do it with.
+    /// Starts warming, if there are ranges and a cache.
     pub(super) fn start(on: &Loop, served: &Rc<Served>) {
         let (Some(moving), Some(image)) = (&served.moving, served.now()) else {
             return;
@@ -99,7 +99,7 @@ impl Warming {
         });
     }
 
-    /// Completes when nothing is being brought in, nor will be.
+    /// Stops warming; completes when it has ended.
     pub(super) async fn stop(&self) {
         self.left.borrow_mut().clear();
         self.stops.set(true);
@@ -107,14 +107,14 @@ impl Warming {
     }
 }
 
-/// One piece after the other; how much there was.
+/// Warms one piece after the other; returns the number of bytes read into the cache.
 async fn run(on: &Loop, served: &Rc<Served>, image: &OpenImage) -> ByteLen {
     let mut brought = ByteLen::ZERO;
     let (Some(moving), Some(place)) = (&served.moving, &image.cache) else {
         return brought;
     };
     let warming = &moving.warming;
-    // Others may add to it meanwhile.
+    // Other tasks may add ranges meanwhile.
     let next_piece = || next(&mut warming.left.borrow_mut());
     while let Some(piece) = next_piece() {
         while served.activity.under_way() > 0 && !warming.stops.get() {
@@ -127,7 +127,7 @@ async fn run(on: &Loop, served: &Rc<Served>, image: &OpenImage) -> ByteLen {
         let begin = on.now();
         match cache.layer.warm(piece).await {
             Ok(bytes) => brought += bytes,
-            // The guest is told when it asks for it itself.
+            // The guest gets the error when it reads this range itself.
             Err(_) => break,
         }
         on.sleep(on.now().since(begin).max(PAUSE_MIN)).await;
@@ -136,7 +136,7 @@ async fn run(on: &Loop, served: &Rc<Served>, image: &OpenImage) -> ByteLen {
     brought
 }
 
-/// What of the first range can be brought in at once, which is taken off it.
+/// Takes the next piece, of a size that is warmed in one step, off the first range.
 fn next(left: &mut VecDeque<ByteRange>) -> Option<ByteRange> {
     let range = left.front_mut()?;
     let len = range.len.min(ByteLen::new(Cache::WARM_LEN));
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_says_what_it_was_made_of_and_what_is_none_is_refused() {
+    fn ranges_round_trip_and_bad_text_is_rejected() {
         let ranges = [ByteRange::new(17 * UNIT, 3 * UNIT), ByteRange::new(0, UNIT)];
         let text = text_of(&ranges);
         assert_eq!(text, "17+3,0+1");
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_goes_in_pieces() {
+    fn long_range_is_warmed_in_pieces() {
         let mut left = VecDeque::from([
             ByteRange::new(0, Cache::WARM_LEN + UNIT),
             ByteRange::new(UNIT << 20, UNIT),

@@ -1,5 +1,5 @@
-//! What a disk's thread is asked for by others: how the disk is, and to change something while it is used. It answers on the
-//! disk's loop, as one task among its others, so that a disk of which nobody asks does nothing for it.
+//! Requests from other threads to a disk's thread: for its state, and for changes while it is in use. They are
+//! answered by one task on the disk's loop, so a disk that gets no such requests spends no time on them.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -18,20 +18,20 @@ use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState, R
 use crate::exports::Exports;
 use crate::image::{CacheMode, Format, ImageAddress, OpenImage, Replacement, cache_mode_words};
 
-/// Inquiries that wait for a disk's thread at most; further ones wait where they come from.
+/// Maximum number of queued requests to a disk's thread; senders of further ones wait.
 const WAITING_MAX: usize = 16;
 
-/// Asks a disk's thread how the disk is, or for a change, from any thread.
+/// Handle for requests to a disk's thread, usable from any thread.
 #[derive(Clone)]
 pub struct DiskInquiry {
     name: Option<Arc<str>>,
     sender: mpsc::Sender<Inquiry>,
 }
 
-/// The other end, on the disk's loop.
+/// Receiving end of the requests, on the disk's loop.
 pub(super) struct Inquiries(mpsc::Receiver<Inquiry>);
 
-// There are few, and none for long.
+// The queue is short, and no request stays in it for long.
 #[allow(clippy::large_enum_variant)]
 enum Inquiry {
     State(oneshot::Sender<DiskState>),
@@ -39,43 +39,43 @@ enum Inquiry {
     Change(DiskChange, oneshot::Sender<Result<DiskState, DiskChangeError>>),
 }
 
-/// What can be changed of a disk that is used.
+/// A change to a disk in use.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DiskChange {
-    /// What it is set to.
+    /// Change settings.
     Settings(DiskSettings),
-    /// Its cache does something.
+    /// Perform an operation on the cache.
     Cache(CacheWork),
-    /// It goes to another host, or comes.
+    /// Perform a step of a move to or from another host.
     Move(DiskMove),
-    /// These ranges were hot on another host, and are brought into its cache while nothing else is to be done; once it is
-    /// here, if it is not.
+    /// Read these ranges, which were hot on another host, into the cache while the disk is idle; if its image is not
+    /// open here, once it is.
     Warm(Vec<ByteRange>),
 }
 
-/// Settings of a disk; what is `None` stays as it is.
+/// Settings of a disk; `None` leaves a setting unchanged.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DiskSettings {
-    /// What it may do per second.
+    /// Throughput and request rate limits.
     pub limits: Option<Limits>,
-    /// How it is read ahead of, [`PrefetchOptions::OFF`] if it is not.
+    /// Read-ahead options; [`PrefetchOptions::OFF`] turns read-ahead off.
     pub prefetch: Option<PrefetchOptions>,
-    /// What may be written to its cache in a day, if that is limited.
+    /// Limit for the bytes written to the cache per day; `Some(None)` removes it.
     pub cache_endurance: Option<Option<ByteLen>>,
-    /// What its cache does with writes.
+    /// Write policy of the cache.
     pub cache_mode: Option<CacheMode>,
 }
 
-/// What a disk's cache is to do.
+/// An operation on a disk's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheWork {
-    /// Write to the disk what only the cache has.
+    /// Write all dirty data to the disk.
     Flush,
-    /// Give its place to another one, or to itself, opened again.
+    /// Replace the cache by another one, or by itself, opened again.
     Replace(Replacement),
 }
 
-/// Why a disk has not changed as it should.
+/// Reason why a change to a disk failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DiskChangeError {
@@ -97,7 +97,7 @@ pub enum DiskChangeError {
     NotMoved { image: String, why: String },
 }
 
-/// A disk that can be asked, and who answers for it.
+/// Creates the two ends for requests to a disk.
 pub(super) fn channel(name: Option<&str>) -> (DiskInquiry, Inquiries) {
     let (sender, receiver) = mpsc::channel(WAITING_MAX);
     let name = name.map(Arc::from);
@@ -105,27 +105,28 @@ pub(super) fn channel(name: Option<&str>) -> (DiskInquiry, Inquiries) {
 }
 
 impl DiskInquiry {
-    /// What its VM calls the disk.
+    /// Returns the disk's name in its VM.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// How the disk is now; `None` if it is being closed.
+    /// Returns the disk's state; `None` if it is being closed.
     pub async fn state(&self) -> Option<DiskState> {
         let (reply, answer) = oneshot::channel();
         self.sender.send(Inquiry::State(reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// What of it is hot, the hottest first, as far as its cache knows; nothing if it has none. `None` if it is being closed.
+    /// Returns the disk's hot ranges, the hottest first, as far as its cache knows them; none without a cache. `None`
+    /// if the disk is being closed.
     pub async fn hot(&self) -> Option<Vec<ByteRange>> {
         let (reply, answer) = oneshot::channel();
         self.sender.send(Inquiry::Hot(reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// Has the disk change, which may take as long as all of what only its cache has takes to be written to it; it is done
-    /// also if nobody waits for it. How the disk is then; `None` if it is being closed.
+    /// Changes the disk, which may take as long as writing back all dirty data of its cache. The change continues
+    /// even if the caller stops waiting. Returns the state afterwards; `None` if the disk is being closed.
     pub async fn change(&self, change: DiskChange) -> Option<Result<DiskState, DiskChangeError>> {
         let (reply, answer) = oneshot::channel();
         self.sender.send(Inquiry::Change(change, reply)).await.ok()?;
@@ -133,18 +134,18 @@ impl DiskInquiry {
     }
 }
 
-/// A disk that is served, as those who ask see it.
+/// A disk in service, as seen by the task that answers requests.
 pub(super) struct Served {
     pub(super) config: DiskConfig,
-    /// `None` while it is not here.
+    /// The open image; `None` while the disk is on another host.
     pub(super) image: Rc<RefCell<Option<Rc<OpenImage>>>>,
-    /// If it can go, and come.
+    /// State for moves, if the disk can move.
     pub(super) moving: Option<Moving>,
     pub(super) exports: Rc<Exports>,
     pub(super) activity: Rc<Activity>,
 }
 
-/// Answers who asks; never ends. Who has asked may have gone.
+/// Answers requests; never completes. The sender of a request may have stopped waiting.
 pub(super) async fn answer(on: &Loop, Inquiries(mut inquiries): Inquiries, served: &Rc<Served>) {
     while let Some(inquiry) = inquiries.recv().await {
         match inquiry {
@@ -157,7 +158,7 @@ pub(super) async fn answer(on: &Loop, Inquiries(mut inquiries): Inquiries, serve
                     let _ = reply.send(served.hot().await);
                 });
             }
-            // Its device may be slow, and others want to know something meanwhile.
+            // The cache device may be slow, and other requests must be answered meanwhile.
             Inquiry::Change(change, reply) => {
                 let (running, served) = (on.clone(), Rc::clone(served));
                 on.spawn(async move {
@@ -171,7 +172,7 @@ pub(super) async fn answer(on: &Loop, Inquiries(mut inquiries): Inquiries, serve
 }
 
 impl Served {
-    /// What is open.
+    /// Returns the open image.
     pub(super) fn now(&self) -> Option<Rc<OpenImage>> {
         self.image.borrow().clone()
     }
@@ -179,7 +180,7 @@ impl Served {
     fn state(&self, on: &Loop) -> DiskState {
         let (config, image, moving) = (&self.config, self.now(), self.moving.as_ref());
         let image = image.as_ref();
-        // It is open, or can move.
+        // A disk that is not open can move, so one of the two is there.
         let geometry = image.map(|image| image.device.geometry());
         let geometry = geometry.or_else(|| moving.map(Moving::geometry));
         let format = image.map(|image| image.format).or_else(|| moving.map(Moving::format));
@@ -244,7 +245,7 @@ impl Served {
 
     async fn set(&self, open: &OpenImage, settings: DiskSettings) -> Result<(), DiskChangeError> {
         let image = || self.name().to_string();
-        // What cannot be is told before anything is done.
+        // All checks come first, so that an invalid request changes nothing.
         let prefetch = match (settings.prefetch, &open.prefetch) {
             (Some(_), None) => return Err(DiskChangeError::Shared { image: image() }),
             (options, layer) => options.zip(layer.as_ref()),

@@ -1,5 +1,5 @@
-//! A disk that goes to another host with its VM, and comes from there, step by step. What the steps are for, and who has
-//! the image between them, is in [`crate::vm`]'s `moving`.
+//! Steps of a disk's move to or from another host with its VM. The purpose of each step, and which host has the image
+//! between them, is described in [`crate::vm`]'s `moving`.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,47 +13,48 @@ use super::hot::Warming;
 use super::inquiry::Served;
 use crate::image::{self, CacheMode, Format, ImageOptions};
 
-/// How long a front-end may take to stop its queues once its guest has been stopped, or to come back and start them where it
-/// thinks that they are.
+/// Longest time that a front-end may take to stop its queues once its guest is stopped, or to reconnect and start the
+/// queues at the positions that it assumes.
 const REST_MAX: Duration = Duration::from_secs(5);
-/// How often it is looked whether it has.
+/// Interval between checks for that.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
-/// A step. Each may be taken again, and does nothing then.
+/// A step of a move. Each step is idempotent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskMove {
-    /// Its VM is about to go: what only its cache has is written to the disk, and nothing more gets there.
+    /// The VM is about to leave: the cache's dirty data is written to the disk, and the cache becomes write-through.
     Settle,
-    /// Its VM stays after all: the cache is used as before [`DiskMove::Settle`].
+    /// The VM stays after all: the cache returns to its mode from before [`DiskMove::Settle`].
     Stay,
-    /// The guest has stopped, and no request is carried out until [`DiskMove::Serve`]. If it `goes_on` elsewhere, with what its
-    /// front-end knows of its queues, they are where that thinks; else this is refused, and they go on.
+    /// The guest is stopped, and no request is processed until [`DiskMove::Serve`]. If the guest continues elsewhere
+    /// (`goes_on`), with the queue positions that its front-end knows, these must be the true ones; otherwise the
+    /// step is refused, and the queues resume.
     Rest {
-        /// The guest's state goes along.
+        /// The guest's state moves to the other host.
         goes_on: bool,
     },
-    /// After [`DiskMove::Rest`]: the image has everything, durably, and of its cache nothing will be believed. It is still
-    /// locked.
+    /// After [`DiskMove::Rest`]: the image gets all data, durably, and the cached data becomes stale for ever. The
+    /// image remains locked.
     Part,
-    /// The image is closed, and its locks are gone.
+    /// Closes the image and releases its locks.
     Close,
-    /// The image is opened, as one that was used elsewhere, and locked; no request is carried out.
+    /// Opens and locks the image, as one that was in use elsewhere; requests are still held.
     Open,
-    /// Requests are carried out.
+    /// Resumes requests.
     Serve,
 }
 
-/// What a disk needs to move.
+/// State of a disk that can move.
 pub(super) struct Moving {
     berth: Berth,
     format: Cell<Format>,
-    /// What its cache did with writes before it was told to have none of them.
+    /// Mode of the cache before it was made write-through.
     mode: Cell<Option<CacheMode>>,
-    /// With what it was opened last, as far as that has changed since.
+    /// Options of the last opening, if they differ from the configuration.
     options: RefCell<Option<ImageOptions>>,
-    /// What was hot where its VM came from.
+    /// Ranges that were hot on the host that the VM came from.
     pub(super) warming: Warming,
-    /// One step at a time.
+    /// Serialises the steps.
     step: Mutex<()>,
 }
 
@@ -77,18 +78,20 @@ impl Moving {
         self.format.get()
     }
 
-    /// Until what is returned goes no step is taken.
+    /// Returns a guard that keeps other steps from starting.
     pub(super) async fn alone(&self) -> MutexGuard<'_, ()> {
         self.step.lock().await
     }
 
-    /// Whoever waits for the image to come is told that it does not.
+    /// Fails all requests that wait for the image.
     pub(super) fn give_up(&self) {
         self.berth.give_up();
     }
 
+    /// Performs a step.
+    ///
     /// # Errors
-    /// As a text for people.
+    /// A message for the user.
     pub(super) async fn step(&self, on: &Loop, served: &Rc<Served>, step: DiskMove) -> Result<(), String> {
         let _alone = self.alone().await;
         match step {
@@ -125,7 +128,7 @@ impl Moving {
         };
         match cache.now().layer.mode() == CacheMode::WriteThrough {
             true => cache.set_mode(mode).await,
-            // Somebody has wished otherwise.
+            // The mode was changed by a client since.
             false => Ok(()),
         }
     }
@@ -162,7 +165,7 @@ impl Moving {
         self.options.replace(Some(options));
         self.berth.clear();
         served.image.replace(None);
-        // Of one that was opened in vain, and not parted from.
+        // The image's last data matters only if it was opened in vain, or not detached before.
         let closed = image.device.close().await;
         closed.map_err(|error| error.to_string())?;
         if let Some(cache) = &image.cache {
@@ -203,10 +206,10 @@ impl Moving {
     }
 }
 
-/// Until the guest's queues rest.
+/// Waits until the guest's queues are idle.
 async fn rest(on: &Loop, served: &Served, goes_on: bool) -> Result<(), String> {
     let exports = &served.exports;
-    // A front-end that comes back to a guest that stands still starts its queues all the same.
+    // A front-end that reconnects for a paused guest starts its queues all the same.
     exports.rest(goes_on);
     let moves = || {
         if goes_on {

@@ -1,8 +1,8 @@
-//! The note that a VM's disks are not this host's: its VM has gone to another host, or is to come from one. A server that
-//! is started finds it, and opens no image until the VM comes; so it lies where it outlives the host's restart.
+//! Marker that a VM's disks belong to another host: the VM has moved there, or is to come from there. A server that
+//! finds the marker opens no image until the VM arrives. So the marker is kept where it survives a reboot.
 //!
 //! ```text
-//! STATE/moves/NAME-HASH      a line for people: what has become of the VM; the hash is of its file's path
+//! STATE/moves/NAME-HASH      a line for the user: the reason; the hash is that of the path of the VM's file
 //! ```
 
 use std::ffi::OsString;
@@ -18,13 +18,13 @@ use rustix::process::geteuid;
 use crate::image::{state_folder, write_whole};
 use crate::opener::helper;
 
-/// The folder of all these notes.
+/// Returns the directory of all markers.
 fn folder() -> Option<PathBuf> {
     state_folder().map(|folder| folder.join("moves"))
 }
 
-/// What the files are called that concern the VM which is described in `file`. Two of one name in different folders are two
-/// VMs.
+/// Returns the name under which state of the VM described in `file` is stored. VMs of the same name in different
+/// directories are different VMs.
 pub(super) fn mark_of(file: &Path) -> OsString {
     let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
     let mut name = file.file_stem().unwrap_or_default().to_owned();
@@ -32,24 +32,24 @@ pub(super) fn mark_of(file: &Path) -> OsString {
     name
 }
 
-/// That of a VM, whether it is there or not.
+/// The marker of a VM, which may or may not exist.
 pub struct AwayNote {
-    /// `None` if there is nowhere to have one.
+    /// Path of the marker; `None` if no directory for it is known.
     path: Option<PathBuf>,
 }
 
 impl AwayNote {
-    /// Of the VM that is described in `file`.
+    /// Returns the marker of the VM described in `file`.
     pub fn of(file: &Path) -> Self {
         Self {
             path: folder().map(|folder| folder.join(mark_of(file))),
         }
     }
 
-    /// Whether it is there.
+    /// Returns whether the marker exists.
     ///
     /// # Errors
-    /// Nobody can tell.
+    /// The file system does not answer that.
     pub fn is_there(&self) -> io::Result<bool> {
         if let Some(helper) = helper() {
             return helper.is_away();
@@ -59,7 +59,7 @@ impl AwayNote {
             .map_or(Ok(false), |path| path.try_exists().map_err(|error| named(path, &error)))
     }
 
-    /// Makes the folder that it is in, before this process can make none any more.
+    /// Creates the marker's directory, while this process still can.
     pub(super) fn prepare(&self) -> io::Result<()> {
         if helper().is_some() {
             return Ok(());
@@ -70,10 +70,10 @@ impl AwayNote {
         make_for_owner_of_parent(folder).map_err(|error| named(folder, &error))
     }
 
-    /// Makes it, durably.
+    /// Creates the marker, durably.
     ///
     /// # Errors
-    /// The host's; it may be there all the same.
+    /// Writing fails; the marker may exist all the same.
     pub fn make(&self, why: &str) -> io::Result<()> {
         if let Some(helper) = helper() {
             return helper.set_away(Some(why));
@@ -83,10 +83,10 @@ impl AwayNote {
         write_whole(path, &format!("{why}\n")).map_err(|error| named(path, &error))
     }
 
-    /// Removes it, durably.
+    /// Removes the marker, durably.
     ///
     /// # Errors
-    /// The host's; it may be there still.
+    /// Removal fails; the marker may still exist.
     pub fn remove(&self) -> io::Result<()> {
         if let Some(helper) = helper() {
             return helper.set_away(None);
@@ -102,8 +102,9 @@ impl AwayNote {
     }
 }
 
-/// Makes a folder, unless it is there. Root's commands prepare what a service of another user reads, so root gives one that it has
-/// made to whom the folder above belongs: it, and not what that user may have put in its place.
+/// Creates a directory, unless it exists. Root's commands prepare what a service of another user reads, so root
+/// changes the owner of a directory that it has created to that of the parent. The change applies to that directory,
+/// never to one that the user may have put in its place.
 fn make_for_owner_of_parent(folder: &Path) -> io::Result<()> {
     let above = folder.parent().unwrap_or(folder);
     DirBuilder::new().recursive(true).mode(0o700).create(above)?;
@@ -126,9 +127,9 @@ fn named(path: &Path, error: &io::Error) -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    /// The user of the services owns what the folder of notes is in.
+    /// The user of the services owns the directory in which the markers' directory is, and so could put a link there.
     #[test]
-    fn no_note_is_written_through_a_symbolic_link() {
+    fn marker_is_not_written_through_symlink() {
         let state = tempfile::tempdir().expect("a folder");
         let elsewhere = tempfile::tempdir().expect("another one");
         let link = state.path().join("moves");
@@ -150,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_note_is_there_until_it_is_removed() {
+    fn marker_exists_until_it_is_removed() {
         let place = tempfile::tempdir().expect("a folder");
         let note = || AwayNote {
             path: Some(place.path().join("moves").join("web")),

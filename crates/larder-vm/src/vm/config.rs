@@ -1,7 +1,7 @@
-//! The file that describes a VM, `/etc/larder/vms/NAME.toml`. `docs/vm-file.md` describes it for users.
+//! The file that describes a VM, `/etc/larder/vms/NAME.toml`. `docs/vm-file.md` documents it for users.
 //!
-//! A disk has the keys of `larder run --disk` and a few more, so that there is one way to say what a disk is. All mistakes
-//! of a file are told at once, each with its line and column.
+//! A disk has the keys of `larder run --disk` and a few more, so that disks are described in the same way everywhere.
+//! All mistakes in a file are reported at once, each with its line and column.
 
 mod chain_file;
 mod memory;
@@ -37,7 +37,7 @@ pub use chain_file::ChainFile;
 pub use memory::{QemuAt, VmMemory};
 pub use unsaid::{Unsaid, unsaid, with_lines};
 
-/// What can be said of the VM itself.
+/// Keys of the VM itself.
 const VM_KEYS: [&str; 7] = [
     "uuid",
     "control",
@@ -48,7 +48,7 @@ const VM_KEYS: [&str; 7] = [
     "memory",
 ];
 
-/// What can be said of a disk besides [`keys::names`].
+/// Keys of a disk in addition to [`keys::names`].
 const DISK_KEYS: [&str; 11] = [
     "name",
     "image",
@@ -63,42 +63,42 @@ const DISK_KEYS: [&str; 11] = [
     "nbd-description",
 ];
 
-/// Where a key belongs that is found elsewhere.
+/// Hint for a misplaced key of the memory section.
 const OF_MEMORY: &str = "; it says something of the memory: write it below [memory]";
 
-/// A VM: what of it Larder serves, and where.
+/// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
-    /// The VM's name.
+    /// Name of the VM.
     pub name: String,
-    /// Its UUID, as libvirt writes it.
+    /// UUID of the VM, in libvirt's notation.
     pub uuid: Option<String>,
-    /// Its control socket.
+    /// Path of the control socket.
     pub control: PathBuf,
-    /// Who may connect there.
+    /// Permissions of the control socket.
     pub control_access: Access,
-    /// Its disks; none where only its memory is Larder's.
+    /// Disks; empty if Larder manages only the VM's memory.
     pub disks: Vec<VmDisk>,
-    /// Its memory, if that is managed.
+    /// Memory options, if its memory is managed.
     pub memory: Option<VmMemory>,
 }
 
 /// A disk of a VM.
 #[derive(Clone, Debug)]
 pub struct VmDisk {
-    /// What it is called: what the guest calls it, as a rule.
+    /// Name of the disk, usually the device name in the guest.
     pub name: String,
-    /// What is to be served, and how.
+    /// Options of the disk.
     pub wish: DiskWish,
-    /// Where vhost-user-blk is served.
+    /// Socket of vhost-user-blk.
     pub socket: Option<PathBuf>,
-    /// Who may connect there, and to an NBD server's unix socket.
+    /// Permissions of the vhost-user socket, and of an NBD server's unix socket.
     pub access: Access,
-    /// Where NBD is served.
+    /// Address of the NBD export.
     pub nbd: Option<NbdAt>,
 }
 
-/// Why there is no description of a VM.
+/// Reason why a VM has no valid configuration.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
@@ -128,14 +128,14 @@ fn lines(mistakes: &[Mistake]) -> String {
     }
 }
 
-/// Something that a file says and that cannot be.
+/// A mistake in a VM's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistake {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Where in it: line and column, from 1 on.
+    /// Line and column, counted from 1.
     pub at: (usize, usize),
-    /// What is wrong, and what is right.
+    /// Description of the mistake and of the correct form.
     pub what: String,
 }
 
@@ -146,11 +146,11 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Where the file of the VM `name` is: `/etc/larder/vms/NAME.toml`; for other users than root, `larder/vms` in
-/// `$XDG_CONFIG_HOME` or `~/.config`. What has a '/' in it is a path.
+/// Returns the path of the file of the VM `name`: `/etc/larder/vms/NAME.toml`; for users other than root,
+/// `larder/vms` in `$XDG_CONFIG_HOME` or `~/.config`. A name with a '/' is a path.
 ///
 /// # Errors
-/// It is no name.
+/// The name is invalid.
 pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
     if name.as_os_str().as_bytes().contains(&b'/') {
         return Ok(name.to_owned());
@@ -159,19 +159,19 @@ pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
     Ok(folder().join(format!("{name}.toml")))
 }
 
-/// Whether the host's file of the VM `name` names this image.
+/// Returns whether the host's file of the VM `name` names this image.
 pub(crate) fn names_image(name: &str, image: &ImageAddress) -> bool {
     let file = Path::new(OF_HOST).join(format!("{name}.toml"));
     VmConfig::read(&file).is_ok_and(|config| config.images().contains(&image))
 }
 
-/// The control socket of the VM `name`, if its file does not say another one.
+/// Returns the default control socket of the VM `name`.
 pub(super) fn usual_control(name: &str) -> PathBuf {
     usual_folder().join(format!("{name}.sock"))
 }
 
-/// Returns the folder of sockets whose paths a VM's file does not give. The host's files describe VMs of the host also where
-/// a member of the read group reads them, and the sockets are not in the member's own folder.
+/// Returns the directory of sockets whose paths a VM's file does not give. If a member of the read group reads the
+/// host's files, these still describe VMs of the host, whose sockets are not in the member's own directory.
 fn usual_folder() -> PathBuf {
     match folder() == Path::new(OF_HOST) && is_reader() {
         true => PathBuf::from(OF_SYSTEM),
@@ -179,10 +179,10 @@ fn usual_folder() -> PathBuf {
     }
 }
 
-/// The folder of the host's files, which are root's.
+/// Directory of the host's files, which belongs to root.
 pub const OF_HOST: &str = "/etc/larder/vms";
 
-/// The folder of this user's files.
+/// Returns the directory of this user's files.
 pub fn folder() -> PathBuf {
     let variable = |name: &str| {
         std::env::var_os(name)
@@ -197,7 +197,7 @@ pub fn folder() -> PathBuf {
     place.map_or_else(|| OF_HOST.into(), |place| place.join("larder/vms"))
 }
 
-/// A UUID (RFC 9562, section 4) in lower case.
+/// Parses a UUID (RFC 9562, section 4), and returns it in lower case.
 fn uuid_of(text: &str) -> Result<String, String> {
     let is_there = |(place, c): (usize, char)| match place {
         8 | 13 | 18 | 23 => c == '-',
@@ -211,7 +211,7 @@ fn uuid_of(text: &str) -> Result<String, String> {
     }
 }
 
-/// It becomes a part of the names of files.
+/// Checks a name, which becomes part of file names.
 fn checked_name(name: String) -> Result<String, ConfigError> {
     let may_be = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     match name.chars().all(may_be) && !name.is_empty() && !name.starts_with(['.', '-']) {
@@ -223,7 +223,7 @@ fn checked_name(name: String) -> Result<String, ConfigError> {
 /// Reads the text of a VM's file.
 ///
 /// # Errors
-/// It cannot be read, or is no text, or longer than any such file.
+/// The file cannot be read, is not text, or is longer than any such file can be.
 pub fn read_text(path: &Path) -> io::Result<String> {
     match helper() {
         Some(helper) => small_file::text_of(helper.vm_file()?, CONFIG_BYTES_MAX),
@@ -231,7 +231,7 @@ pub fn read_text(path: &Path) -> io::Result<String> {
     }
 }
 
-/// The paths of the VMs' files of this user, sorted by name.
+/// Returns the paths of this user's VM files, sorted by name.
 pub(super) fn files() -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder()).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
@@ -255,7 +255,7 @@ impl VmConfig {
         images
     }
 
-    /// Reads a file.
+    /// Reads and parses a file.
     ///
     /// # Errors
     /// See [`ConfigError`].
@@ -267,7 +267,7 @@ impl VmConfig {
         Self::parse(path, &text)
     }
 
-    /// What the file at `path` says, whose name is the VM's.
+    /// Parses the text of the file at `path`; the file's name is the VM's name.
     ///
     /// # Errors
     /// See [`ConfigError`].
@@ -297,11 +297,11 @@ impl VmConfig {
 }
 
 impl VmDisk {
-    /// What its thread is to do; what is `inherited` is there already.
+    /// Returns the configuration of the disk's thread; `inherited` has the sockets that exist already.
     pub fn config(&self, inherited: &Inherited) -> DiskConfig {
         let mut config = DiskConfig::new(self.wish.image.clone());
         config.options = self.wish.image_options().unwrap_or_else(|_| ImageOptions {
-            // What makes no sense together has been refused; what it leads to is never left open.
+            // Contradicting options have been refused before. Even so, the chain is never left open.
             chain: self.wish.chain.clone(),
             ..ImageOptions::default()
         });
@@ -325,7 +325,7 @@ impl VmDisk {
     }
 }
 
-/// What is read of a file so far.
+/// State of parsing a file.
 struct Reader<'a> {
     path: &'a Path,
     text: &'a str,
@@ -335,7 +335,7 @@ struct Reader<'a> {
 type Value<'a> = Spanned<DeValue<'a>>;
 
 impl Reader<'_> {
-    /// Where relative paths begin.
+    /// Returns the directory to which relative paths are relative.
     fn folder(&self) -> PathBuf {
         let path = std::path::absolute(self.path).unwrap_or_else(|_| self.path.to_owned());
         path.parent().unwrap_or(Path::new("/")).to_owned()
@@ -353,7 +353,7 @@ impl Reader<'_> {
         });
     }
 
-    /// The value, or its mistake.
+    /// Parses a value, or records the mistake.
     fn read<T>(&mut self, key: &str, value: &Value<'_>, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
         match text_of(value.get_ref()).and_then(|text| read(&text)) {
             Ok(read) => Some(read),
@@ -424,7 +424,7 @@ impl Reader<'_> {
         config
     }
 
-    /// Checks a socket whose path follows from names.
+    /// Checks the length of a default socket path.
     fn usual_socket(&mut self, at: &Range<usize>, key: &str, path: &Path) {
         if let Err(why) = fits_socket(path) {
             let what = format!("{key}: {why}; say a shorter one here: {key} = \"/run/larder/web.sock\"");
@@ -435,7 +435,7 @@ impl Reader<'_> {
     fn access(&mut self, key: &str, prefix: &str, value: &Value<'_>, access: &mut Access) {
         match key.strip_prefix(prefix) {
             Some("mode") => {
-                // As TOML writes octal numbers: 0o660.
+                // Octal numbers in TOML have the prefix 0o: 0o660.
                 let read = match value.get_ref() {
                     DeValue::Integer(number) if number.radix() == 8 => mode_of(number.as_str()),
                     value => text_of(value).and_then(|text| mode_of(&text)),
@@ -483,7 +483,7 @@ impl Reader<'_> {
                 None
             }
         };
-        // All other mistakes are told too.
+        // Parsing continues, so that all other mistakes are reported too.
         let image = image.unwrap_or_else(|| ImageAddress::Path(PathBuf::new()));
         let mut disk = VmDisk {
             name: usual_name(number),
@@ -519,7 +519,7 @@ impl Reader<'_> {
                         text.parse::<ExportDescription>().map_err(|error| error.to_string())
                     });
                 }
-                // There is one for all disks.
+                // All disks share one control socket.
                 "control" => self.mistake(
                     &at,
                     "control: the VM has one control socket for all its disks; write this above the first [[disk]]",
@@ -616,7 +616,7 @@ fn image_of(folder: &Path, text: &str) -> Result<ImageAddress, String> {
     }
 }
 
-/// A value of [`keys::set`]; of the cache's, which may be a path, one that begins where the file is.
+/// Returns a value for [`keys::set`]; a relative path of a cache becomes relative to the file's directory.
 fn value_beside(folder: &Path, key: &str, text: &str) -> String {
     match text.parse() {
         Ok(ImageAddress::Path(path)) if key == "cache" && text.contains('/') => folder.join(path).display().to_string(),
@@ -632,7 +632,7 @@ fn nbd_of(folder: &Path, text: &str) -> Result<NbdUri, String> {
     Ok(uri)
 }
 
-/// `vda`, `vdb`, ... `vdz`, `vdaa`, as a guest calls its disks.
+/// Returns the default name of a disk, as guests name their disks: `vda`, `vdb`, ... `vdz`, `vdaa`.
 fn usual_name(number: usize) -> String {
     let mut name = String::new();
     let mut left = number + 1;
@@ -644,7 +644,7 @@ fn usual_name(number: usize) -> String {
     format!("vd{name}")
 }
 
-/// What a value is as a text, as one would give it on a command line.
+/// Returns a value as the text that a user would write on a command line.
 fn text_of(value: &DeValue<'_>) -> Result<String, String> {
     match value {
         DeValue::String(text) => Ok(text.to_string()),
@@ -655,7 +655,7 @@ fn text_of(value: &DeValue<'_>) -> Result<String, String> {
             let digits = digits.strip_prefix('+').unwrap_or(&digits);
             match number.radix() {
                 10 => Ok(digits.to_owned()),
-                // What is left of it has no prefix.
+                // The prefix has been removed already.
                 radix => u64::from_str_radix(digits, radix)
                     .map(|number| number.to_string())
                     .map_err(|_| "this number is too large".to_owned()),

@@ -1,8 +1,8 @@
-//! The VMs of this host, for whoever looks at all of them.
+//! Discovery of the VMs of this host.
 //!
-//! A VM that is served notes where its control socket is, as a symbolic link in `vms` in the runtime folder, so that nobody
-//! has to connect to sockets of which he does not know what they are. Its server removes the note; one that is killed
-//! leaves it behind, and the next one of that name replaces it.
+//! A VM that is served registers its control socket, as a symbolic link in `vms` in the runtime directory, so that
+//! clients never connect to unknown sockets. Its server removes the link at its end. A server that is killed leaves
+//! the link behind, and the next server of that VM replaces it.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, symlink};
@@ -13,18 +13,18 @@ use crate::control::migration::Direction;
 use crate::listen::is_dead;
 use crate::runtime_folder::{self, runtime_folder};
 
-/// A VM that there is, or should be.
+/// A VM that is served or has a file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Found {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Where its server listens, if there is one.
+    /// Control socket of its server, which may not be running.
     pub control: PathBuf,
-    /// What is wrong with its file.
+    /// Mistake in the VM's file.
     pub mistake: Option<String>,
 }
 
-/// All VMs that this user has a file of, or serves, by name.
+/// Returns all VMs that this user has a file for, or serves, sorted by name.
 pub fn vms() -> Vec<Found> {
     let mut all = noted();
     for path in config::files() {
@@ -44,13 +44,13 @@ pub fn vms() -> Vec<Found> {
     all
 }
 
-/// Whether there is a VM of that name: it has a file, or is served.
+/// Returns whether a VM of this name has a file or is served.
 pub fn is_vm(name: &str) -> bool {
     let has_file = config::path_of(Path::new(name)).is_ok_and(|path| path.exists());
     has_file || noted().iter().any(|found| found.name == name)
 }
 
-/// The control socket of the VM `name`: what it has noted, or what its file says, or where it is as a rule.
+/// Returns the control socket of the VM `name`: the registered one, or the one in its file, or the default.
 pub fn control_of(name: &str) -> PathBuf {
     let noted = noted().into_iter().find(|found| found.name == name);
     noted
@@ -62,15 +62,16 @@ pub fn control_of(name: &str) -> PathBuf {
         .unwrap_or_else(|| config::usual_control(name))
 }
 
-/// Where the process listens that manages the memory of the VM `name` (`larder memory attach --vm`), while there is memory
-/// to manage. It is not among the sockets of the disks: their servers' user may change what is there, and a disk or
-/// another VM may have a name with `memory` in it.
+/// Returns the control socket of the process that manages the memory of the VM `name` (`larder memory attach --vm`).
+/// The process listens there while there is memory to manage. The socket is not in the directory of the disks'
+/// sockets: the user of the disks' servers can change that directory, and a disk or another VM may have `memory` in
+/// its name.
 pub fn memory_control_of(name: &str) -> PathBuf {
     runtime_folder::memory_folder().join(format!("{name}.sock"))
 }
 
-/// Returns the path at which a client connects to that process: the first existing socket in the folders that concern this
-/// user.
+/// Returns the path at which a client connects to the process that manages the memory of the VM `name`: the first
+/// existing socket in the directories that this user can use.
 pub fn find_memory_control(name: &str) -> PathBuf {
     let folders = memory_folders().into_iter();
     let mut paths = folders.map(|folder| folder.join(format!("{name}.sock")));
@@ -79,10 +80,10 @@ pub fn find_memory_control(name: &str) -> PathBuf {
         .unwrap_or_else(|| memory_control_of(name))
 }
 
-/// The same, in a folder that is there.
+/// Creates the directory of [`memory_control_of`], and returns the path.
 ///
 /// # Errors
-/// The folder cannot be made, or is not this user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub fn make_memory_control(name: &str) -> io::Result<PathBuf> {
     let folder = runtime_folder::memory_folder();
     if let Some(above) = folder.parent().filter(|above| *above == runtime_folder()) {
@@ -93,15 +94,17 @@ pub fn make_memory_control(name: &str) -> io::Result<PathBuf> {
     Ok(memory_control_of(name))
 }
 
-/// Where the process listens that moves the VM `name` that way, while it does.
+/// Returns the control socket of the process that moves the VM `name` in this direction, which exists during the
+/// move.
 pub fn migration_control_of(name: &str, direction: Direction) -> PathBuf {
     runtime_folder::moves_folder().join(format!("{name}.{}.sock", direction.name()))
 }
 
-/// The same, in a folder that is there. What is no name of a file in `name` is replaced.
+/// Creates the directory of [`migration_control_of`], and returns the path. Characters that cannot be in a file name
+/// are replaced.
 ///
 /// # Errors
-/// The folder cannot be made, or is not this user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub fn make_migration_control(name: &str, direction: Direction) -> io::Result<PathBuf> {
     let folder = runtime_folder::moves_folder();
     if let Some(above) = folder.parent().filter(|above| *above == runtime_folder()) {
@@ -112,12 +115,12 @@ pub fn make_migration_control(name: &str, direction: Direction) -> io::Result<Pa
     Ok(migration_control_of(&name.replace('/', "_"), direction))
 }
 
-/// The folders of the sockets of processes that move VMs, which concern this user.
+/// Returns the directories, among those that this user can use, of the sockets of processes that move VMs.
 pub fn moves_folders() -> Vec<PathBuf> {
     runtime_folder::moves_folders()
 }
 
-/// The VM, and which way it goes, that the name of such a socket tells of.
+/// Parses VM name and direction from the path of such a socket.
 pub fn moved_of(path: &Path) -> Option<(String, Direction)> {
     let name = path.file_name()?.to_str()?.strip_suffix(".sock")?;
     let ways = [Direction::Leaving, Direction::Coming];
@@ -127,12 +130,12 @@ pub fn moved_of(path: &Path) -> Option<(String, Direction)> {
     })
 }
 
-/// Returns whether a socket is at `path`, or where that leads.
+/// Returns whether `path` is a socket, or a symbolic link to one.
 pub fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// The sockets of the processes that move VMs now, or did until they were killed.
+/// Returns the sockets of the processes that are moving VMs, or did until they were killed.
 pub fn moves() -> Vec<(String, Direction, PathBuf)> {
     let entries = moves_folders()
         .into_iter()
@@ -146,29 +149,30 @@ pub fn moves() -> Vec<(String, Direction, PathBuf)> {
     all
 }
 
-/// Where the notes are, in the runtime folder.
+/// Name of the registry directory in the runtime directory.
 const FOLDER: &str = "vms";
 
 pub(super) fn folder() -> PathBuf {
     runtime_folder().join(FOLDER)
 }
 
-/// The folders in which VMs are noted that concern this user: his own, and for root and members of the group that may read
-/// that of the host's services.
+/// Returns the runtime directories with a registry of VMs that this user can use: the user's own, and for root and
+/// members of the read group also that of the host's services.
 pub fn folders() -> Vec<PathBuf> {
     runtime_folder::vm_folders()
 }
 
-/// The folders of the sockets of processes that manage memory and nothing else, which concern this user.
+/// Returns the directories, among those that this user can use, of the sockets of processes that only manage memory.
 pub fn memory_folders() -> Vec<PathBuf> {
     runtime_folder::memory_folders()
 }
 
-/// What the name of such a socket ends with where it is among others.
+/// Suffix of the name of such a socket in a directory with other sockets.
 pub const OF_MEMORY: &str = "-memory";
 
-/// The processes that manage the memory of a VM each, by the VM's name: the sockets `NAME.sock` in their own folders, and
-/// `NAME-memory.sock` among those of the VMs. A socket of a disk, as the files of `vms` or these paths say, is none.
+/// Returns the processes that manage a VM's memory, by the VM's name: the sockets `NAME.sock` in their own
+/// directories, and `NAME-memory.sock` in those of VMs. A socket of a disk, according to VMs' files or to `of_disks`,
+/// is excluded.
 pub fn memories(of_disks: &[PathBuf]) -> Vec<Found> {
     let sockets = |folder: &Path| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -203,7 +207,7 @@ pub fn memories(of_disks: &[PathBuf]) -> Vec<Found> {
     all
 }
 
-/// The VMs that this user serves, and the host's services if the user is root.
+/// Returns the registered VMs of this user, and those of the host's services if the user is root.
 fn noted() -> Vec<Found> {
     let mut all: Vec<Found> = folders().iter().flat_map(|folder| noted_in(folder)).collect();
     all.sort();
@@ -211,13 +215,14 @@ fn noted() -> Vec<Found> {
     all
 }
 
-/// The VMs that have noted in this runtime folder that they are served, or were until they were killed.
+/// Returns the VMs that are registered in this runtime directory. They are served, or were until their server was
+/// killed.
 pub fn noted_in(runtime_folder: &Path) -> Vec<Found> {
     let notes = std::fs::read_dir(runtime_folder.join(FOLDER));
     let notes = notes.into_iter().flatten().flatten();
     let found = notes.filter_map(|note| {
         let name = note.file_name().into_string().ok()?;
-        // That one is being written.
+        // A temporary name: this link is being created.
         if name.starts_with('.') {
             return None;
         }
@@ -231,14 +236,14 @@ pub fn noted_in(runtime_folder: &Path) -> Vec<Found> {
     found.collect()
 }
 
-/// The note of a VM that is served.
+/// The registration of a VM that is served.
 pub(crate) struct Noted {
     path: PathBuf,
     control: PathBuf,
 }
 
 impl Noted {
-    /// Notes where the control socket of the VM `name` is. If that cannot be done the VM is not found by its name.
+    /// Registers the control socket of the VM `name`. If that fails, the VM cannot be found by its name.
     pub(crate) fn new(name: &str, control: &Path) -> Option<Self> {
         let noted = Self {
             path: folder().join(name),
@@ -270,7 +275,7 @@ impl Noted {
         runtime_folder::make(&runtime_folder(), 0o755)?;
         runtime_folder::make(&folder(), 0o755)?;
         runtime_folder::let_others_list(&folder())?;
-        // Whoever looks finds the old one or the new one.
+        // The rename is atomic: readers find the old link or the new one.
         let new = self.path.with_file_name(format!(".{}", std::process::id()));
         let _ = std::fs::remove_file(&new);
         symlink(&self.control, &new)?;
@@ -280,7 +285,7 @@ impl Noted {
 
 impl Drop for Noted {
     fn drop(&mut self) {
-        // Another one may have taken its place.
+        // Another server may have replaced the link.
         if std::fs::read_link(&self.path).is_ok_and(|control| control == self.control) {
             let _ = std::fs::remove_file(&self.path);
         }

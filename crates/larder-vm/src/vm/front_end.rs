@@ -1,7 +1,8 @@
-//! Whether the process that connects to a disk's socket is the QEMU of another VM.
+//! Protection of a disk's socket against the QEMU of another VM.
 //!
-//! All QEMUs of libvirt's system instance are one user, so the rights of the sockets do not tell them apart. What does is root's:
-//! libvirt notes the process of each domain in a file of its own, and a security module labels it (sVirt).
+//! All QEMUs of libvirt's system instance run as one user, so the socket's permissions do not distinguish them. Two
+//! sources that only root can change do: libvirt's own state file with the process of each domain, and the label from
+//! a security module (sVirt).
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -9,17 +10,17 @@ use std::path::Path;
 
 use crate::opener::helper;
 
-/// Where libvirt notes of each domain that runs which process it is.
+/// Directory of libvirt's state files of running domains.
 const DOMAINS: &str = "/run/libvirt/qemu";
 
-/// The longest label of a security module, in bytes.
+/// Maximum length of a security module's label, in bytes.
 const LABEL_BYTES_MAX: usize = 4096;
 
-/// Says why the process at the other end of a connection may not use the disk of the domain of this UUID. A confined server asks the
-/// opener, because it may look at no other process.
+/// Checks whether the process at the other end of a connection may use the disk of the domain with this UUID. A
+/// confined server asks the opener, because it cannot inspect other processes.
 ///
 /// # Errors
-/// Whose it is, for people.
+/// A message for the user that names the other domain.
 pub(crate) fn may_connect(connection: BorrowedFd<'_>, uuid: &str) -> Result<(), String> {
     match helper() {
         Some(helper) => helper
@@ -29,10 +30,11 @@ pub(crate) fn may_connect(connection: BorrowedFd<'_>, uuid: &str) -> Result<(), 
     }
 }
 
-/// Refuses a connection of a process that is the QEMU of another domain than that of this UUID, as far as the host tells.
+/// Refuses a connection from a process that is the QEMU of another domain than the one with this UUID, as far as the
+/// host shows.
 ///
 /// # Errors
-/// Whose it is, for people.
+/// A message for the user that names the other domain.
 pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result<(), String> {
     let label = label_of(connection);
     if let Some(other) = label.as_deref().and_then(uuid_in_label).filter(|other| *other != uuid) {
@@ -52,7 +54,8 @@ pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result
     }
 }
 
-/// Says of which other domain than that of this UUID a process is the QEMU, as far as the host tells.
+/// Returns a description of the domain whose QEMU a process is, if that is another one than the domain with this
+/// UUID.
 pub(crate) fn other_domain_of(process: i32, uuid: &str) -> Option<String> {
     let label = fs::read_to_string(format!("/proc/{process}/attr/current")).unwrap_or_default();
     if let Some(other) = uuid_in_label(label.trim_end_matches(['\0', '\n'])).filter(|other| *other != uuid) {
@@ -66,8 +69,8 @@ pub(crate) fn other_domain_of(process: i32, uuid: &str) -> Option<String> {
 fn label_of(connection: BorrowedFd<'_>) -> Option<String> {
     let mut label = vec![0_u8; LABEL_BYTES_MAX];
     let mut bytes = label.len() as libc::socklen_t;
-    // SAFETY: the descriptor is open while it is borrowed, `label` owns as many bytes as `bytes` says, and the kernel writes to
-    // these two only.
+    // SAFETY: the descriptor is open while it is borrowed, `label` has the length that `bytes` gives, and the kernel
+    // writes only to these two.
     let result = unsafe {
         libc::getsockopt(
             connection.as_raw_fd(),
@@ -82,13 +85,13 @@ fn label_of(connection: BorrowedFd<'_>) -> Option<String> {
     Some(label.trim_end_matches('\0').to_owned()).filter(|label| !label.is_empty())
 }
 
-/// Returns the domain's UUID in a label of AppArmor's as libvirt gives them: `libvirt-UUID (enforce)`.
+/// Returns the domain's UUID in an AppArmor label as libvirt assigns it: `libvirt-UUID (enforce)`.
 fn uuid_in_label(label: &str) -> Option<&str> {
     let uuid = label.strip_prefix("libvirt-")?.split(' ').next()?;
     (uuid.len() == 36).then_some(uuid)
 }
 
-/// Returns the name and the UUID of the domain whose QEMU a process is, or whose control group it is in.
+/// Returns name and UUID of the domain whose QEMU a process is, or whose control group it is in.
 fn domain_of(folder: &Path, process: i32) -> Option<(String, String)> {
     let group = group_of(process).filter(|group| group.contains("qemu"));
     let entries = fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
@@ -100,13 +103,13 @@ fn domain_of(folder: &Path, process: i32) -> Option<(String, String)> {
     })
 }
 
-/// Returns the lines of the control groups of a process.
+/// Returns the control groups of a process, as the text of `/proc/PID/cgroup`.
 fn group_of(process: i32) -> Option<String> {
     fs::read_to_string(format!("/proc/{process}/cgroup")).ok()
 }
 
-/// Returns name, UUID and process of a domain's state as libvirt writes it:
-/// `<domstatus state='running' reason='booted' pid='4711'>`, and in it the domain's own XML.
+/// Parses a domain's state file, and returns name, UUID and process. libvirt writes `<domstatus state='running'
+/// reason='booted' pid='4711'>`, with the domain's own XML inside.
 fn parse(state: &str) -> Option<(String, String, i32)> {
     let between = |start: &str, end: &str| {
         let rest = &state[state.find(start)? + start.len()..];
@@ -122,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn qemu_of_a_domain_is_known_by_libvirts_note() {
+    fn libvirt_state_file_identifies_qemu() {
         let folder = tempfile::tempdir().expect("a folder");
         let state = |pid: u32| {
             format!(
@@ -141,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_that_are_not_of_domains_tell_nothing() {
+    fn labels_of_other_processes_have_no_uuid() {
         let uuid = "11111111-2222-3333-4444-555555555555";
         assert_eq!(uuid_in_label(&format!("libvirt-{uuid} (enforce)")), Some(uuid));
         for label in [

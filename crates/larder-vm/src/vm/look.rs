@@ -1,4 +1,4 @@
-//! What stands in the way of the sockets and the caches of a VM, and of its memory's disks, found out without making any.
+//! Checks for problems with a VM's sockets, caches and memory disks, without creating any of them.
 
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::listen::same_place;
 use crate::memory::look_at_disk;
 use crate::runtime_folder::socket_folder;
 
-/// What would keep the VM's server from starting.
+/// Returns the problems that would keep the VM's server from starting.
 pub fn problems(config: &VmConfig) -> Vec<String> {
     let others = others(config);
     let of_sockets = sockets(config).flat_map(|socket| of_socket(socket).or_else(|| of_another(socket, &others)));
@@ -26,7 +26,7 @@ pub fn problems(config: &VmConfig) -> Vec<String> {
     of_sockets.chain(of_caches).chain(of_memory(config)).collect()
 }
 
-/// What would keep the VM's memory from being managed.
+/// Returns the problems that would keep the VM's memory from being managed.
 fn of_memory(config: &VmConfig) -> Vec<String> {
     let Some(memory) = &config.memory else {
         return Vec::new();
@@ -52,13 +52,13 @@ fn of_socket(path: &Path) -> Option<String> {
     match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => Some(format!("{told} exists and is no socket")),
         Ok(_) => None,
-        // Whoever serves first makes that one.
+        // The first server creates the default directory.
         Err(_) if folder.is_dir() || folder == socket_folder() => None,
         Err(_) => Some(format!("{told}: there is no folder {}", folder.display())),
     }
 }
 
-/// The other VMs, and where they are served.
+/// Returns the configurations of the other VMs.
 fn others(config: &VmConfig) -> Vec<VmConfig> {
     let read = config::files()
         .into_iter()

@@ -1,10 +1,10 @@
-//! A VM's process: its disks, each with a thread of its own, and its control socket, put together from the file that
-//! describes the VM.
+//! A VM's server process: its disks, each with a thread of its own, and its control socket, assembled from the file
+//! that describes the VM.
 //!
 //! Invariants:
-//! - At first either all is served that the file says, or nothing, and nothing is left behind. When the file is read again,
-//!   what it says of a disk is done as far as that can be while the disk is used; all that cannot is told.
-//! - What one disk does holds up no other one: they share the control socket's thread and nothing else.
+//! - A start either serves everything in the file, or serves nothing and leaves nothing behind. A reload applies each
+//!   change that is possible while a disk is in use, and reports all others.
+//! - No disk delays another one: they share only the control socket's thread.
 
 pub mod away;
 pub mod config;
@@ -39,7 +39,7 @@ use crate::listen::same_place;
 use crate::runtime_folder::runtime_folder;
 use crate::{data_limit, opener, private_folder};
 
-/// Why a VM cannot be served, or is not any more.
+/// Reason why a VM cannot be served, or is served no longer.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum VmError {
@@ -73,91 +73,91 @@ pub enum VmError {
 }
 
 impl VmError {
-    /// There is nothing to serve.
+    /// Returns the error for a file without disks.
     pub fn no_disk(file: &Path) -> Self {
         Self::NoDisk { file: file.to_owned() }
     }
 }
 
-/// A VM that is served.
+/// A VM that is being served.
 pub struct Vm {
-    /// What describes it, and what it is like now.
+    /// Path of the VM's file, and the configuration in effect.
     file: PathBuf,
     config: VmConfig,
     inherited: Inherited,
-    /// What it opens is opened for it.
+    /// The process is confined, and has the opener open files for it.
     is_confined: bool,
     /// The VM is on another host: no image is open.
     is_away: bool,
-    /// What says so to the next process.
+    /// Marker that records this for the next process.
     note: AwayNote,
     disks: Vec<DiskAtWork>,
     subject: Arc<Subject>,
-    /// Ends after the disks.
+    /// Dropped after the disks.
     _control: ControlServer,
     _name: Name,
     orders: Receiver<Order>,
     orderer: VmOrders,
 }
 
-/// A disk, which a thread waits for.
+/// A running disk, whose end another thread waits for.
 struct DiskAtWork {
     name: String,
     inquiry: DiskInquiry,
     places: Places,
     stop: Latch<Stop>,
-    /// It is not wanted any more, and ends.
+    /// The disk has been removed from the configuration, and is ending.
     leaves: bool,
 }
 
-/// Something for the VM's thread to do.
+/// A command for the VM's main thread.
 enum Order {
     Stop,
-    /// Read the file again.
+    /// Reload the file.
     Reload(Option<ReloadReply>),
-    /// The VM goes, or comes.
+    /// Perform a step of a move to or from another host.
     Move(VmMove, MoveReply),
     /// A disk has ended.
     Ended(String, Result<(), DiskError>),
 }
 
-/// Tells a VM what to do, from any thread.
+/// Handle for commands to a VM, usable from any thread.
 #[derive(Clone)]
 pub struct VmOrders(Sender<Order>);
 
 impl VmOrders {
-    /// End.
+    /// Stops the VM's server.
     pub fn stop(&self) {
-        // One that has ended needs no telling.
+        // Sending fails only if the VM has ended.
         let _ = self.0.send(Order::Stop);
     }
 
-    /// Read the file again, and change what can be changed now.
+    /// Reloads the file, and applies all changes that are possible now.
     pub fn reload(&self) {
         let _ = self.0.send(Order::Reload(None));
     }
 }
 
-/// How far a VM has got; for whoever has started it.
+/// Progress of a VM's server, reported to the process that started it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// So many disks are served.
+    /// This number of disks is served.
     Ready(usize),
-    /// The file is being read again; [`Progress::Ready`] follows.
+    /// The file is being reloaded; [`Progress::Ready`] follows.
     Reloading,
-    /// It ends.
+    /// The server is stopping.
     Stopping,
 }
 
 impl Vm {
-    /// Serves all that `file` says, which is read already. When this returns, clients can connect. If it is to be confined,
-    /// this process, which has an opener already ([`crate::opener`]), gives up what it needs no more ([`crate::confine`]), for good,
-    /// before it reads anything of an image.
+    /// Serves everything in `file`, which has been parsed to `config`. When this returns, clients can connect. If the
+    /// process is to be confined, it must have an opener already ([`crate::opener`]). It then permanently gives up
+    /// all rights that it needs no more ([`crate::confine`]), before it reads any image.
     ///
-    /// Where it is noted that the VM is on another host, or if it is `incoming`, which is noted then, no image is open, and
-    /// no guest served, until it comes ([`VmMove::Take`]).
+    /// If the VM is marked as being on another host, or if it is `incoming`, which sets the marker, no image is
+    /// opened and no guest served until the VM arrives ([`VmMove::Take`]).
     ///
-    /// Setting `cancel` ends that while images are being opened.
+    /// Setting `cancel` aborts the start while images are being opened.
     ///
     /// # Errors
     /// See [`VmError`]; nothing is served then.
@@ -174,7 +174,8 @@ impl Vm {
         }
         check_places(&config, &inherited)?;
         private_folder::have(&away::mark_of(file)).map_err(VmError::OwnFolder)?;
-        // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
+        // The control socket comes first, so that a second process for the same VM fails here. Clients wait until the
+        // server answers.
         let control = control_socket(&config, &inherited)?;
         let note = AwayNote::of(file);
         if incoming {
@@ -182,7 +183,7 @@ impl Vm {
                 .map_err(VmError::Note)?;
         }
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
-        // Nobody is served before all can be.
+        // No client is served before all disks are open.
         let gate = Latch::default();
         let mut prepared: Vec<(&str, PreparedDisk)> = Vec::with_capacity(config.disks.len());
         for wish in &config.disks {
@@ -204,7 +205,8 @@ impl Vm {
             if let Err(error) = data_limit::enforce(private_memory::of(&config)) {
                 tracing::warn!("this server's private memory cannot be limited: {error}");
             }
-            // From here on nothing that guests and images' authors have written can make use of rights that this process had.
+            // From here on nothing that guests or authors of images have written can exploit rights that this process
+            // had.
             confine(&needs::of(&config))?;
         }
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
@@ -222,7 +224,7 @@ impl Vm {
         let orderer = VmOrders(sender);
         let to_reload = orderer.clone();
         let reload = Box::new(move |reply| to_reload.0.send(Order::Reload(Some(reply))).is_ok());
-        // So that it can be made when the VM goes; that it cannot be is told then.
+        // The directory must exist when the VM moves away. A failure is reported then.
         let _ = note.prepare();
         let to_move = orderer.clone();
         let moves = Box::new(move |step, reply| to_move.0.send(Order::Move(step, reply)).is_ok());
@@ -257,31 +259,31 @@ impl Vm {
         })
     }
 
-    /// The disks: what each is called, and where it is served.
+    /// Returns names and addresses of the disks.
     pub fn places(&self) -> impl Iterator<Item = (&str, &Places)> {
         self.disks.iter().map(|it| (it.name.as_str(), &it.places))
     }
 
-    /// Whether its VM is on another host, and its images are not open.
+    /// Returns whether the VM is on another host, and its images are not open.
     pub fn is_away(&self) -> bool {
         self.is_away
     }
 
-    /// What tells it what to do.
+    /// Returns a handle for commands to this VM.
     pub fn orders(&self) -> VmOrders {
         self.orderer.clone()
     }
 
-    /// Does what it is told until all disks have ended. Where one ends by itself, the others are stopped: a VM without one
-    /// of its disks is of no use.
+    /// Executes commands until all disks have ended. If one ends by itself, the others are stopped: a VM without one
+    /// of its disks is useless.
     ///
     /// # Errors
-    /// Why the first one that did not end as it should did so.
+    /// The reason why the first disk failed.
     pub fn run(mut self, tell: impl Fn(Progress)) -> Result<(), VmError> {
         tell(Progress::Ready(self.disks.len()));
         let mut result = Ok(());
         let mut is_stopping = false;
-        // Orders that came while something else was waited for.
+        // Commands that arrived while something else was awaited.
         let mut before = VecDeque::new();
         while !self.disks.is_empty() {
             let next = before.pop_front().map_or_else(|| self.orders.recv(), Ok);
@@ -297,14 +299,14 @@ impl Vm {
                     if let Err(why) = &moved {
                         tracing::warn!("the VM's disks do not move: {why}");
                     }
-                    // Who has asked may have gone.
+                    // The client may have stopped waiting.
                     let _ = reply.send(moved);
                     false
                 }
-                // Who waits for the answer is told that there is none.
+                // Dropping the reply informs the client that there is no answer.
                 Ok(Order::Reload(..) | Order::Move(..)) => false,
                 Ok(Order::Ended(name, how)) => self.has_ended(&name, how, &mut result),
-                // There is one as long as this is.
+                // `self` has a sender, so receiving cannot fail while it exists.
                 Ok(Order::Stop) | Err(RecvError) => true,
             };
             if stops && !is_stopping {
@@ -316,7 +318,7 @@ impl Vm {
         result
     }
 
-    /// A disk has ended; whether the others shall, too.
+    /// Handles the end of a disk; returns whether the other disks must stop too.
     fn has_ended(&mut self, name: &str, how: Result<(), DiskError>, result: &mut Result<(), VmError>) -> bool {
         let was_to = match self.disks.iter().position(|disk| disk.name == name) {
             Some(place) => self.disks.remove(place).leaves,
@@ -338,7 +340,7 @@ impl Vm {
     }
 }
 
-/// A disk that is started, and whose end is told.
+/// Returns a started disk, whose end is reported as a command.
 fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
     let at_work = DiskAtWork {
         name: name.to_owned(),
@@ -350,26 +352,26 @@ fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
     let (orders, name) = (orders.clone(), name.to_owned());
     std::thread::spawn(move || {
         let ended = disk.wait();
-        // The VM does not end before all have told.
+        // The VM does not end before all disks have reported their end.
         let _ = orders.0.send(Order::Ended(name, ended));
     });
     at_work
 }
 
-/// Where it is kept which queues of a disk were not taken back, until the host restarts.
+/// Returns the path of the file that records until the next reboot the queues of a disk that were not taken back.
 fn lent_of(disk: &str) -> PathBuf {
     let own = private_folder::runtime().map_or_else(runtime_folder, Path::to_owned);
     own.join("queues").join(disk)
 }
 
-/// The note of the VM's name, which goes with this.
+/// Registration of the VM's name; dropping it removes the registration.
 enum Name {
     Own { _noted: Option<Noted> },
     Openers,
 }
 
 impl Name {
-    /// Notes where the control socket is, for those who look for it by the VM's name.
+    /// Registers the control socket, so that clients find it by the VM's name.
     fn note(config: &VmConfig) -> Self {
         let Some(helper) = opener::helper() else {
             let noted = Noted::new(&config.name, &config.control);
@@ -385,7 +387,7 @@ impl Name {
 impl Drop for Name {
     fn drop(&mut self) {
         if let (Self::Openers, Some(helper)) = (self, opener::helper()) {
-            // It goes with the opener in any case.
+            // The opener removes the registration at its own end in any case.
             let _ = helper.forget_name();
         }
     }
@@ -407,7 +409,7 @@ fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSoc
     }
 }
 
-/// The sockets of a VM that are files, and what each is for.
+/// Returns the sockets of a VM that are files, each with its purpose.
 fn places(config: &VmConfig) -> Vec<(String, &Path)> {
     let mut places = vec![("the control socket".to_owned(), config.control.as_path())];
     for disk in &config.disks {
@@ -430,14 +432,14 @@ fn folder_of(path: &Path) -> PathBuf {
     path.parent().unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The folder for temporary files that `path` is in, if systemd has given this process one of its own.
+/// Returns the directory for temporary files that contains `path`, if systemd has given this process a private one.
 fn private_folder(path: &Path) -> Option<&'static Path> {
     let path = std::path::absolute(path).ok()?;
     let folders = ["/tmp", "/var/tmp"].map(Path::new);
     let folder = folders.into_iter().find(|folder| path.starts_with(folder))?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
     let is_private = mounts.lines().any(|line| {
-        // What of the file system is mounted, and where (proc(5)).
+        // These fields are the root of the mount within its file system, and the mount point (proc(5)).
         let mut words = line.split(' ').skip(3);
         let (root, place) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
         Path::new(place) == folder && root.contains("/systemd-private-")
@@ -445,10 +447,10 @@ fn private_folder(path: &Path) -> Option<&'static Path> {
     is_private.then_some(folder)
 }
 
-/// Whether what is made in the file system has a path of its own each, and what is handed over is one of those.
+/// Checks that all sockets have different paths, and that each inherited socket has one of these paths.
 ///
 /// # Errors
-/// It is not.
+/// See [`VmError`].
 pub fn check_places(config: &VmConfig, inherited: &Inherited) -> Result<(), VmError> {
     let places = places(config);
     if let Some((one, other)) = same_place(&places) {

@@ -1,37 +1,39 @@
-//! A VM's disks go to another host with the VM, and come from there.
+//! A VM's disks move to another host with the VM, and from there.
 //!
-//! Who has the images, at every moment, is whoever has them open: one server, or for a moment none.
+//! The host that has the images at any moment is the one whose server has them open; for a moment there is none.
 //!
 //! ```text
 //! the VM's old host                      the VM's new host
-//!                                        AWAY: started with a note that says so; no image is open
+//!                                        AWAY: started with a marker; no image is open
 //! HERE: settle, while the guest runs
-//! its guest has stopped
-//! leave: its queues are where its QEMU thinks
-//!        all is on the image, durably
-//!        no cache is believed any more
-//!        the note is made
-//!        images are closed, locks go
-//! AWAY, and only now that is answered
-//!                                        take: images are opened and locked; the note stays
-//!                                        VISIT: a server that is started again is AWAY
-//!                                        keep: the note goes
+//! the guest has stopped
+//! leave: the queues are where QEMU assumes them
+//!        all data is on the image, durably
+//!        every cache is stale
+//!        the marker is created
+//!        images are closed, locks are released
+//! AWAY, and only now `leave` is answered
+//!                                        take: images are opened and locked; the marker remains
+//!                                        VISIT: a restarted server is AWAY
+//!                                        keep: the marker is removed
 //!                                        HERE
-//!                                        its guest runs
+//!                                        the guest runs
 //! ```
 //!
-//! - Before the note is made a server that dies comes back with the images open, and its guest goes on; after it, it comes
-//!   back with none. The answer to `leave` follows the note, so whoever has it knows that no server of this host opens them
-//!   again by itself, not after a kill and not after a loss of power.
-//! - Nothing is left of a guest whose QEMU does not know how far its queues are: it has nobody to ask if the server is killed
-//!   in the moment in which the guest stops, takes a guess along, and the guest would be answered twice elsewhere, or never.
-//!   Here the next server knows it from the notes of requests in flight. So `leave` is refused, and the VM goes on here.
-//! - Caches are given up before the note is made: a cache that survives fits no disk ([`larder_cache::Cache::leave`]). What
-//!   is opened by `take` believes no cache besides: not one that was not closed, either.
-//! - The note goes before the guest runs: what it has written is found by every server that is started here, also after a
-//!   loss of power, and is never taken for another host's. A visit ends with `yield`, if the guest does not run here after
-//!   all: nothing was written.
-//! - Each step may be asked for again, whatever became of the answer.
+//! - A server that dies before the marker is created restarts with the images open, and its guest continues; after
+//!   that, it restarts without images. The marker precedes the answer to `leave`, so the answer proves that no server
+//!   of this host opens the images again by itself, not after a kill and not after a power loss.
+//! - `leave` is refused for a guest whose QEMU does not know the positions of its queues. QEMU gets them from the
+//!   server; if the server is killed in the moment in which the guest stops, QEMU migrates a guess, and on the other
+//!   host requests would be completed twice, or never. On this host the next server knows the positions from the
+//!   in-flight region, so the VM continues here.
+//! - Caches are invalidated before the marker is created: one that survives fits no disk
+//!   ([`larder_cache::Cache::leave`]). In addition, images opened by `take` use no old cached data, not even from a
+//!   cache that was not closed.
+//! - The marker is removed before the guest runs. So every server that is started here finds the data that the guest
+//!   has written, also after a power loss, and no server takes it for another host's. If the guest does not run here
+//!   after all, `yield` ends the visit: nothing was written.
+//! - Each step may be requested again, whatever happened to the answer.
 
 use std::time::Duration;
 
@@ -43,35 +45,35 @@ use utoipa::ToSchema;
 use super::Vm;
 use crate::disk::{DiskChange, DiskMove};
 
-/// How long a step may take: what is written by it is little, unless storage is stuck.
+/// Longest time for a step: steps write little data, so only stuck storage takes longer.
 const STEP_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// A step of a move. Each may be asked for again, and does nothing then.
+/// A step of a move. Each step may be requested again, and then does nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmMove {
-    /// It is about to go: caches in write-back give the disks what only they have, and write through.
+    /// The VM is about to leave: write-back caches write their dirty data to the disks, and become write-through.
     Settle,
-    /// It stays: they write back again.
+    /// The VM stays: the caches are write-back again.
     Stay,
-    /// Its guest has stopped here, and will run on another host with what its QEMU took along: the images are closed. Refused
-    /// where QEMU cannot know how far its queues are.
+    /// The guest is stopped here, and will run on another host with the state that QEMU migrated: the images are
+    /// closed. Refused if QEMU cannot know the positions of its queues.
     Leave,
-    /// There is no guest of it here, or it has not run, and there may be one on another host that took nothing along from
+    /// No guest of the VM is on this host, or it has not run, and one on another host may run without state from
     /// here: the images are closed.
     Expect,
-    /// It comes: the images are opened.
+    /// The VM arrives: the images are opened.
     Take,
-    /// Its guest runs here, or is about to, or no other host has it: the images are opened, and this host's.
+    /// The guest runs here, or is about to, or no other host has it: the images are opened, and belong to this host.
     Keep,
-    /// It does not come after all: what `take` has opened is closed.
+    /// The VM does not arrive after all: the images that `take` has opened are closed.
     Yield,
 }
 
-/// What has become of a step.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Moved {
-    /// It is done; else it goes on, and may be asked for again.
+    /// The step is complete; otherwise it continues, and may be requested again.
     pub done: bool,
 }
 
@@ -94,10 +96,10 @@ impl Vm {
 
     fn leave(&mut self, goes_on: bool) -> Result<(), String> {
         if self.is_away {
-            // The last one may not have waited for the end of that.
+            // The previous request may not have waited until all images were closed.
             return self.all(DiskMove::Close);
         }
-        // Before anything is given up.
+        // This check comes before anything is given up.
         if let Err(error) = self.all(DiskMove::Rest { goes_on }) {
             self.all(DiskMove::Serve)?;
             return Err(error);
@@ -108,13 +110,13 @@ impl Vm {
             .and_then(|()| self.note.make(why).map_err(|error| error.to_string()));
         if let Err(error) = parted {
             let removed = self.note.remove().map_err(|error| error.to_string());
-            // Without their caches until the server is started again, where those were parted from.
+            // Disks whose caches were detached run without them until the server is restarted.
             removed.and_then(|()| self.all(DiskMove::Serve)).map_err(|worse| {
                 format!("{error}; and then: {worse}: the disks rest until their server is started again")
             })?;
             return Err(error);
         }
-        // From here on a server that is started again has no images.
+        // From here on a restarted server opens no images.
         self.is_away = true;
         tracing::info!("the VM has gone to another host, and its disks with it");
         if let Err(error) = self.all(DiskMove::Close) {
@@ -144,7 +146,7 @@ impl Vm {
     fn give_up_visit(&mut self) -> Result<(), String> {
         let is_visit = self.note.is_there().map_err(|error| error.to_string())?;
         if self.is_away {
-            // Nobody may have waited for the end of an opening that took too long.
+            // An opening that took too long may have completed after its request timed out.
             return self.all(DiskMove::Close);
         }
         if is_visit {
@@ -155,7 +157,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Has all disks take a step, beside one another.
+    /// Has all disks perform a step concurrently.
     fn all(&self, step: DiskMove) -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let runtime = runtime.map_err(|error| format!("the disks cannot be asked: {error}"))?;

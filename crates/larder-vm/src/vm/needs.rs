@@ -1,11 +1,11 @@
-//! What a VM's process reaches once it is confined.
+//! Resources that a VM's process needs after it is confined.
 
 use super::config::VmConfig;
 use crate::confine::Needs;
 use crate::image::{ChainPolicy, ImageAddress};
 use crate::private_folder;
 
-/// Of the process that serves `config`.
+/// Returns the needs of the process that serves `config`.
 pub(super) fn of(config: &VmConfig) -> Needs {
     let mut needs = Needs::default();
     for disk in &config.disks {

@@ -1,7 +1,7 @@
-//! The VM's file, read again while the VM is served.
+//! Reload of the VM's file while the VM is served.
 //!
-//! The file is right: what a disk is set to becomes what the file says, also where somebody has changed it meanwhile by
-//! other means. What cannot be changed while the disk is used is told, and is as before.
+//! The file is authoritative: all settings become what the file says, even if a client has changed them meanwhile.
+//! Changes that are not possible while the disk is in use are reported, and not applied.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -21,16 +21,16 @@ use crate::disk::{CacheWork, Disk, DiskChange, DiskConfig, DiskError, DiskInquir
 use crate::image::{ImageAddress, PrefetchOptions, Replacement, cache_mode_name, is_same};
 use crate::wish::DiskWish;
 
-/// How long a disk's thread may take to say how it is.
+/// Longest time for which a disk's thread may take to report its state.
 const STATE_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// How long a change may take before it is left to go on by itself.
+/// Longest wait for a change, which then continues in the background.
 const CHANGE_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// How long a disk that is not wanted any more may take to end before the next ones are started.
+/// Longest wait for a removed disk to end, before new disks are started.
 const LEAVE_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The pause between looks whether the VM is to end while a disk is being started.
+/// Interval between checks for a stop command while a disk is being started.
 const START_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
@@ -38,7 +38,7 @@ const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
 const NO_ANSWER_OF_CACHES: &str = "the file systems of its cache and of the one in the file give no answer, so the cache stays; is one of them stuck?";
 
 impl Vm {
-    /// Reads the file again, does what it says, and tells of it. Orders that come meanwhile are `before` all others.
+    /// Reloads the file, applies it, and reports the result. Commands that arrive meanwhile are put into `before`.
     pub(super) fn reload_and_tell(&mut self, reply: Option<ReloadReply>, before: &mut VecDeque<Order>) {
         let done = self.reload(before);
         match &done {
@@ -55,7 +55,7 @@ impl Vm {
             Err(error) => tracing::error!("nothing has changed: {error}"),
         }
         if let Some(reply) = reply {
-            // Who has asked may have gone.
+            // The client may have stopped waiting.
             let _ = reply.send(done);
         }
     }
@@ -79,7 +79,7 @@ impl Vm {
         }
         if wanted.memory != self.config.memory {
             change.left("", &memory_elsewhere(&wanted.name));
-            // That is all that this process does about it.
+            // This process does nothing else about memory.
             self.config.memory.clone_from(&wanted.memory);
         }
         self.remove_disks(&wanted, &mut change, before);
@@ -96,7 +96,7 @@ impl Vm {
         Ok(change.done)
     }
 
-    /// Ends the disks that are not `wanted` any more, if nobody uses them.
+    /// Stops the disks that are no longer `wanted`, if they are unused.
     fn remove_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
         let is_wanted = |name: &str| wanted.disks.iter().any(|disk| disk.name == name);
         let mut ending = Vec::new();
@@ -123,7 +123,7 @@ impl Vm {
                         Ok(()) => change.changed(&name, "it is not served any more"),
                         Err(error) => change.failed(&name, &error.to_string()),
                     }
-                    // It was to end, so this is no result of the VM's.
+                    // The disk was meant to end, so its result does not become the VM's.
                     self.has_ended(&name, how, &mut Ok(()));
                 }
                 Ok(order) => before.push_back(order),
@@ -137,7 +137,7 @@ impl Vm {
         }
     }
 
-    /// Starts a disk. Orders that come meanwhile are `before` all others, and one to end cancels it.
+    /// Starts a disk. Commands that arrive meanwhile are put into `before`, and a stop command cancels the start.
     fn start_disk(&self, disk: DiskConfig, before: &mut VecDeque<Order>) -> Result<Disk, DiskError> {
         let cancel = disk.cancel.clone();
         let started = start_beside(disk);
@@ -156,7 +156,7 @@ impl Vm {
         }
     }
 
-    /// Serves the disks that are new in what is `wanted`.
+    /// Serves the new disks in `wanted`.
     fn add_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
         for wish in &wanted.disks {
             if self.disks.iter().any(|disk| disk.name == wish.name) {
@@ -179,7 +179,7 @@ impl Vm {
                 Err(error) => change.failed(&wish.name, &error.to_string()),
             }
         }
-        // In the order of the file, those that are left over last.
+        // The disks follow the order of the file; those that are no longer in it are last.
         let place = |name: &str| wanted.disks.iter().position(|disk| disk.name == name);
         self.disks.sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
         self.config
@@ -188,17 +188,18 @@ impl Vm {
     }
 }
 
-/// Starts a disk by another thread, which its storage may keep waiting. An order to end ends that.
+/// Starts a disk on another thread, because its storage may delay the start, and a stop command must be able to
+/// cancel it.
 fn start_beside(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
     let (sender, started) = mpsc::channel();
     std::thread::spawn(move || {
-        // Nobody waits for it any more only when the process ends.
+        // The receiver is dropped early only when the process ends.
         let _ = sender.send(Disk::start(disk));
     });
     started
 }
 
-/// Memory is not managed by the process that serves the disks.
+/// Returns the message that another process manages the memory.
 fn memory_elsewhere(vm: &str) -> String {
     format!(
         "memory: not by this server; `systemctl reload larder-memory@{vm}`, or SIGHUP to `larder memory attach --vm`, has its budget changed"
@@ -211,7 +212,7 @@ fn is_used(state: &DiskState) -> bool {
         || exports.nbd.as_ref().is_some_and(|server| server.clients > 0)
 }
 
-/// What is done so far.
+/// Changes made so far.
 struct Change {
     runtime: Runtime,
     done: Reloaded,
@@ -244,7 +245,7 @@ impl Change {
         asked.ok().flatten()
     }
 
-    /// Has a disk change; how it is then, or `before` if that is not known.
+    /// Changes a disk; returns its state afterwards, or `before` if that is unknown.
     fn have(&mut self, name: &str, disk: &DiskInquiry, change: DiskChange, before: DiskState) -> DiskState {
         let changed = async { timeout(CHANGE_TIME_MAX, disk.change(change)).await };
         match self.runtime.block_on(changed) {
@@ -256,7 +257,7 @@ impl Change {
         self.state(disk).unwrap_or(before)
     }
 
-    /// Has a disk that is served as `now` says become what the file says.
+    /// Applies the file to a disk that is served with the configuration `now`.
     fn disk(&mut self, now: &VmDisk, wanted: &VmDisk, disk: &DiskInquiry) {
         let name = &wanted.name;
         let fixed = fixed_differences(now, wanted);
@@ -284,9 +285,9 @@ impl Change {
     }
 }
 
-/// What the file says of a disk that is otherwise than `now` and cannot be changed while the disk is used, by its keys.
+/// Returns the keys that differ between the file and `now`, and cannot be changed while the disk is in use.
 fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
-    // All fields are named, so that none is forgotten.
+    // The patterns name all fields, so that a new field cannot be forgotten here.
     let VmDisk {
         name: _,
         wish,
@@ -343,10 +344,10 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
         .collect()
 }
 
-/// The cache that is to take the place of a disk's, if it is another one.
+/// Returns the cache that is to replace a disk's, if it is another one.
 ///
 /// # Errors
-/// It is not known in time whether it is.
+/// The comparison does not complete in time.
 fn other_cache(now: &DiskState, wanted: &DiskWish) -> Result<Option<Replacement>, &'static str> {
     let (Some(file), Some(cache)) = (&wanted.disk_cache.file, &now.cache) else {
         return Ok(None);
@@ -362,22 +363,22 @@ fn other_cache(now: &DiskState, wanted: &DiskWish) -> Result<Option<Replacement>
     }))
 }
 
-/// Whether both lead to the same file; `None` if that cannot be told in time, because a file server gives no answer.
+/// Returns whether both addresses lead to the same file; `None` if a file server does not answer in time.
 fn is_same_in_time(one: ImageAddress, other: ImageAddress) -> Option<bool> {
     if one == other {
         return Some(true);
     }
     let (sender, answer) = mpsc::channel();
     std::thread::spawn(move || {
-        // It may be too late.
+        // The receiver may have stopped waiting.
         let _ = sender.send(is_same(&one, &other));
     });
     answer.recv_timeout(STATE_TIME_MAX).ok()
 }
 
-/// What a disk is to be set to that is otherwise `now`.
+/// Returns the settings of `wanted` that differ from the state `now`.
 fn settings(wanted: &DiskWish, now: &DiskState) -> DiskSettings {
-    // What contradicts itself was refused when the file was read.
+    // Contradicting options were refused when the file was parsed.
     let options = wanted.image_options().unwrap_or_default();
     let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
     let is_read_ahead_so = |of: &PrefetchState| {
@@ -409,7 +410,7 @@ fn settings(wanted: &DiskWish, now: &DiskState) -> DiskSettings {
     }
 }
 
-/// In what ways a disk is otherwise than `before`, for people.
+/// Describes the differences between two states of a disk, for users.
 fn differences(before: &DiskState, after: &DiskState) -> Vec<String> {
     let mut all = Vec::new();
     if before.limits != after.limits {
