@@ -1,13 +1,13 @@
-//! The control socket of a server: HTTP/1.1 with JSON over a unix socket, for whoever wants to know what it is doing.
-//! `docs/control.md` describes it for users.
+//! The control socket of a server: HTTP/1.1 with JSON over a unix socket, for status requests and changes.
+//! `docs/control.md` documents it for users.
 //!
-//! [`ControlServer`] answers in a thread of its own, which sleeps while nobody asks. It knows nothing by itself: it asks
-//! each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]), so that the way of
-//! the data shares and locks nothing. Whatever a client does, it takes a place among few, for a bounded time.
-//! [`writers`] decides which clients may change something; all others may only read.
+//! [`ControlServer`] answers on a thread of its own, which sleeps between requests. It has no state of its own: it
+//! asks each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]). So the
+//! data path shares no state with it, and takes no locks. A client can use only one of a few connections, for a
+//! bounded time. [`writers`] decides which clients may change something; all others may only read.
 //!
-//! [`fetch_disks`], [`change_disk`] and [`reload`] are the other end. What is told stands in [`state`] for both, what is to be
-//! done in [`wishes`]; [`openapi`] describes it for programs.
+//! [`fetch_disks`], [`change_disk`] and [`reload`] are the client side. Both sides share the types of answers, in
+//! [`state`], and of requests, in [`wishes`]; [`openapi`] describes them in machine-readable form.
 
 mod answers;
 mod client;
@@ -31,55 +31,55 @@ pub use client::{
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
 
-/// Where the process tells of itself; all else is below.
+/// Path of the process's own state; all other paths are below it.
 const SERVER_PATH: &str = "/v1";
 
-/// Where all this is described.
+/// Path of the OpenAPI document.
 const OPENAPI_PATH: &str = "/v1/openapi.json";
 
-/// Where is told what happens.
+/// Path of the event stream.
 const EVENTS_PATH: &str = "/v1/events";
 
-/// Where the VM's file is read again.
+/// Path that reloads the VM's file.
 const RELOAD_PATH: &str = "/v1/reload";
 
-/// Where the VM's disks go to another host with it, and come.
+/// Path for the steps of the disks' move to and from another host.
 const MOVE_PATH: &str = "/v1/move";
 
-/// Where the disks are told of.
+/// Path of the disks' state.
 const DISKS_PATH: &str = "/v1/disks";
 
-/// Where the memory is told of, and limited.
+/// Path of the memory's state and limits.
 const MEMORY_PATH: &str = "/v1/memory";
 
-/// Where it is let go of.
+/// Path that detaches from the memory.
 const DETACH_PATH: &str = "/v1/memory/detach";
 
-/// The path that cancels a detach.
+/// Path that cancels a detach.
 const CANCEL_DETACH_PATH: &str = "/v1/memory/detach/cancel";
 
-/// Where the VM that is moved is told of, and its limits are changed.
+/// Path of a migration's state and limits.
 const MIGRATION_PATH: &str = "/v1/migration";
 
-/// Where it is cancelled.
+/// Path that cancels a migration.
 const CANCEL_PATH: &str = "/v1/migration/cancel";
 
-/// Where the disk of that name, or number from 0 on, is told of, and changed.
+/// Returns the path of the state and the settings of a disk, which is given by name, or by number counted from 0.
 fn disk_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}")
 }
 
-/// Where its cache is flushed.
+/// Returns the path that flushes a disk's cache.
 fn flush_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/flush")
 }
 
-/// Where its cache is replaced.
+/// Returns the path that replaces a disk's cache.
 fn replace_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/replace")
 }
 
-/// Where it is told what of it is hot, and what was elsewhere.
+/// Returns the path of a disk's hot ranges, to read them or to warm the cache with those of another host.
 fn hot_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/hot")
 }

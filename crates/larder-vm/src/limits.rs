@@ -1,9 +1,9 @@
-//! Limits as users write them: `iops-total=1000,bps-read=100MiB`, by QEMU's names, its older ones, or libvirt's.
+//! Textual limits of a disk: `iops-total=1000,bps-read=100MiB`, under QEMU's names, QEMU's older names, or libvirt's.
 
 use larder_block::ByteLen;
 use larder_block::filter::throttle::{Limit, LimitError, Limits};
 
-/// Why a list of limits is wrong.
+/// Reason why a list of limits is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LimitsTextError {
@@ -21,7 +21,7 @@ pub enum LimitsTextError {
     Limit(#[from] LimitError),
 }
 
-/// For messages.
+/// Lists the known names, for messages.
 fn known() -> String {
     let plain = ROWS.iter().filter(|row| row.part == Part::Average).map(|row| row.name);
     let plain: Vec<&str> = plain.collect();
@@ -31,14 +31,14 @@ fn known() -> String {
     )
 }
 
-/// Something that can be limited.
+/// A kind of limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LimitName {
-    /// QEMU's name for it (`-drive throttling.NAME=...`).
+    /// QEMU's name (`-drive throttling.NAME=...`).
     pub name: &'static str,
     /// QEMU's older name (`-drive NAME=...`), with underscores.
     pub old: &'static str,
-    /// libvirt's (`<iotune>`).
+    /// libvirt's name (`<iotune>`).
     libvirt: &'static str,
     what: What,
     part: Part,
@@ -60,7 +60,7 @@ enum Part {
     Average,
     Burst,
     Length,
-    /// A size, not a rate.
+    /// A size in bytes, not a rate.
     Size,
 }
 
@@ -74,7 +74,7 @@ const fn row(name: &'static str, old: &'static str, libvirt: &'static str, what:
     }
 }
 
-/// Every limit, by all its names.
+/// All kinds of limit, with all their names.
 #[rustfmt::skip]
 const ROWS: [LimitName; 19] = {
     use Part::{Average, Burst, Length, Size};
@@ -103,12 +103,12 @@ const ROWS: [LimitName; 19] = {
 };
 
 impl LimitName {
-    /// All of them.
+    /// Returns all kinds of limit.
     pub fn all() -> impl Iterator<Item = &'static Self> {
         ROWS.iter()
     }
 
-    /// The limit that `key` names, in whichever way; dashes and underscores are the same.
+    /// Returns the kind of limit with any name `key`; dashes and underscores are equivalent.
     pub fn find(key: &str) -> Option<&'static Self> {
         let key = key.replace('-', "_");
         ROWS.iter()
@@ -127,13 +127,13 @@ impl LimitName {
         })
     }
 
-    /// Whether its value is in bytes, so that units may be given.
+    /// Returns whether the value is in bytes, and so may have a unit.
     fn is_in_bytes(self) -> bool {
         let of_bytes = matches!(self.what, What::BytesTotal | What::BytesRead | What::BytesWrite);
         self.part == Part::Size || (of_bytes && self.part != Part::Length)
     }
 
-    /// Reads a value; why it is wrong, if it is.
+    /// Parses a value; an error is a message for the user.
     fn read(self, value: &str) -> Result<u64, String> {
         let most = Limit::MAX;
         if !value.is_empty() && value.chars().all(|c| c.is_ascii_digit()) && value.parse::<u64>().is_err() {
@@ -178,13 +178,13 @@ impl LimitName {
     }
 }
 
-/// Every limit that there is, by QEMU's name; sizes are in bytes.
+/// Returns all limits that are set, under QEMU's names; sizes are in bytes.
 pub fn named(limits: &Limits) -> impl Iterator<Item = (&'static str, u64)> {
     let all = ROWS.iter().map(move |row| (row.name, row.get(limits)));
     all.filter(|(_, value)| *value > 0)
 }
 
-/// Reads a list of limits that a user gives; at least one.
+/// Parses a list of at least one limit.
 ///
 /// # Errors
 /// See [`LimitsTextError`].
@@ -195,7 +195,7 @@ pub fn parse_given_limits(text: &str) -> Result<Limits, LimitsTextError> {
     }
 }
 
-/// Reads a comma-separated list of limits, which may be empty. 0 stands for no limit, as in QEMU.
+/// Parses a comma-separated list of limits, which may be empty. 0 means no limit, as in QEMU.
 ///
 /// # Errors
 /// See [`LimitsTextError`].
@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_read_as_users_write_them() {
+    fn limits_are_parsed_with_units() {
         let limits =
             parse_limits("iops-total=1000,bps-read=100MiB,bps-read-max=1GiB,bps-read-max-length=10,iops-size=64KiB")
                 .expect("they make sense");
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_that_people_know_means_the_same() {
+    fn all_names_of_a_limit_are_equivalent() {
         let same = |names: &[&str]| {
             let found: Vec<_> = names.iter().map(|name| LimitName::find(name)).collect();
             assert!(
@@ -282,7 +282,7 @@ mod tests {
             .flat_map(|row| [row.name.replace('-', "_"), row.old.to_owned(), row.libvirt.to_owned()])
             .collect();
         names.sort();
-        // QEMU's two names for the size of a request are one.
+        // Both of QEMU's names for the request size are the same with underscores.
         assert_eq!(
             names.windows(2).filter(|pair| pair[0] == pair[1]).count(),
             1,
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_limits_say_what_is_wrong() {
+    fn invalid_limits_give_specific_errors() {
         for (text, part) in [
             ("", "no limit is given"),
             (" ", "no limit is given"),

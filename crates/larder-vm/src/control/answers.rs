@@ -1,4 +1,4 @@
-//! What is answered to a request.
+//! Request handlers of the control socket.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -31,37 +31,37 @@ use crate::memory::MemoryInquiry;
 use crate::read_group::READ_GROUP;
 use crate::vm::{Moved, VmMove};
 
-/// How long a disk may take to say how it is.
+/// Longest time that a disk may take to report its state.
 const DISK_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// How long something that is to be done is waited for, before it is told that it goes on.
+/// Longest wait for a change, before the answer says that it continues.
 const WORK_TIME_MAX: Duration = Duration::from_secs(2);
 
-/// The same of a reload, in which several things may be done.
+/// Longest wait for a reload, which may make several changes.
 const RELOAD_TIME_MAX: Duration = Duration::from_secs(8);
 
-/// The longest body of a request, in bytes.
+/// Maximum length of a request's body, in bytes.
 const BODY_BYTES_MAX: usize = 4 << 10;
 
-/// The same of what is hot: as much as a note between two movers has room for.
+/// Maximum length of a body with hot ranges, in bytes: that of a message between two movers.
 const HOT_BYTES_MAX: usize = 64 << 10;
 
-/// Up to here all whole numbers are floating-point numbers, too.
+/// Largest integer up to which every integer is exact as a floating-point number.
 const WHOLE_MAX: f64 = (1u64 << 53) as f64;
 
-/// Whoever listens is told that there is nothing new whenever there was nothing for so long.
+/// Idle time of an event stream after which a keep-alive comment is sent.
 const QUIET: Duration = Duration::from_secs(15);
 
-/// How long whoever listens may take nothing.
+/// Longest time for which a subscriber may read nothing.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// The header with which a client that has listened before says how far it has got.
+/// Header with which a client that reconnects gives the last event that it received.
 const LAST_EVENT_ID: &str = "last-event-id";
 
-/// What a client has asked for so far.
+/// Requests of one connection so far.
 pub(super) struct Asked {
     what: AtomicU8,
-    /// Room for those who listen.
+    /// Limit on the number of event subscribers.
     listeners: Arc<Semaphore>,
     /// The client may change something, not only read.
     may_change: bool,
@@ -90,7 +90,7 @@ impl Asked {
         self.what.load(Ordering::Relaxed) == EVENTS
     }
 
-    /// Completes when one that listens takes nothing any more, or has heard all.
+    /// Completes when an event subscriber has stopped reading, or its stream has ended.
     pub(super) async fn is_stuck(&self) {
         self.stuck.notified().await;
     }
@@ -100,7 +100,7 @@ impl Asked {
     }
 }
 
-/// Something that can be asked for.
+/// A resource of the API.
 enum Resource {
     Server,
     OpenApi,
@@ -147,7 +147,7 @@ impl Resource {
         }
     }
 
-    /// The methods that it knows.
+    /// Returns the methods that the resource supports.
     fn methods(&self) -> &'static str {
         match self {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
@@ -174,7 +174,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         );
     }
     if !asked.may_change && !matches!(*request.method(), Method::GET | Method::HEAD) {
-        // A client that still sends when the connection is closed may never see the answer.
+        // A client that is still sending when the connection is closed may never see the answer.
         let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
         return failure(
             StatusCode::FORBIDDEN,
@@ -210,7 +210,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         | Resource::CancelDetach(None)
         | Resource::Migration(None)
         | Resource::Cancel(None) => {
-            // Who is still sending when the connection is closed may never see the answer.
+            // A client that is still sending when the connection is closed may never see the answer.
             let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
             failure(StatusCode::NOT_FOUND, not_found(&path, subject))
         }
@@ -321,7 +321,7 @@ async fn limit_migration(request: Request<Incoming>, migration: &MigrationInquir
 }
 
 async fn detach_memory(memory: &MemoryInquiry) -> Answer {
-    // It goes on whether or not somebody waits.
+    // The detach continues even if the client stops waiting.
     let detaching = memory.clone();
     let detaching = tokio::spawn(async move { detaching.detach().await });
     match timeout(WORK_TIME_MAX, detaching).await {
@@ -369,7 +369,7 @@ fn refuse(unfit: Unfit) -> Answer {
     }
 }
 
-/// What the body says, or why it is not like `example`.
+/// Parses the body; an error compares it with `example`.
 async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, Unfit> {
     body_within(request, BODY_BYTES_MAX, example).await
 }
@@ -385,19 +385,19 @@ async fn body_within<T: DeserializeOwned>(
     let read = |error: serde_json::Error| not_like(error.to_string());
     let mut said: Value = serde_json::from_slice(&body).map_err(read)?;
     if !is_plain(&mut said) {
-        // It would be taken for an object whose fields have no names.
+        // serde would deserialise the list as a struct without field names.
         return Err(not_like("there is a list in it".to_owned()));
     }
     T::deserialize(said).map_err(read)
 }
 
-/// Whether there is no list in it; whole numbers that are written with a point have none then.
+/// Returns whether the value has no list. Also converts whole numbers with a decimal point to integers.
 fn is_plain(value: &mut Value) -> bool {
     match value {
         Value::Array(_) => false,
         Value::Object(fields) => fields.values_mut().all(is_plain),
         Value::Number(number) => {
-            // All of them are a number of bytes or the like, which is exact so far.
+            // All numbers of the API are integers, such as a number of bytes, and are exact in this range.
             let whole = number.as_f64().filter(|it| number.is_f64() && it.fract() == 0.0);
             if let Some(whole) = whole.filter(|it| (0.0..=WHOLE_MAX).contains(it)) {
                 *value = (whole as u64).into();
@@ -408,7 +408,7 @@ fn is_plain(value: &mut Value) -> bool {
     }
 }
 
-/// Has a disk change. It may take long, and goes on then.
+/// Changes a disk. A change that takes long continues after the answer.
 async fn work(disk: &DiskInquiry, change: DiskChange) -> Answer {
     match timeout(WORK_TIME_MAX, disk.change(change)).await {
         Ok(Some(Ok(state))) => found(&state),
@@ -450,8 +450,8 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
     }
 }
 
-/// Has the VM's disks take a step to another host, or from there. What a guest need not wait for goes past the VM's own
-/// thread, which would do nothing else meanwhile.
+/// Has the VM's disks perform a step of a move. A step that the guest does not wait for bypasses the VM's main
+/// thread, which could execute no other command meanwhile.
 async fn move_on(request: Request<Incoming>, subject: &Subject) -> Answer {
     let MoveWish { step } = match body_of(request, "{\"step\":\"settle\"}").await {
         Ok(wish) => wish,
@@ -480,12 +480,12 @@ async fn move_on(request: Request<Incoming>, subject: &Subject) -> Answer {
     match timeout(RELOAD_TIME_MAX, told).await {
         Ok(Ok(Ok(Moved { done: true }))) => found(&Moved { done: true }),
         Ok(Ok(Err(error))) => failure(StatusCode::CONFLICT, error),
-        // It goes on, or the server ends, and the next one is to be asked.
+        // The step continues, or the server ends, and the client must ask the next one.
         Ok(Ok(Ok(_)) | Err(_)) | Err(_) => json_answer(StatusCode::ACCEPTED, &Moved { done: false }),
     }
 }
 
-/// Tells of events from now on, and of those before that are still known.
+/// Streams events: those in the buffer after the client's last one, and all new ones.
 fn listen(headers: &HeaderMap, asked: &Arc<Asked>) -> Answer {
     let Ok(room) = Arc::clone(&asked.listeners).try_acquire_owned() else {
         return failure(
@@ -499,14 +499,14 @@ fn listen(headers: &HeaderMap, asked: &Arc<Asked>) -> Answer {
     event_stream(receiver)
 }
 
-/// The number of the last event that a client has got from this process.
+/// Returns the number of the last event that a client received from this process.
 fn last_told(headers: &HeaderMap) -> u64 {
     let last = headers.get(LAST_EVENT_ID).and_then(|last| last.to_str().ok());
     let of_process = last.and_then(|last| last.strip_prefix(&id_prefix()));
     of_process.and_then(|number| number.parse().ok()).unwrap_or_default()
 }
 
-/// What the names of this process's events begin with.
+/// Returns the prefix of this process's event IDs.
 fn id_prefix() -> String {
     format!("{}-", std::process::id())
 }
@@ -544,7 +544,7 @@ fn being_closed() -> Answer {
     failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")
 }
 
-/// What a disk's thread answers, or what is told of one that does not.
+/// Returns the answer of a disk's thread, or the error that it does not answer.
 async fn in_time<T>(asked: impl Future<Output = Option<T>>) -> Result<T, Answer> {
     match timeout(DISK_TIME_MAX, asked).await {
         Ok(Some(answer)) => Ok(answer),

@@ -1,4 +1,4 @@
-//! Whoever asks.
+//! The client side of the control socket.
 
 use std::error::Error;
 use std::io;
@@ -29,18 +29,17 @@ use crate::image::absolute;
 use crate::read_group::READ_GROUP;
 use crate::vm::{Moved, VmMove, find};
 
-/// How long an answer may take.
+/// Longest wait for an answer.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// So many times it is asked again of a server that hangs up, each time after this pause: it drops clients when there are
-/// too many.
+/// Maximum number of attempts, with this pause in between: a server that has too many clients closes new connections.
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest answer, in bytes.
+/// Maximum length of an answer, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
-/// Why there is no answer.
+/// Reason why a request failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FetchError {
@@ -82,7 +81,7 @@ pub enum FetchError {
     Refused { path: PathBuf, error: String },
 }
 
-/// Asks the server at the control socket `path` for its disks: what it said, and that as far as this program knows it.
+/// Requests the state of the disks from the control socket `path`. Returns the answer as JSON and in parsed form.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -90,7 +89,7 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
     ask_in_time(path, &Question::Disks)
 }
 
-/// Asks the server at the control socket `path` what it is.
+/// Requests the state of the server itself from the control socket `path`.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -98,17 +97,17 @@ pub fn fetch_server(path: &Path) -> Result<ServerState, FetchError> {
     Ok(ask_in_time(path, &Question::Server)?.1)
 }
 
-/// What is to be changed of a disk.
+/// A change to a disk.
 #[derive(Clone, Debug)]
 pub enum Change {
-    /// What it is set to.
+    /// Change settings.
     Settings(DiskPatch),
-    /// Its cache does something.
+    /// Perform an operation on the cache.
     Cache(CacheWork),
 }
 
-/// Has a disk change, by its name, or its number in what [`fetch_disks`] tells; how the disk is then. If that takes long, it may not have
-/// ended yet: [`CacheState::flush`](super::state::CacheState) says so.
+/// Changes a disk, given by its name or by its index in the answer to [`fetch_disks`]; returns its state afterwards.
+/// A long change may still be running then: see [`CacheState::flush`](super::state::CacheState).
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -116,7 +115,7 @@ pub fn change_disk(path: &Path, disk: &str, change: Change) -> Result<DiskState,
     Ok(ask_in_time(path, &Question::Change(disk.to_owned(), change))?.1)
 }
 
-/// Has the server read the VM's file again; what it says of that, and that as far as this program knows it.
+/// Has the server reload the VM's file. Returns the result as JSON and in parsed form.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -124,8 +123,8 @@ pub fn reload(path: &Path) -> Result<(Value, Reloaded), FetchError> {
     ask_in_time(path, &Question::Reload)
 }
 
-/// Asks the server at the control socket `path` for the memory that it manages: what it said, and that as far as this
-/// program knows it.
+/// Requests the state of the managed memory from the control socket `path`. Returns the answer as JSON and in parsed
+/// form.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -133,7 +132,7 @@ pub fn fetch_memory(path: &Path) -> Result<(Value, MemoryState), FetchError> {
     ask_in_time(path, &Question::Memory)
 }
 
-/// Has the server limit the memory that it manages; how that is then.
+/// Changes the limits of the managed memory; returns its state afterwards.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -141,7 +140,7 @@ pub fn limit_memory(path: &Path, patch: MemoryPatch) -> Result<MemoryState, Fetc
     Ok(ask_in_time(path, &Question::Limit(patch))?.1)
 }
 
-/// Has the server let go of the memory that it manages.
+/// Has the server detach from the memory that it manages.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -149,7 +148,7 @@ pub fn detach_memory(path: &Path) -> Result<Detached, FetchError> {
     Ok(ask_in_time(path, &Question::Detach)?.1)
 }
 
-/// Has the server stop a detach that is under way, and keep the memory within its budget.
+/// Cancels a running detach; the memory remains managed, within its budget.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -157,8 +156,8 @@ pub fn cancel_detach(path: &Path) -> Result<Cancelling, FetchError> {
     Ok(ask_in_time(path, &Question::CancelDetach)?.1)
 }
 
-/// Has the VM's disks take a step to another host, or from there; whether that is done, or goes on: then it is asked for
-/// again.
+/// Has the VM's disks perform a step of a move; returns whether it is complete. Otherwise it continues, and must be
+/// requested again.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -166,7 +165,7 @@ pub fn move_vm(path: &Path, step: VmMove) -> Result<Moved, FetchError> {
     Ok(ask_in_time(path, &Question::Move(step))?.1)
 }
 
-/// What of a disk is hot, as [`crate::disk::text_of`] writes it.
+/// Requests the hot ranges of a disk, in the format of [`crate::disk::text_of`].
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -175,7 +174,7 @@ pub fn fetch_hot(path: &Path, disk: &str) -> Result<String, FetchError> {
     Ok(hot.ranges)
 }
 
-/// Has a disk bring into its cache what was hot elsewhere, and so was told of there.
+/// Warms a disk's cache with ranges that another host's server returned by [`fetch_hot`].
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -183,8 +182,8 @@ pub fn warm_disk(path: &Path, disk: &str, ranges: &str) -> Result<DiskState, Fet
     Ok(ask_in_time(path, &Question::Warm(disk.to_owned(), ranges.to_owned()))?.1)
 }
 
-/// Asks at the control socket `path` for the move that is under way: what was said, and that as far as this program knows
-/// it.
+/// Requests the state of the running migration from the control socket `path`. Returns the answer as JSON and in
+/// parsed form.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -192,7 +191,7 @@ pub fn fetch_migration(path: &Path) -> Result<(Value, MigrationState), FetchErro
     ask_in_time(path, &Question::Migration)
 }
 
-/// Has a move keep to other limits; how it is then.
+/// Changes the limits of a migration; returns its state afterwards.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -200,7 +199,7 @@ pub fn limit_migration(path: &Path, patch: MigrationPatch) -> Result<MigrationSt
     Ok(ask_in_time(path, &Question::LimitMigration(patch))?.1)
 }
 
-/// Has a move cancelled.
+/// Cancels a migration.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -208,7 +207,7 @@ pub fn cancel_migration(path: &Path) -> Result<Cancelling, FetchError> {
     Ok(ask_in_time(path, &Question::Cancel)?.1)
 }
 
-/// What is asked for.
+/// A request.
 enum Question {
     Hot(String),
     Warm(String, String),
@@ -251,7 +250,7 @@ impl Question {
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {
                 let body = CacheReplacement {
-                    // The server may be in another folder.
+                    // The server may have another working directory.
                     with: by.file.as_ref().map(absolute),
                     size: by.size.map(ByteLen::get),
                     lose_dirty: by.lose_dirty,
@@ -266,7 +265,7 @@ impl Question {
     }
 }
 
-/// What the server says, and that as far as this program knows it.
+/// Sends a request; returns the answer as JSON and in parsed form.
 fn ask_in_time<T: DeserializeOwned>(path: &Path, question: &Question) -> Result<(Value, T), FetchError> {
     let failed = |source| FetchError::Os {
         path: path.to_owned(),
@@ -322,7 +321,7 @@ async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
         Err(source) => Err(match source.kind() {
             io::ErrorKind::NotFound => FetchError::Missing { path },
             io::ErrorKind::PermissionDenied => FetchError::Permission { path },
-            // So many wait to be let in that there is no room for one more.
+            // The server's backlog of connections is full.
             io::ErrorKind::WouldBlock => FetchError::Busy { path },
             io::ErrorKind::ConnectionRefused => match find::is_socket(&path) {
                 true => FetchError::Dead { path },
@@ -333,15 +332,15 @@ async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
     }
 }
 
-/// Why there is no answer from what listens.
+/// Reason why there was no answer on an open connection.
 enum Silence {
-    /// It has closed the connection.
+    /// The server has closed the connection.
     HungUp,
-    /// It does not speak HTTP.
+    /// The server does not speak HTTP.
     Unknown(String),
 }
 
-/// Whether the connection was closed by the other side; otherwise what listens there does not speak HTTP.
+/// Returns whether the other side closed the connection; otherwise the other side does not speak HTTP.
 pub fn is_hung_up(error: &hyper::Error) -> bool {
     let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     let is_broken = cause.is_some_and(|cause| {
@@ -362,10 +361,10 @@ impl From<hyper::Error> for Silence {
     }
 }
 
-/// Sends the request; the answer's status and body.
+/// Sends the request; returns status and body of the answer.
 async fn exchange(stream: UnixStream, question: &Question) -> Result<(StatusCode, Bytes), Silence> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // It ends with the answer, or with this function's caller.
+    // The task ends with the answer, or when the caller drops this future.
     tokio::spawn(connection);
     let request = question
         .request()
@@ -378,9 +377,9 @@ async fn exchange(stream: UnixStream, question: &Question) -> Result<(StatusCode
 }
 
 enum Problem {
-    /// The server says why there is no answer.
+    /// Error message from the server.
     Error(String),
-    /// It is not what Larder says.
+    /// The answer is not one of Larder's.
     Unknown(String),
 }
 

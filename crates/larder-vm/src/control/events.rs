@@ -1,7 +1,7 @@
-//! What the process has to tell: everything that it logs from level `info` on, whatever `LARDER_LOG` says, kept for whoever
-//! asks, and told to those who listen.
+//! Events of the process: everything that it logs from level `info` on, whatever `LARDER_LOG` is set to. They are
+//! buffered for later requests, and streamed to subscribers.
 //!
-//! There is one log in a process, as `tracing` has it. [`layer`] must be among its subscriber's.
+//! There is one log in a process, as in `tracing`. Its subscriber must include [`layer`].
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -18,43 +18,43 @@ use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 use utoipa::ToSchema;
 
-/// Events that are kept.
+/// Number of buffered events.
 const KEPT: usize = 256;
 
-/// The longest text of an event or a field that is kept whole, in bytes.
+/// Length in bytes to which the text of an event or a field is truncated.
 const TEXT_BYTES_MAX: usize = 2 << 10;
 
-/// Something that has happened.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Its number in this process, from 1 on.
+    /// Number of the event in this process, from 1.
     pub number: u64,
-    /// When, in milliseconds since 1970 (UTC).
+    /// Time, in milliseconds since 1970 (UTC).
     pub time_ms: u64,
-    /// How bad it is.
+    /// Severity.
     pub level: EventLevel,
-    /// What has happened, for people.
+    /// Message for the user.
     pub text: String,
-    /// What it is about: the `disk`, and what else there is to say.
+    /// Further fields: the `disk` concerned, and others.
     pub about: BTreeMap<String, String>,
 }
 
-/// How bad an event is.
+/// Severity of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EventLevel {
-    /// Not at all.
+    /// Information.
     Info,
-    /// Somebody should look.
+    /// A condition that an operator should check.
     Warning,
-    /// Something has failed.
+    /// A failure.
     Error,
 }
 
 /// The events of this process.
 static EVENTS: LazyLock<Events> = LazyLock::new(Events::default);
 
-/// Those that are kept, and a word for those who wait for more.
+/// A buffer of events, which notifies subscribers of new ones.
 pub(super) struct Events {
     kept: Mutex<Kept>,
     newest: watch::Sender<u64>,
@@ -75,13 +75,13 @@ impl Default for Events {
     }
 }
 
-/// Those of this process.
+/// Returns the events of this process.
 pub(super) fn events() -> &'static Events {
     &EVENTS
 }
 
 impl Events {
-    /// Those after number `after` that are still kept, the oldest first.
+    /// Returns the buffered events after number `after`, the oldest first.
     pub(super) fn after(&self, after: u64) -> Vec<Arc<Event>> {
         let kept = self.kept();
         kept.events
@@ -91,7 +91,7 @@ impl Events {
             .collect()
     }
 
-    /// Tells whenever there are more.
+    /// Returns a receiver that is notified of new events.
     pub(super) fn listen(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }
@@ -120,7 +120,7 @@ impl Events {
     }
 }
 
-/// What the log goes through to be told as events.
+/// Returns the layer that turns log records into events.
 pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>() -> impl Layer<S> {
     ToEvents.with_filter(Targets::new().with_target("larder", Level::INFO))
 }

@@ -1,5 +1,5 @@
-//! What the control socket tells; the fields of its JSON are named as these are. Sizes are in bytes. Numbers of what has
-//! been done count from the start of the server.
+//! Answers of the control socket. The fields of the JSON have the names of these fields. Sizes are in bytes. Counters
+//! start at zero when the server starts.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,132 +21,133 @@ use crate::limits::{self, LimitsTextError, parse_limits};
 pub struct ServerState {
     /// The VM's name; `null` for `larder disk serve`.
     pub vm: Option<String>,
-    /// The VM's UUID, if its file says it.
+    /// The VM's UUID, if its file gives one.
     pub uuid: Option<String>,
-    /// The file that describes the VM, an absolute path, if there is one.
+    /// Absolute path of the file that describes the VM, if there is one.
     pub file: Option<String>,
     /// The version of Larder.
     pub version: String,
-    /// The number of the process.
+    /// Process ID.
     pub pid: u32,
-    /// Whether it has given up all rights that it does not need any more (`--confine`), and can open nothing.
+    /// Whether the process has given up all rights that it does not need any more (`--confine`), and can open no
+    /// file.
     #[serde(default)]
     pub confined: bool,
-    /// When it was started, in milliseconds since 1970 (UTC).
+    /// Start of the process, in milliseconds since 1970 (UTC).
     pub started_ms: u64,
 }
 
-/// Why something is not done: the body of every answer that is not 200 or 202.
+/// Reason for a failure: the body of every answer other than 200 or 202.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Failure {
-    /// For people.
+    /// Message for the user.
     pub error: String,
 }
 
 /// The answer to `GET /v1/disks`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Disks {
-    /// All that the process serves.
+    /// All disks that the process serves.
     pub disks: Vec<DiskState>,
 }
 
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskState {
-    /// What its VM calls it, if it is one of a VM.
+    /// Name of the disk in its VM, if it belongs to a VM.
     #[serde(default)]
     pub name: Option<String>,
-    /// The image, as the server was told; what is no text in a path is replaced.
+    /// The image, as given to the server; bytes of a path that are not UTF-8 are replaced.
     pub image: String,
-    /// What its bytes mean.
+    /// Format of the image.
     pub format: Format,
-    /// The disk's size now.
+    /// Current size of the disk.
     pub size: u64,
-    /// The sector size that a guest sees.
+    /// Sector size in the guest.
     pub block_size: u32,
-    /// The serial number that a guest sees.
+    /// Serial number in the guest.
     #[serde(default)]
     pub serial: String,
-    /// Whether changes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Whether others may use the image, too.
+    /// Whether other processes may use the image at the same time.
     #[serde(default)]
     pub shared: bool,
-    /// Whether the image is not open, because its VM is on another host, or was there last.
+    /// Whether the image is closed because the VM is on another host, or was there last.
     #[serde(default)]
     pub away: bool,
-    /// When all this was so: the time since the disk was opened, in nanoseconds.
+    /// Time of this report: nanoseconds since the disk was opened.
     pub time_ns: u64,
-    /// Where it is served.
+    /// The disk's exports.
     pub exports: ExportsState,
-    /// What it was asked for.
+    /// Requests from guests and NBD clients.
     pub requests: RequestsState,
-    /// What it may do per second.
+    /// Limits on requests and bytes per second.
     pub limits: LimitsState,
-    /// What read-ahead has done; `None` if the disk is shared, and nothing is read ahead.
+    /// Statistics of read-ahead; `null` if the disk is shared, which forbids read-ahead.
     pub prefetch: Option<PrefetchState>,
-    /// What its cache has done; `None` if it has none.
+    /// Statistics of the cache; `null` without a cache.
     #[serde(default)]
     pub cache: Option<CacheState>,
 }
 
-/// Where a disk is served.
+/// Exports of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ExportsState {
-    /// As vhost-user-blk, if it is.
+    /// The vhost-user-blk export, if there is one.
     pub vhost_user: Option<VhostUserState>,
-    /// As NBD, if it is.
+    /// The NBD export, if there is one.
     pub nbd: Option<NbdState>,
 }
 
-/// A disk served as vhost-user-blk.
+/// A vhost-user-blk export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VhostUserState {
-    /// The path of its socket; of one that was inherited `fd`, and its number.
+    /// Path of the socket; for an inherited socket `fd` and its number.
     pub socket: String,
-    /// Whether a front-end, as QEMU is one, is connected.
+    /// Whether a front-end, such as QEMU, is connected.
     pub connected: bool,
 }
 
-/// A disk served as NBD.
+/// An NBD export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct NbdState {
-    /// Its URI, for clients.
+    /// URI for clients.
     pub uri: String,
-    /// Clients that are connected.
+    /// Number of connected clients.
     pub clients: u64,
 }
 
-/// What a disk was asked for by its guest, and by the clients of its NBD server. Other NBD requests than these (to cache,
-/// and block status) are not counted.
+/// Requests from the disk's guest, and from clients of its NBD server. Other NBD requests (cache, block status) are
+/// not counted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RequestsState {
-    /// To read.
+    /// Read requests.
     pub read: RequestCounts,
-    /// To write.
+    /// Write requests.
     pub write: RequestCounts,
-    /// To make durable what was written.
+    /// Flush requests.
     pub flush: RequestCounts,
-    /// To free space.
+    /// Discard requests.
     pub discard: RequestCounts,
-    /// To write zeroes.
+    /// Requests to write zeroes.
     pub write_zeroes: RequestCounts,
-    /// Requests that are under way.
+    /// Number of requests in flight.
     pub under_way: u64,
-    /// For how long there were any under way, in nanoseconds.
+    /// Time during which at least one request was in flight, in nanoseconds.
     pub busy_ns: u64,
 }
 
 /// Requests of one kind.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RequestCounts {
-    /// Those that have ended, also those that failed.
+    /// Completed requests, including failed ones.
     pub count: u64,
-    /// Bytes read, written, freed or zeroed by those that did not fail.
+    /// Bytes read, written, freed or zeroed by successful requests.
     pub bytes: u64,
-    /// Those that failed.
+    /// Failed requests.
     pub errors: u64,
-    /// How long they took. They are not all timed where there are many, so that its count is about the one above.
+    /// Time that the requests took. Under load only some are timed; then the count is an estimate of the one above.
     pub latency: Latency,
 }
 
@@ -173,8 +174,8 @@ impl RequestsState {
     }
 }
 
-/// What a disk may do per second: limits by the names that QEMU has for them (`iops-total`, `bps-read-max`); what is not
-/// limited is left out. Sizes are in bytes, lengths of bursts in seconds.
+/// Limits of a disk per second, under QEMU's names (`iops-total`, `bps-read-max`); limits that are not set are left
+/// out. Sizes are in bytes, burst lengths in seconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(transparent)]
 pub struct LimitsState(pub BTreeMap<String, u64>);
@@ -185,17 +186,17 @@ impl LimitsState {
         Self(all.map(|(name, value)| (name.to_owned(), value)).collect())
     }
 
-    /// The limits.
+    /// Returns the limits.
     ///
     /// # Errors
-    /// There is none of that name, or they make no sense.
+    /// A name is unknown, or the limits contradict each other.
     pub fn limits(&self) -> Result<Limits, LimitsTextError> {
         parse_limits(&self.to_string())
     }
 }
 
 impl fmt::Display for LimitsState {
-    /// As they are written on the command line.
+    /// Formats the limits as on the command line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let all: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
         f.write_str(&all.join(","))
@@ -206,132 +207,133 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What a cache has done, and holds; see [`larder_cache::Statistics`].
+/// Statistics and content of a cache; see [`larder_cache::Statistics`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CacheState {
-    /// The file, block device or NBD export that it is on; of a path the absolute one.
+    /// File, block device or NBD export that the cache is on; a path is absolute.
     pub file: String,
-    /// What is done with writes, as `--cache-mode` has it.
+    /// Write policy, as in `--cache-mode`.
     pub mode: String,
-    /// Whether it works.
+    /// Whether the cache works.
     pub state: CacheHealth,
-    /// Bytes of what it is on.
+    /// Size of the cache's device in bytes.
     pub size: u64,
-    /// Bytes of the disk that it can hold.
+    /// Capacity: the number of bytes of the disk that the cache can hold.
     pub capacity: u64,
-    /// Bytes of a line.
+    /// Line length in bytes.
     pub line_size: u64,
-    /// Bytes that it holds, counted in whole lines.
+    /// Bytes in the cache, counted in whole lines.
     pub occupancy: u64,
-    /// Bytes of them, in whole lines, that have data which the disk has not.
+    /// Dirty bytes, counted in whole lines.
     pub dirty: u64,
-    /// Bytes written to the disk that only the cache had.
+    /// Dirty bytes that were written to the disk.
     #[serde(default)]
     pub cleaned: u64,
-    /// What is written to the disk, or was last, because somebody wants all of it there: for another mode, or by command.
+    /// The current or last flush of all dirty data, for a change of the mode or by a command.
     #[serde(default)]
     pub flush: FlushState,
-    /// Bytes, in whole lines, of which a crash now would leave something else than the cache has; what it would leave is
-    /// right, but may be less.
+    /// Bytes, in whole lines, whose current state is not durable: a crash now would leave an older state, which is
+    /// valid but may have less data.
     pub unsettled: u64,
-    /// Bytes that are compared with the disk before they are used, because nothing proves that no other program has written to the
-    /// disk since a kill; those of lines that are loaded.
+    /// Bytes, of loaded lines, that are compared with the disk before they are used, because nothing proves that no
+    /// other program has written to the disk since a kill.
     #[serde(default)]
     pub unproven: u64,
-    /// Reads that the cache had all of.
+    /// Reads that were completely in the cache.
     pub hits: u64,
-    /// Reads that it had a part of.
+    /// Reads that were partly in the cache.
     pub partial_hits: u64,
-    /// Reads that it had nothing of.
+    /// Reads that were not in the cache.
     pub misses: u64,
-    /// Reads of what the cache has that went to the disk all the same, because the cache's device was slower than it.
+    /// Reads of cached data that went to the disk, because the cache's device was slower.
     #[serde(default)]
     pub bypassed_slow: u64,
-    /// Reads that waited for another one's data.
+    /// Reads that waited for the data of another read.
     pub joined: u64,
     /// Bytes read from the cache for guests.
     pub hit_bytes: u64,
-    /// Bytes brought in after reads.
+    /// Bytes filled in after reads.
     pub filled: u64,
-    /// Bytes of these that no guest has asked for here: they were hot where its VM came from.
+    /// Bytes filled in that no guest has read here: they were hot on the host that the VM came from.
     #[serde(default)]
     pub warmed: u64,
-    /// Reads that were not kept because too much was being brought in, or was being written.
+    /// Reads that were not cached because too much was being filled in or written.
     pub bypassed_busy: u64,
-    /// Lines that left to make room.
+    /// Evicted lines.
     pub evicted: u64,
-    /// Bytes written of what it knows of its lines.
+    /// Bytes of metadata written.
     pub metadata_written: u64,
-    /// Bytes read from the disk for whatever reason, and written to it.
+    /// Bytes read from the disk for any reason.
     #[serde(default)]
     pub disk_read: u64,
-    /// See above.
+    /// Bytes written to the disk for any reason.
     #[serde(default)]
     pub disk_written: u64,
-    /// Bytes read from the cache's device for whatever reason, and written to it.
+    /// Bytes read from the cache's device for any reason.
     #[serde(default)]
     pub cache_read: u64,
-    /// See above.
+    /// Bytes written to the cache's device for any reason.
     #[serde(default)]
     pub cache_written: u64,
-    /// Reads of the cache's device, and other requests to it, that have failed or were not answered in time.
+    /// Reads of the cache's device that failed or timed out.
     #[serde(default)]
     pub read_errors: u64,
-    /// See above.
+    /// Requests to the cache's device other than reads that failed or timed out.
     #[serde(default)]
     pub write_errors: u64,
-    /// Bytes that may be written to the cache's device in a day; `None`: any number.
+    /// Limit for the bytes written to the cache's device per day; `null` for no limit.
     #[serde(default)]
     pub endurance: Option<u64>,
-    /// How often caches of other sizes would have missed lines so far, if they kept what was used last (LRU). From the
-    /// smallest on; empty if nothing was used.
+    /// Estimated miss ratios so far of caches of other sizes with LRU eviction, in order of size; empty if the cache
+    /// was not used.
     #[serde(default)]
     pub miss_ratios: Vec<MissRatio>,
-    /// How long reads took that the cache had all of.
+    /// Latency of reads that were completely in the cache.
     #[serde(default)]
     pub hit_latency: Latency,
-    /// How long reads took that the disk was needed for.
+    /// Latency of reads that needed the disk.
     #[serde(default)]
     pub miss_latency: Latency,
 }
 
-/// How far the disk has got all that only its cache had.
+/// State of the flush of all dirty data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FlushState {
-    /// It is being written.
+    /// A flush is running.
     pub running: bool,
-    /// Why the last time that has ended failed; `None` if it did not, or there was none.
+    /// Error of the last flush that has ended; `null` if it succeeded, or there was none.
     pub error: Option<String>,
 }
 
-/// What a cache of another size would do.
+/// Estimated miss ratio of a cache of another size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MissRatio {
-    /// Bytes of the disk that it can hold.
+    /// Capacity: the number of bytes of the disk that it could hold.
     pub capacity: u64,
-    /// The share of uses of lines that would have missed, 0 to 1.
+    /// Fraction of line accesses that would have missed, from 0 to 1.
     pub miss_ratio: f64,
 }
 
-/// How long something took, of all requests since the start of the server; times in nanoseconds.
+/// Latency of all requests since the start of the server, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Latency {
-    /// Requests.
+    /// Number of requests.
     pub count: u64,
-    /// The time of all together.
+    /// Sum of all latencies.
     pub sum_ns: u64,
-    /// The longest time.
+    /// Longest latency.
     pub max_ns: u64,
-    /// How many took how long, from the shortest times on. What is empty is left out.
+    /// Histogram, in order of latency. Empty buckets are left out.
     pub buckets: Vec<LatencyBucket>,
 }
 
-/// Requests that took about as long.
+/// Requests with similar latency.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LatencyBucket {
-    /// They took less than this, and not less than the bucket before; `None`: there is no bound.
+    /// Upper bound of the latency, exclusive; `null` for no bound. The lower bound is the upper bound of the previous
+    /// bucket.
     pub below_ns: Option<u64>,
-    /// How many.
+    /// Number of requests.
     pub count: u64,
 }
 
@@ -349,7 +351,8 @@ impl Latency {
         }
     }
 
-    /// The time that a share (from 0 to 1) of the requests did not exceed, or up to 25 % more; `None` without requests.
+    /// Returns the latency that a fraction (0 to 1) of the requests did not exceed, overestimated by up to 25 %;
+    /// `None` without requests.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let bucket = |bucket: &LatencyBucket| Bucket {
             below: bucket.below_ns.map(Duration::from_nanos),
@@ -359,7 +362,7 @@ impl Latency {
         quantile(&buckets, share, Duration::from_nanos(self.max_ns))
     }
 
-    /// The average; `None` without requests.
+    /// Returns the mean latency; `None` without requests.
     pub fn mean(&self) -> Option<Duration> {
         self.sum_ns.checked_div(self.count).map(Duration::from_nanos)
     }
@@ -369,9 +372,9 @@ impl Latency {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheHealth {
-    /// It does.
+    /// The cache works.
     Works,
-    /// Its device has failed: it is not used until it is replaced, or the server is started again.
+    /// The cache's device has failed: the cache is not used until it is replaced, or the server restarted.
     Failed,
 }
 
@@ -430,51 +433,51 @@ impl CacheState {
     }
 }
 
-/// What read-ahead has done, and holds; see [`Statistics`].
+/// Statistics and content of read-ahead; see [`Statistics`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PrefetchState {
-    /// Bytes of memory taken, tables included.
+    /// Bytes of memory in use, including tables.
     pub memory: u64,
-    /// Bytes of memory that it may take; 0: nothing is read ahead.
+    /// Limit of the memory in bytes; 0 turns read-ahead off.
     pub memory_limit: u64,
-    /// By how many bytes it reads ahead at most.
+    /// Maximum read-ahead distance in bytes.
     pub ahead: u64,
-    /// Reads of more bytes than this are not read ahead of.
+    /// Longest read in bytes that causes read-ahead.
     pub largest_read: u64,
     /// Bytes fetched.
     pub fetched: u64,
-    /// Bytes of them that were read, each counted once.
+    /// Fetched bytes that were read, each counted once.
     pub used: u64,
-    /// Bytes of them that were dropped before anybody read them.
+    /// Fetched bytes that were dropped before they were read.
     pub wasted: u64,
-    /// Bytes of them that are in memory, and not read yet.
+    /// Fetched bytes that are in memory and not read yet.
     pub unread: u64,
     /// Reads whose bytes were all in memory.
     pub hits: u64,
-    /// Reads of which only a part was in memory, or on its way.
+    /// Reads with only some of their bytes in memory or in flight.
     pub partial_hits: u64,
-    /// Reads that waited for bytes on their way.
+    /// Reads that waited for bytes in flight.
     pub waits: u64,
-    /// Reads of which nothing was in memory.
+    /// Reads with none of their bytes in memory.
     pub misses: u64,
-    /// Reads that were too long to be read ahead of.
+    /// Reads that were too long for read-ahead.
     pub bypassed: u64,
-    /// Fetches that failed.
+    /// Failed fetches.
     pub errors: u64,
-    /// The streams that it has found.
+    /// Detected streams.
     pub streams: StreamCounts,
 }
 
-/// Numbers of streams: readers that can be foreseen.
+/// Numbers of streams, which are readers with a predictable access pattern.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StreamCounts {
-    /// Those for which there is something in memory.
+    /// Streams with data in memory.
     pub now: u64,
-    /// Found so far that go forward.
+    /// Forward streams detected so far.
     pub forward: u64,
-    /// Found so far that go backward.
+    /// Backward streams detected so far.
     pub backward: u64,
-    /// Found so far that go by steps.
+    /// Strided streams detected so far.
     pub strided: u64,
 }
 

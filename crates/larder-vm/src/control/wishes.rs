@@ -1,4 +1,4 @@
-//! What the control socket is told to do; the fields of its JSON are named as these are. Sizes are in bytes.
+//! Requests to the control socket. The fields of the JSON have the names of these fields. Sizes are in bytes.
 
 use larder_block::ByteLen;
 use larder_prefetch::PrefetchOptions;
@@ -14,19 +14,19 @@ use crate::image::{
 use crate::limits::LimitsTextError;
 use crate::vm::VmMove;
 
-/// What the VM's disks are to do: the body of `POST /v1/move`.
+/// Step of a move for the VM's disks: the body of `POST /v1/move`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MoveWish {
-    /// What.
+    /// The step.
     pub step: VmMove,
 }
 
-/// What of a disk is hot: the answer to `GET /v1/disks/DISK/hot`, and the body of `POST` there.
+/// Hot ranges of a disk: the answer to `GET /v1/disks/DISK/hot`, and the body of `POST` there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HotRanges {
-    /// Ranges of the disk in units of 4 KiB, the hottest first: `17+3,4+1` are three from the 17th on, and the fourth.
+    /// Ranges of the disk in units of 4 KiB, the hottest first: `17+3,4+1` means units 17 to 19, and unit 4.
     #[schema(
         pattern = r"^([0-9]{1,10}\+[0-9]{1,6}(,[0-9]{1,10}\+[0-9]{1,6})*)?$",
         max_length = 4000000
@@ -34,54 +34,54 @@ pub struct HotRanges {
     pub ranges: String,
 }
 
-/// What a disk is set to: the body of `PATCH /v1/disks/DISK`. What is left out stays as it is.
+/// Settings of a disk: the body of `PATCH /v1/disks/DISK`. Settings that are left out do not change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskPatch {
-    /// All limits that there are to be.
+    /// All limits; limits that are not in the list are removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsState>,
-    /// How it is read ahead of.
+    /// Read-ahead settings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<PrefetchPatch>,
-    /// What its cache does.
+    /// Cache settings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<CachePatch>,
 }
 
-/// How a disk is read ahead of; what is left out is as usual.
+/// Read-ahead settings of a disk; those that are left out get their defaults.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PrefetchPatch {
-    /// Bytes of memory; 0: nothing is read ahead.
+    /// Memory in bytes; 0 turns read-ahead off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-    /// By how many bytes at most.
+    /// Maximum read-ahead distance in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ahead: Option<u64>,
-    /// Reads of more bytes than this are not read ahead of.
+    /// Longest read in bytes that causes read-ahead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_read: Option<u64>,
 }
 
-/// What a cache does; what is left out stays as it is.
+/// Cache settings; those that are left out do not change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CachePatch {
-    /// What shall be done with writes: `wt`, `wb`, `wa` or `pt`, as `--cache-mode` has it.
+    /// Write policy: `wt`, `wb`, `wa` or `pt`, as in `--cache-mode`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// Bytes that may be written to its device in a day; 0: any number.
+    /// Limit for the bytes written to the cache's device per day; 0 for no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endurance: Option<u64>,
 }
 
-/// Why a wish cannot be fulfilled, as a text for people.
+/// Reason why a request is refused, as a message for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unfit {
-    /// It is not as it is described to be.
+    /// The request does not match its description.
     Wrong(String),
-    /// It is, but makes no sense.
+    /// The request matches its description, but its values are not possible.
     Senseless(String),
 }
 
@@ -92,7 +92,7 @@ impl From<String> for Unfit {
 }
 
 impl DiskPatch {
-    /// What is to be set.
+    /// Returns the settings.
     ///
     /// # Errors
     /// See [`Unfit`].
@@ -153,23 +153,23 @@ impl PrefetchPatch {
     }
 }
 
-/// What a cache shall be replaced by: the body of `POST /v1/disks/DISK/cache/replace`.
+/// Options for replacing a cache: the body of `POST /v1/disks/DISK/cache/replace`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CacheReplacement {
-    /// The file, block device or NBD export that the new one is on, a path from the root on; `None`: where the old one is.
+    /// File, block device or NBD export of the new cache; a path must be absolute. `null`: that of the old cache.
     #[serde(default)]
     pub with: Option<String>,
-    /// Bytes of its file if that is made; `None`: as many as the old one has.
+    /// Size in bytes of a new file; `null`: that of the old cache.
     #[serde(default)]
     pub size: Option<u64>,
-    /// Whether what only the old one has may be lost.
+    /// Whether dirty data in the old cache may be lost.
     #[serde(default)]
     pub lose_dirty: bool,
 }
 
 impl CacheReplacement {
-    /// What it means.
+    /// Returns the parsed options.
     ///
     /// # Errors
     /// See [`Unfit`].
@@ -193,13 +193,14 @@ impl CacheReplacement {
     }
 }
 
-/// What became of a reload: the answer to `POST /v1/reload`.
+/// Result of a reload: the answer to `POST /v1/reload`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Reloaded {
-    /// What is otherwise than before, a text for people each.
+    /// Changes that were made, one message each.
     pub changed: Vec<String>,
-    /// What the file says and what the VM will have only when its server is started again, or its user has left.
+    /// Changes in the file that take effect only when the VM's server is restarted, or when the disk's client has
+    /// disconnected.
     pub left: Vec<String>,
-    /// What could not be done, and why.
+    /// Changes that failed, with the reasons.
     pub failed: Vec<String>,
 }

@@ -3,8 +3,8 @@
 //! Invariants:
 //! - The decision uses the user and the groups that the kernel recorded when the client connected.
 //! - A client whose user the kernel does not report may only read.
-//! - The socket's file counts as it was when the server started to listen, under whichever name, with its present owner and
-//!   mode; a file that takes its place does not.
+//! - Owner and mode of the socket's file are read from the file that existed when the server started to listen,
+//!   whatever its name is now. A file that replaces it has no effect.
 //! - Membership in [`READ_GROUP`] alone never permits a change.
 
 use std::fs::File;
@@ -25,17 +25,17 @@ use crate::read_group::READ_GROUP;
 /// The kernel's limit of groups of a process (`NGROUPS_MAX`).
 const GROUPS_MAX: usize = 65_536;
 
-/// The number of groups for which the first call has room.
+/// Number of groups for which the first call has room.
 const GROUPS_USUAL: usize = 64;
 
 /// The users and groups whose processes may change something.
 #[derive(Debug)]
 pub(super) struct Writers {
-    /// Those that the VM's file and the server's user give.
+    /// Rights from the VM's file and from the server's user.
     fixed: Rights,
     /// The socket's file. Its owner and mode are read for each client, because root can change them at any time.
     file: Option<File>,
-    /// The mode's bits of the group are the mask of an access control list.
+    /// The file has an access control list, so the group bits of its mode are the list's mask.
     has_list: bool,
     /// The group whose members may read, which never permits a change.
     readers: Option<u32>,
@@ -49,11 +49,11 @@ struct Rights {
 }
 
 impl Writers {
-    /// Returns root, the user of this process, the owner and the group of `access` as far as its mode lets them write, and
-    /// likewise those of the socket's file at `path`, which this process created.
+    /// Grants writing to root, to the user of this process, and to the owner and the group of `access` as far as its
+    /// mode permits. The same applies to owner and group of the socket's file at `path`, which this process created.
     pub(super) fn of_own(path: &Path, access: Access) -> Self {
         let mut writers = Self::fixed(access);
-        // In a folder of another user that one may have put another file there since the socket was bound.
+        // In a directory of another user, that user may have replaced the file since the socket was bound.
         let is_ours = |file: &File| {
             file.metadata()
                 .is_ok_and(|found| writers.fixed.users.contains(&found.uid()))
@@ -64,7 +64,7 @@ impl Writers {
         writers
     }
 
-    /// The same for a socket's file that another process created.
+    /// Grants the same rights as [`Writers::of_own`] for a socket's file that another process created.
     pub(super) fn of_inherited(path: &Path, access: Access) -> Self {
         let file = open(path);
         Self {
@@ -89,7 +89,7 @@ impl Writers {
         }
     }
 
-    /// Returns the rights as they are now.
+    /// Returns the current rights.
     fn now(&self) -> Rights {
         let mut rights = self.fixed.clone();
         if let Some(found) = self.file.as_ref().and_then(|file| file.metadata().ok()) {
@@ -119,7 +119,7 @@ impl Writers {
     }
 }
 
-/// Opens the socket's file, so that its owner and mode can be read whatever becomes of its name.
+/// Opens the socket's file, so that its owner and mode can be read even after a rename.
 fn open(path: &Path) -> Option<File> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
@@ -139,8 +139,9 @@ fn groups_of(client: &impl AsFd) -> io::Result<Vec<u32>> {
     let mut groups = vec![0_u32; GROUPS_USUAL];
     loop {
         let mut bytes = libc::socklen_t::try_from(size_of_val(groups.as_slice())).unwrap_or(libc::socklen_t::MAX);
-        // SAFETY: the descriptor is open while `client` is borrowed. `groups` owns `bytes` writable bytes, and any bytes are
-        // valid as u32. `bytes` is a local socklen_t. The kernel writes nothing else and keeps neither pointer.
+        // SAFETY: the descriptor is open while `client` is borrowed. `groups` owns `bytes` writable bytes, and any
+        // bytes are valid as u32. `bytes` is a local socklen_t. The kernel writes nothing else and keeps neither
+        // pointer.
         let result = unsafe {
             libc::getsockopt(
                 client.as_fd().as_raw_fd(),
@@ -183,7 +184,7 @@ mod tests {
         }
     }
 
-    /// A group may write only if the mode lets it, and readers never by their group.
+    /// A group may write only if the mode permits it, and readers never by their group.
     #[test]
     fn writers_follow_from_mode_owner_and_group() {
         for (access, groups, everyone) in [
@@ -201,9 +202,9 @@ mod tests {
         assert!(users.contains(&NOBODY) && users.contains(&0));
     }
 
-    /// A later change of the file's mode counts; with an access control list the group bits do not.
+    /// A later change of the file's mode takes effect; with an access control list the group bits do not count.
     #[test]
-    fn mode_of_the_file_counts_as_it_is_now() {
+    fn current_mode_of_file_is_used() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
         let set = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("ours");
@@ -236,9 +237,9 @@ mod tests {
         }
     }
 
-    /// A file that has taken the place of the socket gives nobody a right.
+    /// A file that replaces the socket grants no rights.
     #[test]
-    fn file_in_place_of_the_socket_counts_for_nothing() {
+    fn replacement_of_socket_file_grants_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
         let _listener = UnixListener::bind(&path).expect("binds");
@@ -253,7 +254,7 @@ mod tests {
 
     /// The reported groups of a client are those of its process.
     #[test]
-    fn groups_of_a_client_are_those_of_its_process() {
+    fn client_groups_match_its_process() {
         let (one, _other) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let mut reported = groups_of(&one).expect("the kernel reports them");
         let mut ours: Vec<u32> = rustix::process::getgroups()

@@ -1,4 +1,4 @@
-//! What can be said of a disk, by key and value; and `--disk IMAGE,key=value,...`, which says it in one word.
+//! Keys and values of a disk's options, and `--disk IMAGE,key=value,...`, which combines them in one argument.
 
 use super::limits::{self, Taken};
 use super::{Cache, DiskWish, WishError};
@@ -35,7 +35,7 @@ pub(crate) const KEYS: [&str; 21] = [
     "nbd-reconnect",
 ];
 
-/// Why a `--disk` is wrong.
+/// Reason why a `--disk` argument is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum DiskOptionError {
@@ -59,12 +59,12 @@ pub enum DiskOptionError {
     },
 }
 
-/// Reads one `--disk`. The image comes first; a comma within it is doubled.
+/// Parses one `--disk` argument. The image comes first; a comma in its name is doubled.
 ///
 /// # Errors
-/// Unknown keys and values that cannot be read.
+/// Unknown keys and invalid values.
 pub fn parse_disk(text: &str) -> Result<DiskWish, DiskOptionError> {
-    // The image is the first part even if it holds a '=', unlike in QEMU's own lists.
+    // The first part is the image even if it has a '=', unlike in QEMU's own lists.
     let list = KeyValues::parse(&format!("image={text}"), None);
     let mut pairs = list.iter();
     let image = pairs.next().map(|(_, image)| image).filter(|image| !image.is_empty());
@@ -95,10 +95,10 @@ pub fn parse_disk(text: &str) -> Result<DiskWish, DiskOptionError> {
     Ok(disk)
 }
 
-/// Why a key and its value say nothing of a disk.
+/// Reason why a key and its value are not valid for a disk.
 pub(crate) enum Problem {
     UnknownKey,
-    /// What the value should be, for people.
+    /// Description of valid values, for users.
     Wanted(String),
 }
 
@@ -106,7 +106,7 @@ fn wanted(what: impl Into<String>) -> Problem {
     Problem::Wanted(what.into())
 }
 
-/// Says `value` of a disk, by `key`: one of [`KEYS`], or the name of a limit.
+/// Sets an option of a disk. `key` is one of [`KEYS`], or the name of a limit.
 pub(crate) fn set(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Problem> {
     let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off"));
     let size = || value.parse().map_err(|error: SizeError| wanted(error.to_string()));
@@ -188,12 +188,12 @@ pub(crate) fn set(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Pro
     Ok(())
 }
 
-/// All keys, and the names of limits.
+/// Returns all keys, and the names of limits.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     KEYS.into_iter().chain(limits::names())
 }
 
-/// ` (did you mean 'serial'?)`, if one of the `known` words is near.
+/// Returns ` (did you mean 'serial'?)` for the closest of the `known` words, if one is close.
 pub(crate) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> String {
     let near = known.map(|name| (distance(word, name), name)).min();
     match near {
@@ -202,7 +202,7 @@ pub(crate) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> S
     }
 }
 
-/// How many letters must be put in, taken out or changed to make one word the other.
+/// Returns the edit distance (Levenshtein) of two words.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -226,7 +226,7 @@ mod tests {
     use crate::image::ImageAddress;
 
     #[test]
-    fn everything_a_disk_can_have_is_read() {
+    fn all_disk_options_are_parsed() {
         let disk =
             parse_disk("/a,,b=c.raw,format=qcow2,metadata-memory=64MiB,serial=S1,readonly=on,share,cache=direct,queues=4,discard=off,iops=9")
                 .expect("is right");
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_of_a_server_can_be_given() {
+    fn server_options_become_arguments() {
         let disk = parse_disk(
             "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,cache=/x,,y,cache-size=1G,cache-line=8k,cache-mode=wa,cache-endurance=1g,cache-exclusive=on,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
         );
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_key_cache_is_for_the_page_cache_and_for_a_disk_cache() {
+    fn cache_key_sets_page_cache_or_disk_cache() {
         let disk = parse_disk("/a,cache=buffered,cache=nbd://host/x").expect("is right");
         assert_eq!(disk.cache, Cache::Buffered);
         let line = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_refused_with_the_nearest_and_all_known() {
+    fn unknown_key_error_suggests_nearest_key() {
         let error = parse_disk("/a,serail=x").expect_err("is wrong").to_string();
         assert!(
             error.starts_with("--disk /a: unknown option 'serail' (did you mean 'serial'?); known are format, "),
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_refused_with_what_is_wanted() {
+    fn invalid_values_are_refused_with_a_hint() {
         for text in [
             "/a,queues=0",
             "/a,queues=65",

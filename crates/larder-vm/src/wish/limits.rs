@@ -1,11 +1,11 @@
-//! Limits on a disk's requests and bytes per second, by QEMU's names for them.
+//! Limits on a disk's requests and bytes per second, under QEMU's names.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::limits::{LimitName, LimitsTextError, parse_limits};
 
-/// Every name of QEMU's that a limit may be given by, then the older ones.
+/// Returns QEMU's current names of all limits, then QEMU's older ones.
 pub fn names() -> impl Iterator<Item = &'static str> {
     LimitName::all()
         .map(|row| row.name)
@@ -17,23 +17,23 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 pub struct Limits(BTreeMap<&'static str, u64>);
 
 impl Limits {
-    /// Whether there are none. 0 stands for no limit, as in QEMU.
+    /// Returns whether no limit is set. 0 means no limit, as in QEMU.
     pub fn is_empty(&self) -> bool {
         self.0.values().all(|value| *value == 0)
     }
 
-    /// Whether they make sense together.
+    /// Checks that the limits are consistent.
     ///
     /// # Errors
-    /// They do not.
+    /// The limits contradict each other.
     pub fn check(&self) -> Result<(), LimitsTextError> {
         parse_limits(&self.to_string()).map(|_| ())
     }
 
-    /// Takes up `key=value` if `key` is the name of a limit; otherwise, or if the value is no number, it tells.
+    /// Sets the limit `key` to `value`, if `key` names a limit and `value` is a number.
     pub fn take(&mut self, key: &str, value: &str) -> Taken {
         let name = key.strip_prefix("throttling.").unwrap_or(key);
-        // Only what QEMU takes too.
+        // This accepts only names that QEMU accepts.
         let Some(row) = LimitName::all().find(|row| name == row.name || key == row.old) else {
             return Taken::OtherKey;
         };
@@ -47,14 +47,14 @@ impl Limits {
     }
 }
 
-/// What became of a `key=value`.
+/// Result of setting `key=value`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It is a limit now.
+    /// The limit is set.
     Yes,
-    /// The key is not the name of a limit.
+    /// The key does not name a limit.
     OtherKey,
-    /// It is, but the value is not a number.
+    /// The key names a limit, but the value is not a number.
     BadValue,
 }
 
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_kinds_of_names_mean_the_same() {
+    fn old_and_new_names_set_same_limit() {
         let mut limits = Limits::default();
         assert!(limits.is_empty());
         assert_eq!(limits.take("throttling.iops-total", "100"), Taken::Yes);

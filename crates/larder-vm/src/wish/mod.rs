@@ -1,4 +1,4 @@
-//! What a user wishes of a disk that is served, as `larder run --disk` and the file of a VM say it.
+//! Options of a served disk, as given to `larder run --disk` or in a VM's file.
 
 pub mod keys;
 pub mod limits;
@@ -22,57 +22,57 @@ use limits::Limits;
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
-    /// As `larder disk serve` chooses.
+    /// The default of `larder disk serve`.
     #[default]
     Auto,
-    /// Direct I/O where the file system has it.
+    /// Direct I/O, if the file system supports it.
     Direct,
-    /// Through the page cache.
+    /// Buffered I/O through the page cache.
     Buffered,
 }
 
-/// What to serve, and how it looks to the guest.
+/// Options of a disk: the image, and its properties in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskWish {
-    /// An image, a block device, or an NBD export.
+    /// Image, block device or NBD export.
     pub image: ImageAddress,
-    /// Its format, if the user says it; otherwise what it begins like.
+    /// Format of the image; if unset, it is probed.
     pub format: Option<Format>,
-    /// Which other files its header may have opened.
+    /// Policy for the other files that the image's header names.
     pub chain: ChainPolicy,
-    /// What the metadata cache of a qcow2 image may hold; the server chooses if not given.
+    /// Memory limit of the metadata cache of a qcow2 image; if unset, the server's default.
     pub metadata_memory: Option<ByteLen>,
-    /// How to read ahead; the server chooses what is not given.
+    /// Read-ahead options; the server has defaults for those that are unset.
     pub prefetch: PrefetchWish,
-    /// Its cache on a fast device; the server chooses what is not given.
+    /// Options of its cache on a fast device; the server has defaults for those that are unset.
     pub disk_cache: CacheWish,
-    /// The server's control socket; none if not given.
+    /// Control socket of the server; none if unset.
     pub control: Option<PathBuf>,
-    /// Refuse changes.
+    /// Refuse writes.
     pub read_only: bool,
-    /// Let other processes use the image too.
+    /// Allow other processes to use the image at the same time.
     pub share: bool,
-    /// Page cache or not.
+    /// Whether the page cache is used.
     pub cache: Cache,
-    /// Virtqueues; QEMU chooses if none are given.
+    /// Number of virtqueues; if unset, QEMU chooses.
     pub queues: Option<u16>,
-    /// Descriptors of each virtqueue, as the device has it; virtio-blk's default if not given.
+    /// Size of each virtqueue in descriptors, as the device offers it; if unset, virtio-blk's default.
     pub queue_size: Option<u16>,
-    /// The serial number that the guest sees.
+    /// Serial number in the guest.
     pub serial: Option<String>,
-    /// The sector size that the guest sees, in bytes, if not the usual.
+    /// Sector size in the guest, in bytes; if unset, the default.
     pub block_size: Option<u32>,
-    /// Whether the guest's discards free space; otherwise they are ignored.
+    /// The guest's discards free space in the image; otherwise they are ignored.
     pub discard: bool,
-    /// For how many microseconds the server spins at most before it sleeps; it chooses if not given.
+    /// Longest spin of the server before it sleeps, in microseconds; if unset, the server's default.
     pub poll_us: Option<u64>,
-    /// For how many seconds requests wait for an NBD server that is away; the server chooses if not given.
+    /// Longest wait of requests for an unreachable NBD server, in seconds; if unset, the server's default.
     pub nbd_reconnect: Option<u64>,
-    /// How much per second.
+    /// Limits on requests and bytes per second.
     pub limits: Limits,
 }
 
-/// Why a wish contradicts itself.
+/// Reason why options contradict each other.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum WishError {
@@ -87,7 +87,7 @@ pub enum WishError {
 }
 
 impl DiskWish {
-    /// An image with everything at its default.
+    /// Returns an image with default options.
     pub fn new(image: ImageAddress) -> Self {
         Self {
             image,
@@ -111,8 +111,8 @@ impl DiskWish {
         }
     }
 
-    /// Checks that each value is in range, and that all of them go together: everything that can be known without opening
-    /// the image. No server refuses a disk for its options after this.
+    /// Checks that each value is in range, and that the values are compatible: everything that can be known without
+    /// opening the image. After this check no server refuses a disk because of its options.
     ///
     /// # Errors
     /// See [`WishError`].
@@ -124,10 +124,11 @@ impl DiskWish {
         Ok(())
     }
 
-    /// How its image is opened. What contradicts itself in `prefetch` and `disk_cache` must have been refused.
+    /// Returns the options for opening the image. Contradictions in `prefetch` and `disk_cache` must have been
+    /// refused before.
     ///
     /// # Errors
-    /// Its limits make no sense.
+    /// The limits contradict each other.
     pub fn image_options(&self) -> Result<ImageOptions, LimitsTextError> {
         let usual = ImageOptions::default();
         Ok(ImageOptions {
@@ -152,12 +153,12 @@ impl DiskWish {
         })
     }
 
-    /// Returns a sentence for people if the guest sees less of the serial number than was given.
+    /// Returns a message for the user if the guest sees only part of the given serial number.
     pub fn serial_note(&self) -> Option<String> {
         self.serial.as_deref().and_then(Serial::note_on)
     }
 
-    /// How it presents itself over vhost-user-blk.
+    /// Returns the options of the vhost-user-blk device.
     pub fn vhost_user_options(&self) -> VhostUserOptions {
         let usual = VhostUserOptions::default();
         VhostUserOptions {
@@ -168,8 +169,8 @@ impl DiskWish {
         }
     }
 
-    /// The arguments with which this program serves the disk on `socket`, and makes `ready` once it does. The image
-    /// comes first, so that a list of processes shows it even if it cuts long lines.
+    /// Returns the arguments with which this program serves the disk on `socket`, and creates `ready` once it does.
+    /// The image comes first, so that a list of processes shows it even if it truncates long lines.
     pub fn serve_arguments(&self, socket: &Path, ready: &Path) -> Vec<OsString> {
         let mut arguments: Vec<OsString> = vec!["disk".into(), "serve".into(), self.image_argument()];
         arguments.extend(["--socket".into(), socket.into(), "--pidfile".into(), ready.into()]);
@@ -261,7 +262,7 @@ impl DiskWish {
         arguments
     }
 
-    /// The image as an argument that does not look like an option.
+    /// Returns the image as an argument that cannot be parsed as an option.
     fn image_argument(&self) -> OsString {
         match &self.image {
             ImageAddress::Path(path) if path.as_os_str().as_encoded_bytes().starts_with(b"-") => {
@@ -273,7 +274,7 @@ impl DiskWish {
     }
 }
 
-/// An option with a value that may look like one itself.
+/// Joins an option and a value that may itself look like an option.
 pub(crate) fn joined(option: &str, value: impl AsRef<OsStr>) -> OsString {
     let mut argument = OsString::from(option);
     argument.push(value);

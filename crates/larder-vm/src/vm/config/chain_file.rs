@@ -1,5 +1,5 @@
-//! The files that an image may lead to, as people write them: `backing` and `data-file` of a VM's file, and the file of
-//! `larder disk serve --pin-chain`.
+//! Pinned chains as users write them: `backing` and `data-file` of a VM's file, and the file for `larder disk serve
+//! --pin-chain`.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -13,25 +13,25 @@ use toml::de::{DeTable, DeValue};
 use super::{ConfigError, Reader, Value, format_of, image_of};
 use crate::image::{ChainImage, ChainPart, Format, ImageAddress, PinnedChain, chain_text, pinned_chain};
 
-/// Backing files, as they are written.
+/// Example of the syntax of backing files.
 const BACKING_EXAMPLE: &str = "backing = [{ image = \"/srv/base.qcow2\", format = \"qcow2\" }]";
 
-/// What a file of `--pin-chain` says: an image, and the files that it leads to.
+/// Content of a file for `--pin-chain`: an image, and the files that it leads to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChainFile {
-    /// The image.
+    /// Address of the image.
     pub image: ImageAddress,
-    /// Its format.
+    /// Format of the image.
     pub format: Format,
     /// The other files.
     pub chain: PinnedChain,
 }
 
 impl ChainFile {
-    /// Reads one; `None` if there is no such file.
+    /// Reads a chain file; `None` if it does not exist.
     ///
     /// # Errors
-    /// See [`ConfigError`]. One that another user than the caller or root could have written is refused.
+    /// See [`ConfigError`]. A file that another user than the caller or root could have written is refused.
     pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
         let text = match read_own(path) {
             Ok(text) => text,
@@ -62,7 +62,7 @@ impl ChainFile {
         }
     }
 
-    /// Returns what a disk that was opened consists of; none if it has no image.
+    /// Returns the chain file for an open disk; `None` if it has no image.
     pub fn of(parts: &[ChainPart]) -> Option<Self> {
         let image = parts.first()?;
         Some(Self {
@@ -72,7 +72,7 @@ impl ChainFile {
         })
     }
 
-    /// The files besides the image, a line each: what it is, its format, and whether it may be written.
+    /// Describes the files other than the image, one per line: role, format, and whether it may be written.
     pub fn files(&self, read_only: bool) -> Vec<String> {
         let access = if read_only { "read" } else { "read and written" };
         let data_file = |file: &Option<ImageAddress>, access: &str| {
@@ -91,10 +91,10 @@ impl ChainFile {
         lines
     }
 
-    /// Writes it, durably: whatever happens, all of it is at `path`, or nothing. What is there already stays.
+    /// Writes the chain file, durably and atomically. An existing file is not replaced.
     ///
     /// # Errors
-    /// The file system's; something is there.
+    /// Writing fails, or a file exists at `path`.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let path = std::path::absolute(path)?;
         let folder = path.parent().unwrap_or(Path::new("/"));
@@ -107,7 +107,7 @@ impl ChainFile {
             rustix::fs::renameat_with(cwd, &new, cwd, &path, flags).map_err(io::Error::from)
         });
         if written.is_err() {
-            // It may not be there.
+            // The temporary file may not exist.
             let _ = fs::remove_file(&new);
         }
         written?;
@@ -134,7 +134,7 @@ impl ChainFile {
     }
 }
 
-/// Reads a text that only the caller or root can have written, and no symbolic link to another one.
+/// Reads a text file that only the caller or root can have written, and that is not a symbolic link.
 fn read_own(path: &Path) -> io::Result<String> {
     let mut options = File::options();
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
@@ -189,7 +189,7 @@ impl Reader<'_> {
         })
     }
 
-    /// The backing files of an image: an array of tables.
+    /// Parses the backing files of an image: an array of tables.
     pub(super) fn backing(&mut self, folder: &Path, value: &Value<'_>) -> Vec<ChainImage> {
         let DeValue::Array(all) = value.get_ref() else {
             self.mistake(&value.span(), format!("backing: write {BACKING_EXAMPLE}"));
@@ -211,7 +211,7 @@ impl Reader<'_> {
         images
     }
 
-    /// Refuses files that a raw image is said to lead to.
+    /// Refuses other files in the chain of a raw image.
     pub(super) fn refuse_chain_of_raw(&mut self, at: &Range<usize>, chain: &PinnedChain) {
         if *chain != PinnedChain::default() {
             self.mistake(

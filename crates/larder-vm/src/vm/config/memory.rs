@@ -1,4 +1,5 @@
-//! `[memory]` of a VM's file: what `larder memory attach --vm` does. The server of the disks only checks it.
+//! The section `[memory]` of a VM's file, which `larder memory attach --vm` applies. The server of the disks only
+//! checks it.
 
 use std::path::{Path, PathBuf};
 
@@ -9,24 +10,24 @@ use crate::image::ImageAddress;
 use crate::memory::wish::{KEYS, MemoryWish, Said};
 use crate::wish::keys::{self, Problem, nearest};
 
-/// What can be said of memory besides [`KEYS`].
+/// Keys of memory in addition to [`KEYS`].
 const FOUND_BY: [&str; 2] = ["qmp", "pid-file"];
 
-/// The memory of a VM.
+/// Memory options of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmMemory {
-    /// How it is managed.
+    /// Options of the pager.
     pub wish: MemoryWish,
-    /// Where its QEMU is found.
+    /// Location of the VM's QEMU.
     pub qemu: QemuAt,
 }
 
-/// Where a VM's QEMU is found, once it runs.
+/// How to find a VM's QEMU while it runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QemuAt {
-    /// It listens on this QMP socket.
+    /// QEMU listens on this QMP socket.
     Qmp(PathBuf),
-    /// Its process number is in this file.
+    /// This file has the process ID.
     PidFile(PathBuf),
 }
 
@@ -39,7 +40,7 @@ impl std::fmt::Display for QemuAt {
     }
 }
 
-/// Whether a key is one of memory.
+/// Returns whether a key belongs to memory.
 pub(super) fn is_key(key: &str) -> bool {
     KEYS.into_iter().chain(FOUND_BY).any(|known| known == key)
 }
@@ -73,7 +74,7 @@ impl Reader<'_> {
                 }
             }
         }
-        // What is said wrongly is not missing, too.
+        // A key with an invalid value must not be reported as missing as well.
         if self.mistakes.len() > before {
             return None;
         }
@@ -105,7 +106,7 @@ impl Reader<'_> {
     }
 }
 
-/// What a wrong key may be meant to be.
+/// Returns a hint about an unknown key.
 fn hint(key: &str) -> String {
     match nearest(key, KEYS.into_iter().chain(FOUND_BY)) {
         _ if VM_KEYS.contains(&key) => "; it says something of the VM: write it above [memory]".to_owned(),
@@ -120,7 +121,7 @@ fn hint(key: &str) -> String {
     }
 }
 
-/// A value of [`Said::set`]; a path begins where the file is.
+/// Returns a value for [`Said::set`]; a relative path becomes relative to the file's directory.
 fn value_beside(folder: &Path, key: &str, text: &str) -> Result<String, String> {
     match key {
         "swap-cache" | "slow-store" if text.is_empty() => Err("give a path or an NBD URI".to_owned()),
@@ -132,7 +133,7 @@ fn value_beside(folder: &Path, key: &str, text: &str) -> Result<String, String> 
     }
 }
 
-/// Whether something is said of memory, right or wrong.
+/// Returns whether the file has a section for memory, valid or not.
 pub(super) fn is_in(table: &DeTable<'_>) -> bool {
     table.contains_key("memory")
 }

@@ -1,5 +1,5 @@
-//! What a VM's file has to say of its disks and does not: formats, and the files that images lead to. Files of Larder's earlier
-//! versions lack them.
+//! Required keys that a VM's file lacks for its disks: formats, and the files that images lead to. Files for earlier
+//! versions of Larder lack them.
 
 use std::io;
 use std::path::Path;
@@ -9,22 +9,22 @@ use toml::de::{DeTable, DeValue};
 use super::{VmConfig, image_of};
 use crate::image::{Format, ImageAddress};
 
-/// A disk of which something is to be added.
+/// A disk that lacks keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unsaid {
-    /// Its name.
+    /// Name of the disk.
     pub name: String,
-    /// Its image.
+    /// Image of the disk.
     pub image: ImageAddress,
-    /// What the file says of its format.
+    /// Format in the file, if any.
     pub format: Option<Format>,
-    /// The file says nothing of other files.
+    /// The file gives no other files for this image.
     pub lacks_chain: bool,
-    /// Where lines can be added to it in the file, in bytes; `None` if it is written on one line with others.
+    /// Byte offset in the file at which lines can be added; `None` if the disk is an inline table.
     place: Option<usize>,
 }
 
-/// Returns the disks of a VM's file that lack a format, or say nothing of other files.
+/// Returns the disks of a VM's file that lack a format, or lack keys for other files.
 pub fn unsaid(path: &Path, text: &str, config: &VmConfig) -> Vec<Unsaid> {
     let Ok(table) = DeTable::parse(text) else {
         return Vec::new();
@@ -58,7 +58,7 @@ pub fn unsaid(path: &Path, text: &str, config: &VmConfig) -> Vec<Unsaid> {
 /// Returns the text of the file with these lines added to these disks, each below its image.
 ///
 /// # Errors
-/// A disk is written on one line with others.
+/// A disk is an inline table.
 pub fn with_lines(text: &str, lines: &[(Unsaid, String)]) -> io::Result<String> {
     let mut places = Vec::new();
     for (disk, lines) in lines {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_on_one_line_is_left_to_its_author() {
+    fn inline_disk_is_not_edited() {
         let text = "disk = [{ image = \"/srv/a.img\" }]\n";
         let path = Path::new("/etc/larder/vms/x.toml");
         let config = VmConfig::parse(path, text).expect("is right");
