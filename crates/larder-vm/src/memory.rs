@@ -1,4 +1,4 @@
-//! The memory of a VM, kept within a budget on a thread of its own.
+//! The memory of a VM, kept within a budget by a thread of its own.
 
 pub mod approach;
 mod deciders;
@@ -31,12 +31,12 @@ use crate::outcome::Outcome;
 use crate::runtime_folder::detach_ledger_folder;
 use range::{BudgetRange, RangeError};
 
-/// Inquiries that wait for the thread at most; further ones wait where they come from.
+/// Maximum number of queued requests to the thread; senders of further ones wait.
 const WAITING_MAX: usize = 16;
 
 pub use swap::{SwapConfig, SwapError, look_at_disk};
 
-/// Reads `data` as the beginning of a disk for pages, and as what `PATCH /v1/memory` is told, for fuzzing.
+/// Parses `data` as the beginning of a swap disk, and as the body of `PATCH /v1/memory`, for fuzzing.
 #[doc(hidden)]
 pub fn read_any(data: &[u8]) {
     swap::read_any(data);
@@ -50,48 +50,49 @@ pub fn read_any(data: &[u8]) {
     }
 }
 
-/// Below this a budget makes no sense, besides what the pager needs for each page.
+/// Smallest budget, in addition to the pager's metadata of each page.
 pub const BUDGET_MIN: ByteLen = ByteLen::new(16 << 20);
 
-/// Device I/O that has begun before writes to a page were stopped is over after this.
+/// Time after which device I/O that was in flight when writes to a page were stopped is complete.
 pub const QUARANTINE_DEFAULT: Duration = Duration::from_secs(2);
 
-/// Which memory is to be managed, and how.
+/// Configuration of managed memory.
 #[derive(Clone, Debug)]
 pub struct MemoryConfig {
-    /// Whose.
+    /// Process ID.
     pub pid: Pid,
-    /// When that process was started, in ticks since the host was: no later one of the same number is meant. `None` if it is
-    /// whichever has the number.
+    /// Start time of the process, in ticks since boot, which excludes a later process with the same ID. `None`
+    /// accepts any process.
     pub started: Option<u64>,
-    /// How much memory may be used for it in all.
+    /// Limit on the memory used for the process in all.
     pub budget: ByteLen,
-    /// How much of that may be compressed pages; by default half, or a 16th with a swap cache or a slow store.
+    /// Limit on the part of the budget that compressed pages use; by default half, or a 16th with a swap cache or a
+    /// slow store.
     pub compressed: Option<ByteLen>,
-    /// Where the budget may be moved to.
+    /// Bounds within which the budget may be moved.
     pub range: BudgetRange,
-    /// How long pages wait for device I/O to end; by default [`QUARANTINE_DEFAULT`] for a process that has files open for
-    /// direct I/O, else not at all.
+    /// Time for which pages wait until device I/O is complete. The default is [`QUARANTINE_DEFAULT`] for a process
+    /// that has files open for direct I/O, and zero for any other.
     pub quarantine: Option<Duration>,
-    /// Where pages go that compressed RAM has no room for.
+    /// Swap cache: receives the pages for which compressed RAM has no space.
     pub swap: Option<SwapConfig>,
-    /// Where pages go that the swap cache has no room for.
+    /// Slow store: receives the pages for which the swap cache has no space.
     pub slow: Option<SwapConfig>,
-    /// Pages are brought ahead, where the guest goes through memory.
+    /// Prefetch pages when the guest accesses memory sequentially.
     pub prefetch: bool,
-    /// What goes to the disks is encrypted, with a key that ends with the process.
+    /// Encrypt data on the disks, with a key that ends with the process.
     pub encrypt: bool,
-    /// How long the thread looks for faults at most before it sleeps.
+    /// Longest time for which the thread polls for faults before it sleeps.
     pub poll_max: Duration,
 }
 
 impl MemoryConfig {
-    /// Whether pages go further than to compressed RAM.
+    /// Returns whether there is a tier below compressed RAM.
     fn has_disk(&self) -> bool {
         self.swap.is_some() || self.slow.is_some()
     }
 
-    /// The usual.
+    /// Returns the default configuration.
     pub fn new(pid: Pid, budget: ByteLen) -> Self {
         Self {
             pid,
@@ -109,7 +110,7 @@ impl MemoryConfig {
     }
 }
 
-/// Why no memory is managed.
+/// Reason why no memory is managed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum MemoryError {
@@ -131,7 +132,7 @@ pub enum MemoryError {
     Died,
 }
 
-/// Why a budget cannot be.
+/// Reason why a budget is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum BudgetError {
@@ -149,21 +150,21 @@ pub enum BudgetError {
     Detaching,
 }
 
-/// What was found when it began.
+/// Result of an attach.
 #[derive(Clone, Debug)]
 pub struct Began {
-    /// What the process calls itself.
+    /// Name of the process.
     pub name: String,
-    /// Its memory.
+    /// Size of its memory.
     pub bytes: ByteLen,
-    /// For how long a thread of it stood still at most; `None`: another pager was there before, whose place is taken.
+    /// Longest pause of one of its threads; `None` if another pager was attached before, which this one replaces.
     pub stood_still: Option<Duration>,
-    /// What to know.
+    /// Warnings for the user.
     pub cautions: Vec<String>,
 }
 
 impl Began {
-    /// Tells of it in the log.
+    /// Logs the result.
     pub fn tell(&self, pid: Pid, budget: ByteLen) {
         for caution in &self.cautions {
             tracing::warn!("{caution}");
@@ -183,7 +184,7 @@ impl Began {
     }
 }
 
-/// Tells in the log why it is over.
+/// Logs why management has ended.
 pub fn tell_end(end: End) {
     match end {
         End::Detached => tracing::info!("detached"),
@@ -198,7 +199,7 @@ pub struct ManagedMemory {
     began: Began,
 }
 
-/// Asks the thread of a VM's memory, from any thread.
+/// Handle for requests to the thread of a VM's memory, usable from any thread.
 #[derive(Clone)]
 pub struct MemoryInquiry(mpsc::Sender<Inquiry>);
 
@@ -209,10 +210,10 @@ enum Inquiry {
     CancelDetach(oneshot::Sender<bool>),
 }
 
-/// What may be used.
+/// Limits of managed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct MemoryLimits {
-    /// See [`MemoryConfig::budget`]; `None`: as it is.
+    /// See [`MemoryConfig::budget`]; `None` leaves it unchanged.
     pub budget: Option<ByteLen>,
     /// See [`MemoryConfig::compressed`].
     pub compressed: Option<ByteLen>,
@@ -221,10 +222,10 @@ pub struct MemoryLimits {
 }
 
 impl ManagedMemory {
-    /// Attaches to the process, and answers for its memory on a thread of its own from then on.
+    /// Attaches to the process, and from then on handles its page faults on a thread of its own.
     ///
     /// # Errors
-    /// Anything in the way; the process is as it was then.
+    /// The process cannot be attached to; it is left unchanged then.
     pub fn start(config: MemoryConfig) -> Result<Self, MemoryError> {
         let (sender, inquiries) = mpsc::channel(WAITING_MAX);
         let (report, ready) = thread_mpsc::channel();
@@ -243,17 +244,17 @@ impl ManagedMemory {
         }
     }
 
-    /// What was found.
+    /// Returns the result of the attach.
     pub fn began(&self) -> &Began {
         &self.began
     }
 
-    /// A handle to ask it with, for any thread.
+    /// Returns a handle for requests, usable from any thread.
     pub fn inquiry(&self) -> MemoryInquiry {
         self.inquiry.clone()
     }
 
-    /// Waits for it to be over, and says why it is.
+    /// Waits until management ends, and returns the reason.
     ///
     /// # Errors
     /// The thread has died.
@@ -263,54 +264,54 @@ impl ManagedMemory {
 }
 
 impl MemoryInquiry {
-    /// How it is now; `None` if it is over.
+    /// Returns the current state; `None` if management has ended.
     pub async fn state(&self) -> Option<MemoryState> {
         let (reply, answer) = oneshot::channel();
         self.0.send(Inquiry::State(reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// Sets limits; how it is then, or why that cannot be. `None` if it is over.
+    /// Sets limits; returns the state afterwards, or an error message. `None` if management has ended.
     pub async fn limit(&self, limits: MemoryLimits) -> Option<Result<MemoryState, String>> {
         let (reply, answer) = oneshot::channel();
         self.0.send(Inquiry::Limit(limits, reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// The same, for a thread that has nothing else to do; whether it was done.
+    /// Sets limits, for a thread that may block.
     pub fn limit_blocking(&self, limits: MemoryLimits) -> Option<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
         self.0.blocking_send(Inquiry::Limit(limits, reply)).ok()?;
         Some(answer.blocking_recv().ok()?.map(|_| ()))
     }
 
-    /// Brings everything back into memory, and leaves the process alone; `None` if it is over already.
+    /// Pages everything in, and detaches from the process; `None` if management has ended.
     pub async fn detach(&self) -> Option<Result<(), DetachError>> {
         let (reply, answer) = oneshot::channel();
         self.0.send(Inquiry::Detach(reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// Stops a detach that is under way; whether one was. `None` if it is over already.
+    /// Cancels a running detach; returns whether there was one. `None` if management has ended.
     pub async fn cancel_detach(&self) -> Option<bool> {
         let (reply, answer) = oneshot::channel();
         self.0.send(Inquiry::CancelDetach(reply)).await.ok()?;
         answer.await.ok()
     }
 
-    /// The same, for a thread that has nothing else to do.
+    /// Cancels a running detach, for a thread that may block.
     pub fn cancel_detach_blocking(&self) -> Option<bool> {
         let (reply, answer) = oneshot::channel();
         self.0.blocking_send(Inquiry::CancelDetach(reply)).ok()?;
         answer.blocking_recv().ok()
     }
 
-    /// Detaches, for a thread that has nothing else to do.
+    /// Detaches, for a thread that may block.
     pub fn detach_blocking(&self) -> Option<Result<(), DetachError>> {
         self.begin_detach_blocking()()
     }
 
-    /// Begins to detach before anything that is asked for later. Returns a function that waits for the end of it.
+    /// Starts a detach that precedes all later requests. Returns a function that waits for its end.
     pub fn begin_detach_blocking(&self) -> impl FnOnce() -> Option<Result<(), DetachError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
         let sent = self.0.blocking_send(Inquiry::Detach(reply));
@@ -318,8 +319,8 @@ impl MemoryInquiry {
     }
 }
 
-/// What may be compressed pages, unless told otherwise. Before a disk they are for what is wanted back soon: memory does more
-/// for the guest as it is, even where the disk takes milliseconds.
+/// Returns the default limit of compressed pages. Above a disk, compressed RAM only holds pages that are needed again
+/// soon: uncompressed memory helps the guest more, even if the disk takes milliseconds.
 fn compressed_default(budget: u64, has_disk: bool) -> u64 {
     match has_disk {
         true => budget / 16,
@@ -327,12 +328,12 @@ fn compressed_default(budget: u64, has_disk: bool) -> u64 {
     }
 }
 
-/// What is kept of each page of memory of `bytes`.
+/// Returns the size of the pager's metadata for memory of `bytes`.
 fn overhead(bytes: u64) -> u64 {
     bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES
 }
 
-/// Checks a budget for memory of `bytes`; the limits.
+/// Checks a budget for memory of `bytes`; returns budget and limit of compressed pages.
 fn check_budget(
     bytes: u64,
     budget: ByteLen,
@@ -349,7 +350,7 @@ fn check_budget(
         });
     }
     let compressed = compressed.map_or(compressed_default(budget.get(), has_disk), ByteLen::get);
-    // Some pages have to be in memory for anything to go on.
+    // Some pages must be resident for the guest to make progress.
     if compressed > budget.get() - overhead - BUDGET_MIN.get() / 4 {
         return Err(BudgetError::Compressed {
             compressed: ByteLen::new(compressed),
@@ -371,7 +372,7 @@ fn serve(
             ..Options::default()
         };
         let target = Target::examine(config.pid, &options)?;
-        // From here on it is held by a pidfd.
+        // From here on a pidfd identifies the process.
         if config.started.is_some_and(|started| started != target.started()) {
             return Err(TargetError::Ended { pid: config.pid }.into());
         }
@@ -433,7 +434,8 @@ fn serve(
                 return Err(error);
             }
         };
-        // Before the process may be made one that cannot be dumped, whose files in /proc are root's.
+        // This precedes a possible change of the process to non-dumpable, which makes its files in /proc belong to
+        // root.
         raise_oom_score(config.pid, bytes);
         is_encrypted(&attached, config);
         let began = Began {
@@ -447,7 +449,7 @@ fn serve(
             .inspect_err(|error| tracing::debug!("other pagers that detach at the same time are not known: {error}"))
             .ok();
         let service = Service::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
-        // The starter may have given up: then there is nobody to ask for anything, and it goes on.
+        // The starter may have given up; then there are no requests, and management continues.
         let _ = report.send(began);
         let managed = Rc::new(Managed {
             config: config.clone(),
@@ -469,8 +471,8 @@ fn serve(
     })
 }
 
-/// Has the kernel choose this process before the one whose memory it manages when it runs out of memory: pages lose nothing
-/// by the death of a pager, and the next one takes its place. It is not chosen before others by this. `bytes` is the
+/// Makes the OOM killer prefer this process to the one whose memory it manages: no page is lost by the death of a
+/// pager, and the next one takes over. This process is not preferred to any other. `bytes` is the size of that
 /// process's memory.
 fn raise_oom_score(pid: Pid, bytes: u64) {
     let read = |of: &str| -> Option<i64> {
@@ -489,27 +491,29 @@ fn raise_oom_score(pid: Pid, bytes: u64) {
     }
 }
 
-/// The `oom_score_adj` with which a process of any size is chosen before one of `bytes` whose own is `of`: the kernel adds
-/// that many thousandths of `total` to the size of each process (proc_pid_oom_score_adj(5)). `None` if that one is exempt.
+/// Returns the `oom_score_adj` with which a process of any size is killed before one of `bytes` whose own value is
+/// `of`: the kernel adds that many thousandths of `total` to the size of each process (proc_pid_oom_score_adj(5)).
+/// `None` if that process is exempt.
 fn oom_score_above(of: i64, bytes: u64, total: u64) -> Option<i64> {
     const EXEMPT: i64 = -1000;
     const MAX: i64 = 1000;
-    // What QEMU has besides its guest's memory, and rounding.
+    // Allowance for QEMU's memory other than its guest's, and for rounding.
     const REST: i64 = 20;
     let size = (u128::from(bytes) * 1000).div_ceil(u128::from(total.max(1)));
     let size = i64::try_from(size).unwrap_or(MAX).min(MAX);
     (of > EXEMPT).then(|| (of + size + REST).min(MAX))
 }
 
-/// The memory that the kernel compares sizes with: the host's, or the smallest limit of a control group of both processes.
+/// Returns the memory size that the kernel compares with: the host's, or the smallest control group limit common to
+/// both processes.
 fn oom_total_bytes(pid: Pid) -> u64 {
-    // SAFETY: these take no pointers.
+    // SAFETY: these calls take no pointers.
     let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     let host = u64::try_from(pages).unwrap_or(0) * u64::try_from(page).unwrap_or(0);
     common_limit(pid, getpid()).map_or(host, |limit| limit.min(host))
 }
 
-/// Sees to it that the key leaves this process's memory by no core dump, and tells if it is another one's choice that holds.
+/// Keeps the key out of core dumps, and warns if a previous pager's choice about encryption is in effect.
 fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
     let is_encrypted = attached.is_encrypted();
     if is_encrypted && let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
@@ -524,7 +528,7 @@ fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
     }
 }
 
-/// Memory that is managed, as those who ask see it.
+/// Managed memory, as seen by the task that answers requests.
 struct Managed {
     config: MemoryConfig,
     range: Cell<BudgetRange>,
@@ -533,7 +537,7 @@ struct Managed {
 }
 
 impl Managed {
-    /// Who has asked may have gone.
+    /// Answers a request. Its sender may have stopped waiting.
     fn answer(&self, on: &Loop, inquiry: Inquiry) {
         match inquiry {
             Inquiry::State(reply) => {
@@ -547,7 +551,7 @@ impl Managed {
                     let _ = reply.send(set.map(|()| state).map_err(|error| error.to_string()));
                 }
             }
-            // Begun at once, so that a request to cancel it, which may be the next one, finds it under way.
+            // The detach starts at once, so that a request to cancel it, which may be the next one, finds it running.
             Inquiry::Detach(reply) => match self.service.begin_detach() {
                 Ok(detach) => {
                     let (service, on_loop) = (Rc::clone(&self.service), on.clone());
@@ -580,7 +584,7 @@ impl Managed {
             return Err(BudgetError::Detaching);
         }
         let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
-        // What was the usual share stays it.
+        // A default share remains the default share.
         let has_disk = self.config.has_disk();
         let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_disk);
         let compressed = limits
@@ -617,7 +621,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_header_or_limits_or_neither(start: bool, data: Vec<u8>, budget: u64, compressed: u64) {
+        fn arbitrary_bytes_never_panic_parsers(start: bool, data: Vec<u8>, budget: u64, compressed: u64) {
             read_any(&data);
             let start: &[u8] = if start { b"LRDRSWAP\x01\0\0\0" } else { b"LRDRSWAP" };
             read_any(&[start, &data].concat());

@@ -1,5 +1,4 @@
-//! What the control socket tells of a VM's memory, and is told to do with it. Sizes are in bytes. Numbers of what has been
-//! done count from when the process that tells them attached.
+//! Control socket types for a VM's memory. Sizes are in bytes. Counters start at zero when the process attaches.
 
 use larder_block::ByteLen;
 use larder_memory::entry::Tier;
@@ -16,182 +15,183 @@ pub use crate::memory::range::BudgetRange;
 /// The answer to `GET /v1/memory`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryState {
-    /// What the process that has the memory calls itself.
+    /// Name of the process whose memory is managed.
     pub process: String,
-    /// Its number.
+    /// Process ID of that process.
     pub pid: i32,
-    /// When all this was so: the time since Larder attached, in nanoseconds.
+    /// Time of this report: nanoseconds since Larder attached.
     pub time_ns: u64,
-    /// All of the memory.
+    /// Size of the memory.
     pub size: u64,
-    /// What of it is in memory as it is.
+    /// Bytes of resident pages.
     pub resident: u64,
-    /// How much memory may be used for it in all.
+    /// Limit on the memory used for the guest in all.
     pub budget: u64,
-    /// Where the budget may be moved to by whoever shares the host's memory among VMs (`larder host --balance-memory`);
-    /// `null`: nowhere.
+    /// Bounds within which a host-wide balancer may move the budget (`larder host --balance-memory`); `null`: the
+    /// budget is not moved.
     #[serde(default)]
     pub range: Option<BudgetRange>,
-    /// What is: resident pages, compressed ones, and what is kept of each page.
+    /// Memory used of the budget: resident pages, compressed pages, and metadata of each page.
     pub used: u64,
     /// Compressed pages.
     pub compressed: CompressedState,
-    /// The swap cache and the slow store, as far as there are such.
+    /// The swap cache and the slow store, if there are any.
     pub disks: Vec<SwapState>,
-    /// Pages, each of one word all over, that take no memory.
+    /// Uniform pages, which repeat one word and take no memory.
     pub uniform_pages: u64,
-    /// Pages that could not be read back; whoever touches one gets a memory error.
+    /// Pages that could not be read back; touching one causes a memory error.
     pub lost_pages: u64,
-    /// Faults that were answered.
+    /// Faults that were resolved.
     pub faults: FaultsState,
-    /// Pages that came back so soon that with a little more memory they would not have gone.
+    /// Refaults: pages that returned so soon that slightly more memory would have avoided their eviction.
     pub refaults: u64,
-    /// Pages that came back from compressed RAM and disks, by how many pages had been evicted since they had. With memory
-    /// for so many more pages they would have stayed.
+    /// Pages that returned from compressed RAM and disks, by the number of pages evicted between their eviction and
+    /// their return. With memory for that many more pages they would not have been evicted.
     #[serde(default)]
     pub refault_distances: Vec<RefaultDistance>,
-    /// Pages that were evicted.
+    /// Evicted pages.
     pub evicted_pages: u64,
-    /// Of them, those of which a disk had a copy already.
+    /// Evicted pages of which a disk already had a copy.
     pub evicted_clean_pages: u64,
-    /// Of them, those of one word all over.
+    /// Evicted uniform pages.
     pub evicted_uniform_pages: u64,
-    /// The bytes in which the others were stored.
+    /// Stored size of all other evicted pages.
     pub evicted_bytes: u64,
-    /// Pages that were brought because others were wanted.
+    /// Pages that were prefetched after faults on other pages.
     pub ahead_pages: u64,
-    /// Pages of zeros that were put in place because those before them were wanted.
+    /// Pages of zeros that were mapped after faults on the pages before them.
     pub ahead_zero_pages: u64,
-    /// Faults that went on where pages had been brought before they were wanted.
+    /// Faults that continued a run of prefetched pages.
     pub streamed_faults: u64,
-    /// Pages that are in memory and equal to a copy on a disk.
+    /// Resident pages that equal a copy on a disk.
     pub clean_pages: u64,
-    /// Pages that were to go, and stayed because they were written to.
+    /// Pages whose eviction was cancelled because they were written to.
     pub saved_pages: u64,
-    /// Pages that were to go, and stayed because they cannot be compressed.
+    /// Pages whose eviction was cancelled because they cannot be compressed.
     pub kept_pages: u64,
-    /// Pages that the guest has given up (balloon, free page reporting, virtio-mem).
+    /// Pages that the guest has returned (balloon, free page reporting, virtio-mem).
     pub given_up_pages: u64,
-    /// Who waits for a page that cannot be had now.
+    /// Faults that wait because their page cannot be provided now.
     pub stalled: u64,
-    /// How much of the time was lost by waiting for memory.
+    /// Fraction of the time lost by waiting for memory.
     pub pressure: PressureState,
-    /// Why the budget is not kept, if it is not.
+    /// Reason why the budget is exceeded, if it is.
     pub problem: Option<MemoryProblem>,
-    /// All is being brought back.
+    /// A detach is running: all pages are being paged in.
     pub detaching: bool,
-    /// The reason why a detach waits, or why the last one was stopped, refused or cancelled.
+    /// Reason why a detach waits, or why the last one was stopped, refused or cancelled.
     #[serde(default)]
     pub detach_problem: Option<String>,
 }
 
-/// How much of the time was lost by waiting for memory, as the kernel's pressure stall information tells it.
+/// Fraction of the time lost by waiting for memory, in the form of the kernel's pressure stall information.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PressureState {
-    /// Somebody waited.
+    /// Time in which some thread waited.
     pub some: LostState,
-    /// All vCPUs waited (of another program than QEMU, all threads).
+    /// Time in which all vCPUs waited (all threads, if the program is not QEMU).
     pub full: LostState,
 }
 
-/// A share of the time.
+/// Time lost by waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LostState {
-    /// Of the last 10 seconds, in %.
+    /// Percentage of the last 10 seconds.
     pub avg10: f64,
-    /// Of the last 60 seconds, in %.
+    /// Percentage of the last 60 seconds.
     pub avg60: f64,
-    /// Of the last 300 seconds, in %.
+    /// Percentage of the last 300 seconds.
     pub avg300: f64,
-    /// All of it since Larder began, in microseconds.
+    /// Total since Larder attached, in microseconds.
     pub total_us: u64,
 }
 
-/// Pages that came back after fewer than so many others had been evicted, and not fewer than half as many.
+/// Histogram bucket of refaults: pages that returned after fewer than `below_pages` other evictions, and at least
+/// half as many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RefaultDistance {
-    /// So many.
+    /// Upper bound of the bucket, in pages, exclusive.
     pub below_pages: u64,
-    /// How many of them there were.
+    /// Number of pages in the bucket.
     pub count: u64,
 }
 
 /// Compressed pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CompressedState {
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
-    /// The memory that they take.
+    /// Memory in use.
     pub used: u64,
-    /// The memory that they may take.
+    /// Limit of the memory.
     pub limit: u64,
 }
 
 /// A disk for evicted pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SwapState {
-    /// What it is for.
+    /// Tier of the disk.
     pub tier: SwapTier,
-    /// Its path, or address.
+    /// Path or address of the disk.
     pub name: String,
-    /// Pages that are there and not in memory.
+    /// Pages that are on the disk and not in memory.
     pub pages: u64,
-    /// What it holds, with what is not needed any more.
+    /// Bytes in use on the disk, including stale data.
     pub used: u64,
-    /// What of that is needed.
+    /// Bytes in use on the disk without stale data.
     pub live: u64,
-    /// What it may hold.
+    /// Limit of the bytes on the disk.
     pub limit: u64,
-    /// What was written.
+    /// Bytes written.
     pub written_bytes: u64,
-    /// What was read.
+    /// Bytes read.
     pub read_bytes: u64,
     /// Writes have failed, and no more are made.
     pub failed: bool,
-    /// It cannot be reached now (an NBD server that is away): who wants a page that is there waits until it can.
+    /// The disk cannot be reached now (an NBD server that is down): faults on its pages wait until it can.
     #[serde(default)]
     pub unreachable: bool,
-    /// What is there is encrypted, with a key that ends with the process.
+    /// The data is encrypted, with a key that ends with the process.
     #[serde(default)]
     pub encrypted: bool,
 }
 
-/// What a disk for evicted pages is for.
+/// Tier of a disk for evicted pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum SwapTier {
-    /// What compressed RAM has no room for.
+    /// Receives the pages for which compressed RAM has no space.
     SwapCache,
-    /// What the swap cache has no room for.
+    /// Receives the pages for which the swap cache has no space.
     SlowStore,
 }
 
-/// Faults, by where the page came from. The time is from when Larder was told until the page was there.
+/// Latency of faults, by where the page came from: from Larder's notification until the page was present.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FaultsState {
-    /// Pages that had never been touched, or were given up: zeros.
+    /// Pages that had never been touched, or that the guest had returned: zeros.
     pub zero: Latency,
-    /// Pages of one word all over.
+    /// Uniform pages, which repeat one word.
     pub uniform: Latency,
     /// Compressed pages.
     pub compressed: Latency,
     /// Pages that were read from a disk.
     pub disk: Latency,
-    /// Writes to pages that were about to go.
+    /// Writes to pages that were being evicted.
     pub write: Latency,
 }
 
-/// Why a budget is not kept.
+/// Reason why a budget is exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryProblem {
-    /// There is no room for more evicted pages.
+    /// All tiers for evicted pages are full.
     TiersFull,
-    /// Pages cannot be read, or taken out of memory; the log has the reason.
+    /// Pages cannot be read or removed from memory; the log has the reason.
     Memory,
-    /// What is in memory cannot be compressed.
+    /// The resident pages cannot be compressed.
     Incompressible,
-    /// There is no room for more compressed pages, and the disk below fails.
+    /// The space for compressed pages is full, and the disk below fails.
     DiskFailed,
 }
 
@@ -218,10 +218,10 @@ impl SwapState {
 }
 
 impl MemoryProblem {
-    /// All that there are.
+    /// All variants.
     pub const ALL: [Self; 4] = [Self::TiersFull, Self::Memory, Self::Incompressible, Self::DiskFailed];
 
-    /// As a word of the JSON.
+    /// Returns the value in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::TiersFull => "tiers-full",
@@ -231,7 +231,7 @@ impl MemoryProblem {
         }
     }
 
-    /// For people.
+    /// Returns a description for users.
     pub fn words(self) -> &'static str {
         match self {
             Self::TiersFull => "there is no room for more evicted pages",
@@ -243,7 +243,7 @@ impl MemoryProblem {
 }
 
 impl SwapTier {
-    /// As a word of the JSON.
+    /// Returns the value in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::SwapCache => "swap-cache",
@@ -252,7 +252,7 @@ impl SwapTier {
     }
 }
 
-/// Those that there are, by the powers of two that they are below.
+/// Returns the non-empty buckets of counts, whose indexes are the powers of two of the upper bounds.
 fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
     let all = counts.iter().enumerate().map(|(power, count)| RefaultDistance {
         below_pages: 1 << power,
@@ -262,7 +262,7 @@ fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
 }
 
 impl MemoryState {
-    /// How many times as large pages are as what compressed ones take; `None` without such pages.
+    /// Returns the compression ratio of the compressed pages; `None` without such pages.
     pub fn compression_ratio(&self) -> Option<f64> {
         let bytes = self.compressed.pages as f64 * larder_memory::units::PAGE_BYTES as f64;
         (self.compressed.pages > 0 && self.compressed.used > 0).then(|| bytes / self.compressed.used as f64)
@@ -282,7 +282,7 @@ impl MemoryState {
             compressed: CompressedState {
                 pages: status.stored.ram.into(),
                 used: status.compressed_bytes,
-                // What goes to a disk passes through a few segments, whatever the limit is.
+                // Data for a disk passes through a few segments of compressed pages, even if the limit is smaller.
                 limit: match status.disks.is_empty() {
                     true => status.compressed_limit_bytes,
                     false => status.compressed_limit_bytes.max(COMPRESSED_BYTES_MIN),
@@ -340,23 +340,23 @@ impl LostState {
     }
 }
 
-/// What is set: the body of `PATCH /v1/memory`. What is left out stays as it is.
+/// Limits to change: the body of `PATCH /v1/memory`. Limits that are left out do not change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryPatch {
-    /// How much memory may be used in all.
+    /// Limit on the memory used for the guest in all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget: Option<u64>,
-    /// How much of that may be compressed pages.
+    /// Limit on the part of the budget that compressed pages use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compressed: Option<u64>,
-    /// All bounds that the budget is to have; without any (`{}`) it is moved no more.
+    /// All bounds of the budget; with none (`{}`) the budget is no longer moved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<BudgetRange>,
 }
 
 impl MemoryPatch {
-    /// As limits.
+    /// Returns the patch as limits.
     pub fn limits(&self) -> MemoryLimits {
         MemoryLimits {
             budget: self.budget.map(ByteLen::new),
@@ -369,6 +369,6 @@ impl MemoryPatch {
 /// The answer to `POST /v1/memory/detach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Detached {
-    /// The process is alone again; otherwise its pages are still being brought back, and it will be.
+    /// The detach is complete; otherwise pages are still being paged in, and it continues.
     pub detached: bool,
 }

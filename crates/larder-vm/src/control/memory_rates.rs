@@ -1,73 +1,73 @@
-//! What a VM's memory did between two looks at it.
+//! Rates of a VM's memory between two samples.
 
 use serde::Serialize;
 
 use super::memory::{FaultsState, MemoryState, SwapTier};
 use super::state::Latency;
 
-/// Times are in seconds, sizes in bytes, shares from 0 to 1; `None` is where there was nothing to take them of.
+/// Rates of a VM's memory. Times are in seconds, sizes in bytes, fractions from 0 to 1; `None` means that there was
+/// nothing to measure.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct MemoryRates {
-    /// The time between the two looks.
+    /// Time between the two samples.
     pub interval: f64,
     /// Faults on pages that had never been touched.
     pub zero: FaultRates,
-    /// On pages of one word all over.
+    /// Faults on uniform pages, which repeat one word.
     pub uniform: FaultRates,
-    /// On compressed pages.
+    /// Faults on compressed pages.
     pub compressed: FaultRates,
-    /// On pages that were read from a disk.
+    /// Faults on pages that were read from a disk.
     pub disk: FaultRates,
-    /// Writes to pages that were about to go.
+    /// Write faults on pages that were being evicted.
     pub write: FaultRates,
-    /// Pages per second that came back so soon that with a little more memory they would not have gone.
+    /// Refaults per second: pages that returned so soon that slightly more memory would have avoided their eviction.
     pub refaults: f64,
     /// Pages evicted per second.
     pub evicted: f64,
-    /// Pages brought ahead per second.
+    /// Pages prefetched per second.
     pub ahead: f64,
-    /// The share of the time in which somebody waited.
+    /// Fraction of the time in which some thread waited.
     pub some: f64,
-    /// The share of the time in which all vCPUs did.
+    /// Fraction of the time in which all vCPUs waited.
     pub full: f64,
     /// Bytes per second written to the swap cache.
     pub swap_written: f64,
-    /// Read from it.
+    /// Bytes per second read from the swap cache.
     pub swap_read: f64,
-    /// Written to the slow store.
+    /// Bytes per second written to the slow store.
     pub slow_written: f64,
-    /// Read from it.
+    /// Bytes per second read from the slow store.
     pub slow_read: f64,
 }
 
-/// Faults of a kind.
+/// Rates of one kind of fault.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct FaultRates {
     /// Faults per second.
     pub per_second: f64,
-    /// How long they took on average.
+    /// Mean latency.
     pub await_seconds: Option<f64>,
-    /// How long half of them took at most.
+    /// Median latency.
     pub p50_seconds: Option<f64>,
-    /// How long 99 % of them took at most.
+    /// 99th percentile of the latency.
     pub p99_seconds: Option<f64>,
 }
 
 impl MemoryRates {
-    /// Since Larder attached to memory that is as `now`.
+    /// Returns the rates since Larder attached to the memory.
     pub fn since_start(now: &MemoryState) -> Self {
         Since::new(None, now, now.time_ns.max(1)).rates().unwrap_or_default()
     }
 
-    /// What memory did that was as `before` and is as `now`; `None` if no time has passed, or the process that tells of it
-    /// was started anew.
+    /// Returns the rates between two samples; `None` if no time has passed, or the pager was restarted in between.
     pub fn between(before: &MemoryState, now: &MemoryState) -> Option<Self> {
         let time = now.time_ns.checked_sub(before.time_ns).filter(|time| *time > 0)?;
         Since::new(Some(before), now, time).rates()
     }
 }
 
-/// Takes differences.
+/// Differences between two samples.
 struct Since<'a> {
     before: Option<&'a MemoryState>,
     now: &'a MemoryState,
@@ -131,7 +131,8 @@ mod tests {
 
     use super::*;
 
-    /// Memory after `seconds` s, in each of which there were 100 faults of 10 µs on compressed pages and 0.1 s were lost.
+    /// Returns a sample after `seconds` s. In each second there were 100 faults of 10 µs on compressed pages, and 0.1
+    /// s were lost.
     fn memory(seconds: u64) -> MemoryState {
         let none = json!({"count": 0, "sum_ns": 0, "max_ns": 0, "buckets": []});
         let count = seconds * 100;
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_those_between_two_looks() {
+    fn rates_are_differences_of_two_samples() {
         let rates = MemoryRates::between(&memory(10), &memory(14)).expect("time has passed");
         assert_eq!((rates.interval, rates.compressed.per_second), (4.0, 100.0));
         assert_eq!(rates.compressed.await_seconds, Some(10e-6));
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_started_anew_has_no_rates() {
+    fn restarted_pager_has_no_rates() {
         assert_eq!(MemoryRates::between(&memory(10), &memory(2)), None);
         assert_eq!(MemoryRates::between(&memory(10), &memory(10)), None);
         let mut anew = memory(12);

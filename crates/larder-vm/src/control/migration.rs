@@ -1,66 +1,66 @@
-//! What the control socket tells of a VM that is moved, and is told to do with it. Sizes are in bytes. What has been sent or
-//! delivered counts from when the process began.
+//! Control socket types for the migration of a VM. Sizes are in bytes. Counters of sent and delivered data start at
+//! zero when the process starts.
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A process that moves a VM, as far as its control socket has to do with it. Each call answers at once.
+/// The interface of a process that moves a VM to its control socket. All calls return at once.
 pub trait Migration: Send + Sync {
-    /// How it is.
+    /// Returns the state of the move.
     fn state(&self) -> MigrationState;
 
-    /// Changes limits that are in force from then on.
+    /// Changes limits, effective at once.
     ///
     /// # Errors
-    /// This end has none, or they make no sense; the text says so.
+    /// This end has no limits, or the values are invalid; the error is a message for the user.
     fn limit(&self, patch: &MigrationPatch) -> Result<(), String>;
 
-    /// Does what SIGINT does: the VM stays where it is, as long as that can be.
+    /// Cancels like SIGINT: the VM stays on its host, as long as that is still possible.
     fn cancel(&self);
 }
 
-/// Asks, from any thread.
+/// Handle for requests, usable from any thread.
 pub type MigrationInquiry = Arc<dyn Migration>;
 
 /// The answer to `GET /v1/migration`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationState {
-    /// The VM's name; where that is not known, what the socket of its QEMU is called.
+    /// The VM's name; if it is unknown, the name of its QEMU's socket.
     pub vm: String,
-    /// Whether the VM leaves this host, or comes to it.
+    /// Whether the VM moves away from this host or to it.
     pub direction: Direction,
-    /// The socket of the QEMU here: its monitor, or that over which its migration goes.
+    /// Socket of the local QEMU: its monitor, or the socket of its migration stream.
     pub qemu: String,
-    /// Whether Larder looks after both QEMUs (`larder migrate`), or carries what goes between them and does nothing else
-    /// (`larder migrate send`).
+    /// Whether Larder controls both QEMUs (`larder migrate`), or only carries the stream between them (`larder
+    /// migrate send`).
     pub whole: bool,
-    /// The other end: where it goes to, or comes from, if that is known.
+    /// The other host, if it is known.
     pub peer: Option<String>,
-    /// How far it is.
+    /// Phase of the move.
     pub phase: MigrationPhase,
-    /// Why it has failed, for people.
+    /// Reason of a failure, as a message for the user.
     pub reason: Option<String>,
-    /// Where the VM is, once that is over: `here`, `there`, `in doubt`, `between`, `lost` or `unknown`.
+    /// Location of the VM after the move has ended: `here`, `there`, `in doubt`, `between`, `lost` or `unknown`.
     pub place: Option<String>,
-    /// When all this was so: the time since the process began, in nanoseconds.
+    /// Time of this report: nanoseconds since the process started.
     pub time_ns: u64,
-    /// When the process began, in milliseconds since 1970 (UTC).
+    /// Start of the process, in milliseconds since 1970 (UTC).
     pub started_ms: u64,
-    /// What QEMU says of it; `null` on the side where it comes to, or where nobody asks.
+    /// QEMU's own progress report; `null` at the destination, or if Larder does not query QEMU.
     pub course: Option<CourseState>,
-    /// What goes over in a second.
+    /// Rates over the last second.
     pub rates: Option<MoveRates>,
-    /// What was sent; `null` on the side where it comes to.
+    /// Sent data; `null` at the destination.
     pub sent: Option<SentState>,
-    /// What was handed to QEMU; `null` on the side where it comes from.
+    /// Data delivered to QEMU; `null` at the source.
     pub delivered: Option<DeliveredState>,
-    /// Those in force; `null` on the side where it comes to.
+    /// Limits in force; `null` at the destination.
     pub limits: Option<MigrationLimits>,
-    /// Which methods are picked, and why; `null` on the side where it comes to.
+    /// Choice of encoding methods, with reasons; `null` at the destination.
     pub evidence: Option<EvidenceState>,
-    /// For how long the guest stood still, in milliseconds, if that has been and is known.
+    /// Downtime of the guest in milliseconds, once it has occurred and is known.
     pub downtime_ms: Option<u64>,
     /// The connections between the hosts.
     pub link: MoveLinkState,
@@ -69,13 +69,13 @@ pub struct MigrationState {
 /// The connections between the hosts of a move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MoveLinkState {
-    /// How often they were lost.
+    /// Number of times that they were lost.
     pub losses: u64,
-    /// For how long they have been lost now, in seconds; `null` while they are there. It is tried to make them again.
+    /// Time in seconds for which they have been lost now, while Larder tries to reconnect; `null` while they are up.
     pub lost_seconds: Option<f64>,
 }
 
-/// Which way a VM goes.
+/// Direction of a move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
@@ -87,7 +87,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// As it is written.
+    /// Returns the value in the JSON.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Leaving => "leaving",
@@ -96,27 +96,27 @@ impl Direction {
     }
 }
 
-/// How far a move is.
+/// Phase of a move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationPhase {
-    /// Both QEMUs are compared and set, or the other end is waited for; nothing has moved.
+    /// Both QEMUs are compared and configured, or the other end is awaited; nothing has moved.
     #[default]
     Preparing,
-    /// Memory goes over; the guest runs at the source.
+    /// Memory is being transferred; the guest runs at the source.
     Moving,
     /// The guest runs at the destination, and some of its memory is still to come.
     PostCopy,
-    /// All is over there, or as good as; the guest stands still.
+    /// All or nearly all memory is transferred; the guest is paused.
     HandingOver,
-    /// It is over, and well.
+    /// The move has succeeded.
     Done,
-    /// It is over.
+    /// The move has failed.
     Failed,
 }
 
 impl MigrationPhase {
-    /// All there are.
+    /// All variants.
     pub const ALL: [Self; 6] = [
         Self::Preparing,
         Self::Moving,
@@ -126,7 +126,7 @@ impl MigrationPhase {
         Self::Failed,
     ];
 
-    /// As it is written.
+    /// Returns the value in the JSON.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Preparing => "preparing",
@@ -138,181 +138,182 @@ impl MigrationPhase {
         }
     }
 
-    /// Nothing will happen any more.
+    /// Returns whether the move has ended.
     pub const fn is_over(self) -> bool {
         matches!(self, Self::Done | Self::Failed)
     }
 }
 
-/// What QEMU says of its migration.
+/// QEMU's own report on its migration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CourseState {
-    /// Since QEMU began, in seconds.
+    /// Seconds since QEMU started the migration.
     pub seconds: f64,
-    /// From 1 on; the first sends all memory.
+    /// Round of memory transfer, from 1; the first sends all memory.
     pub round: u64,
-    /// All of the memory.
+    /// Size of the memory.
     pub total_bytes: u64,
-    /// What of it is still to be sent in this round.
+    /// Bytes still to be sent in this round.
     pub remaining_bytes: u64,
-    /// What the guest changes of it in a second, as QEMU saw it in the round before.
+    /// Bytes per second that the guest dirties, as QEMU measured them in the previous round.
     pub dirty_bytes_per_s: u64,
-    /// In seconds, if it goes on so.
+    /// Estimated seconds until the end at the current rate.
     pub expected_seconds: Option<f64>,
-    /// How long the guest would stand still now, in milliseconds, as QEMU expects it.
+    /// Estimated downtime in milliseconds if the move ended now, according to QEMU.
     pub expected_downtime_ms: Option<u64>,
-    /// Why it will not end at this rate, and what can be done; `null` as long as it may.
+    /// Reason why the move will not end at this rate, and advice; `null` while it may end.
     pub verdict: Option<String>,
 }
 
-/// What goes over in a second, over the last one.
+/// Rates of the transfer over the last second.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MoveRates {
     /// Bytes of QEMU's stream.
     pub stream_bytes_per_s: u64,
-    /// Bytes on the link.
+    /// Bytes on the wire.
     pub wire_bytes_per_s: u64,
-    /// Processors that Larder's lanes take here, and on the side where it comes to those who hand it to QEMU.
+    /// CPUs that Larder's lanes use on this host; at the destination, including the threads that deliver to QEMU.
     pub processors: f64,
-    /// Of these, for encoding; on the side where it comes to, for decoding.
+    /// The part of these CPUs that encodes; at the destination, that decodes.
     pub encoding: f64,
-    /// Lanes that wait for the link, on an average; `null` on the side where it comes to, whose lanes wait all the time.
+    /// Mean number of lanes that wait for the link; `null` at the destination, where lanes always wait.
     pub waiting: Option<f64>,
 }
 
-/// What was sent.
+/// Data that was sent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SentState {
     /// Bytes of QEMU's stream.
     pub raw_bytes: u64,
-    /// Bytes on the link.
+    /// Bytes on the wire.
     pub wire_bytes: u64,
-    /// Bytes of the stream that the destination's QEMU has taken.
+    /// Bytes of the stream that the destination's QEMU has received.
     pub delivered_bytes: u64,
     /// Frames.
     pub frames: u64,
     /// CPU time of the lanes, in seconds.
     pub cpu_seconds: f64,
-    /// Of it, for encoding.
+    /// CPU time of the lanes for encoding, in seconds.
     pub encode_cpu_seconds: f64,
-    /// Time that encoding took, in seconds by the clock, of all lanes together.
+    /// Elapsed time of encoding, in seconds, summed over all lanes.
     pub encode_seconds: f64,
-    /// Time that lanes waited for the link, in seconds, all together.
+    /// Time for which lanes waited for the link, in seconds, summed over all lanes.
     pub write_seconds: f64,
-    /// How pages went: `zero`, `same` (of one word), `delta`, `plain` (as they are), and the methods of encoding.
+    /// Pages by method: `zero`, `same` (one repeated word), `delta`, `plain` (unencoded), and the encoding methods.
     pub methods: Vec<MethodState>,
-    /// Of the encoded pages those that a device has encoded.
+    /// Encoded pages that a device has encoded.
     pub device_pages: u64,
 }
 
-/// The pages that went in one way.
+/// Pages sent with one method.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MethodState {
-    /// Which.
+    /// Name of the method.
     pub method: String,
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
-    /// What they took on the link, without the frames around them; of `zero` and `same` next to nothing, told as 0.
+    /// Their bytes on the wire without framing; reported as 0 for `zero` and `same`, which take next to nothing.
     pub bytes: u64,
 }
 
-/// What has come, and was handed to QEMU.
+/// Data that was received and delivered to QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DeliveredState {
-    /// Bytes that QEMU took.
+    /// Bytes that QEMU has received.
     pub raw_bytes: u64,
-    /// Bytes of frames that came for them.
+    /// Bytes of the frames that contained them.
     pub wire_bytes: u64,
     /// Frames.
     pub frames: u64,
-    /// CPU time of the lanes, and of those who hand it to QEMU, in seconds.
+    /// CPU time of the lanes, and of the threads that deliver to QEMU, in seconds.
     pub cpu_seconds: f64,
-    /// Of it, for decoding.
+    /// CPU time for decoding, in seconds.
     pub decode_cpu_seconds: f64,
 }
 
-/// Bounds; `null` is none.
+/// Limits; `null` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationLimits {
-    /// Bytes per second on the link.
+    /// Bytes per second on the wire.
     pub bandwidth: Option<u64>,
-    /// Processors whose time the lanes take.
+    /// CPUs that the lanes may use.
     pub processors: Option<f64>,
-    /// How long the guest may stand still in the end, in milliseconds; `null` where Larder does not look after QEMU.
+    /// Maximum downtime of the guest, in milliseconds; `null` if Larder does not control QEMU.
     pub downtime_ms: Option<u64>,
-    /// After so many seconds without an end it is given up.
+    /// Seconds after which a move that has not ended is cancelled.
     pub timeout_s: Option<u64>,
 }
 
-/// Which limits shall be others: the body of `PATCH /v1/migration`. What is not said stays; 0 takes a limit away, but that
-/// of the downtime.
+/// Limits to change: the body of `PATCH /v1/migration`. Limits that are left out do not change; 0 removes a limit,
+/// except that of the downtime.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationPatch {
-    /// Bytes per second on the link.
+    /// Bytes per second on the wire.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
-    /// Processors whose time the lanes take.
+    /// CPUs that the lanes may use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processors: Option<f64>,
-    /// How long the guest may stand still in the end, in milliseconds.
+    /// Maximum downtime of the guest, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_ms: Option<u64>,
-    /// Seconds from the beginning after which it is given up.
+    /// Seconds from the start after which a move that has not ended is cancelled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_s: Option<u64>,
 }
 
-/// Why pages go as they do.
+/// Reasons for the choice of encoding methods.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EvidenceState {
-    /// What a byte on the link is worth in nanoseconds of encoding: high where the link is what is waited for.
+    /// Encoding time, in nanoseconds, that saving one byte on the wire is worth: high if the link is the bottleneck.
     pub ns_per_byte: f64,
-    /// Of each kind of pages that there was.
+    /// Classes of pages seen so far.
     pub classes: Vec<ClassState>,
 }
 
-/// What is known of one kind of pages.
+/// Knowledge about one class of pages.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClassState {
-    /// What they are like: how evenly their bytes are spread, and whether their words grow.
+    /// Description of the class: how evenly the byte values are distributed, and whether the words increase.
     pub class: String,
-    /// Batches of them so far.
+    /// Number of batches so far.
     pub batches: u64,
-    /// The method that is picked now; `plain`: they go as they are.
+    /// The method chosen now; `plain` sends pages unencoded.
     pub method: String,
-    /// What each method would make of a page: measured, or expected as long as it was not tried.
+    /// Cost of a page with each method: measured, or estimated if the method has not been tried.
     pub offers: Vec<OfferState>,
 }
 
-/// What a method makes of a page.
+/// Cost of a page with one method.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OfferState {
-    /// Which.
+    /// Name of the method.
     pub method: String,
-    /// How many times as large as what is left of it.
+    /// Compression ratio.
     pub ratio: f64,
-    /// What encoding takes, in nanoseconds.
+    /// Encoding time in nanoseconds.
     pub ns: f64,
-    /// That and what the bytes are worth that are left, in nanoseconds: what costs least is picked.
+    /// Cost in nanoseconds: encoding time plus the worth of the remaining bytes. The method with the lowest cost is
+    /// chosen.
     pub cost_ns: f64,
 }
 
 /// The answer to `POST /v1/migration/cancel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Cancelling {
-    /// It was told; what becomes of it says `phase`.
+    /// The request was forwarded; `phase` shows its result.
     pub cancelling: bool,
 }
 
-/// The longest time that a guest may be let stand still, in milliseconds (QEMU's own bound).
+/// Maximum configurable downtime, in milliseconds (QEMU's own limit).
 pub const DOWNTIME_MS_MAX: u64 = 2_000_000;
 
 impl MigrationPatch {
-    /// Whether it makes sense.
+    /// Checks the values.
     ///
     /// # Errors
-    /// It does not; the text says why.
+    /// A value is out of range; the error is a message for the user.
     pub fn check(&self) -> Result<(), String> {
         if self.downtime_ms.is_some_and(|ms| !(1..=DOWNTIME_MS_MAX).contains(&ms)) {
             return Err(format!("downtime_ms: from 1 to {DOWNTIME_MS_MAX}"));
@@ -327,7 +328,7 @@ impl MigrationPatch {
 }
 
 impl MigrationState {
-    /// How many times as large what was sent is as what went over the link.
+    /// Returns the ratio of QEMU's stream to the bytes on the wire; `None` without data.
     pub fn ratio(&self) -> Option<f64> {
         let (raw, wire) = match (&self.sent, &self.delivered) {
             (Some(sent), _) => (sent.raw_bytes, sent.wire_bytes),
@@ -337,7 +338,7 @@ impl MigrationState {
         (wire > 0).then(|| raw as f64 / wire as f64)
     }
 
-    /// How it is, in a few words: `moving, round 3`, or that and `; link lost, trying again since 2 s`.
+    /// Describes the state in a few words: `moving, round 3`, perhaps with `; link lost, trying again since 2 s`.
     pub fn words(&self) -> String {
         let round = self.course.as_ref().map_or(0, |course| course.round);
         let words = match self.phase {

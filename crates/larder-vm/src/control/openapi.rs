@@ -1,4 +1,4 @@
-//! The description of all this for programs: an OpenAPI document. What the answers and bodies consist of is taken from their
+//! The OpenAPI document that describes the control socket. The schemas of answers and bodies are derived from their
 //! types.
 
 use larder_block::ByteLen;
@@ -21,7 +21,7 @@ use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_
 use crate::limits::LimitName;
 use crate::vm::Moved;
 
-/// The document.
+/// Returns the document.
 pub(super) fn document() -> Value {
     let mut types = Types::default();
     let server = types.of::<ServerState>();
@@ -277,12 +277,12 @@ fn responses<const N: usize>(all: [(String, Value); N]) -> Map<String, Value> {
     all.into_iter().collect()
 }
 
-/// Types that are referred to, by name.
+/// Referenced types, by name.
 #[derive(Default)]
 struct Types(Map<String, Value>);
 
 impl Types {
-    /// A reference to a type, which is described with all that it consists of.
+    /// Returns a reference to a type, and adds the schemas of the type and of its parts.
     fn of<T: ToSchema + PartialSchema>(&mut self) -> Value {
         let mut parts = Vec::new();
         T::schemas(&mut parts);
@@ -293,7 +293,7 @@ impl Types {
         json!({"$ref": format!("#/components/schemas/{}", T::name())})
     }
 
-    /// What is wished has bounds that its types do not say.
+    /// Adds bounds of request fields that are not part of their Rust types.
     fn bound_wishes(&mut self) {
         let size = |min: ByteLen, max: ByteLen| json!({"type": "integer", "minimum": min.get(), "maximum": max.get()});
         let none_or = |size: Value| json!([{"type": "integer", "const": 0}, size, {"type": "null"}]);
@@ -341,7 +341,7 @@ impl Types {
         }
     }
 
-    /// A property is any one of these.
+    /// Replaces the schema of a property by a choice of schemas.
     fn bound(&mut self, name: &str, property: &str, any_of: Value) {
         let described = self.0[name]["properties"][property]["description"].clone();
         self.0[name]["properties"][property] = json!({"description": described, "anyOf": any_of});

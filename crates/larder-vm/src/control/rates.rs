@@ -1,13 +1,14 @@
-//! What a disk did between two looks at it.
+//! Rates of a disk between two samples.
 
 use serde::Serialize;
 
 use super::state::{CacheState, DiskState, Latency, LatencyBucket, PrefetchState, RequestCounts};
 
-/// Of one disk. Times are in seconds, sizes in bytes, shares from 0 to 1; `None` is where there was nothing to take them of.
+/// Rates of one disk. Times are in seconds, sizes in bytes, fractions from 0 to 1; `None` means that there was
+/// nothing to measure.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Rates {
-    /// The time between the two looks.
+    /// Time between the two samples.
     pub interval: f64,
     /// Reads.
     pub read: KindRates,
@@ -17,44 +18,45 @@ pub struct Rates {
     pub flush: KindRates,
     /// Discards.
     pub discard: KindRates,
-    /// Ranges set to zero.
+    /// Requests to write zeroes.
     pub write_zeroes: KindRates,
-    /// Requests under way, on average (iostat's aqu-sz).
+    /// Mean number of requests in flight (iostat's aqu-sz).
     pub queue: f64,
-    /// The share of the time in which there were any.
+    /// Fraction of the time with at least one request in flight.
     pub utilization: f64,
-    /// The share of reads that the cache had all of, of those that came to it.
+    /// Fraction of the reads reaching the cache that were completely in the cache.
     pub cache_hits: Option<f64>,
-    /// The share of reads that had all been read ahead.
+    /// Fraction of reads that were completely prefetched.
     pub prefetch_hits: Option<f64>,
-    /// Where bytes for guests came from.
+    /// Sources of the bytes for guests.
     pub tiers: Tiers,
-    /// Reading ahead.
+    /// Read-ahead.
     pub prefetch: Option<PrefetchRates>,
-    /// The cache's own work.
+    /// Internal work of the cache.
     pub cache: Option<CacheRates>,
 }
 
-/// Requests of a kind.
+/// Rates of one kind of request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KindRates {
     /// Requests per second.
     pub per_second: f64,
-    /// Their bytes per second.
+    /// Bytes per second.
     pub bytes_per_second: f64,
-    /// Those that failed, per second.
+    /// Failed requests per second.
     pub errors_per_second: f64,
-    /// How long they took on average.
+    /// Mean latency.
     pub await_seconds: Option<f64>,
-    /// How long half of them took at most.
+    /// Median latency.
     pub p50_seconds: Option<f64>,
-    /// How long 99 % of them took at most.
+    /// 99th percentile of the latency.
     pub p99_seconds: Option<f64>,
-    /// How large they were on average.
+    /// Mean request size.
     pub bytes: Option<f64>,
 }
 
-/// Bytes per second for guests from memory, and from the cache; and from the disk for whatever reason.
+/// Bytes per second for guests from prefetched memory and from the cache, and bytes per second from the disk for any
+/// reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct Tiers {
@@ -63,7 +65,7 @@ pub struct Tiers {
     pub disk: f64,
 }
 
-/// Bytes per second that were read ahead, that a guest then read, and that it did not.
+/// Bytes per second that were prefetched, that were then read by a guest, and that were dropped unread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct PrefetchRates {
@@ -72,7 +74,7 @@ pub struct PrefetchRates {
     pub wasted: f64,
 }
 
-/// Bytes per second written to the cache's device, from the cache to the disk, and brought in.
+/// Bytes per second written to the cache's device, written from the cache to the disk, and filled into the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct CacheRates {
@@ -82,12 +84,13 @@ pub struct CacheRates {
 }
 
 impl Rates {
-    /// Since the start of its server, by a disk that is as `now`.
+    /// Returns the rates since the start of the disk's server.
     pub fn since_start(now: &DiskState) -> Self {
         Between::new(now.time_ns).rates(None, now)
     }
 
-    /// What a disk did that was as `before` and is as `now`; `None` if no time has passed, or its server was started anew.
+    /// Returns the rates between two samples of a disk; `None` if no time has passed, or the server was restarted in
+    /// between.
     pub fn between(before: &DiskState, now: &DiskState) -> Option<Self> {
         let time = now.time_ns.checked_sub(before.time_ns).filter(|time| *time > 0)?;
         let mut between = Between::new(time);
@@ -96,7 +99,7 @@ impl Rates {
     }
 }
 
-/// Takes differences, and finds counts that have gone down, which a new server's do.
+/// Differences between two samples. Detects counters that have decreased, which means that the server was restarted.
 struct Between {
     time_ns: u64,
     is_one: bool,
@@ -137,7 +140,7 @@ impl Between {
         let busy = self.count(was, is, |it| it.busy_ns) as f64 / self.time_ns as f64;
         let cache = now.cache.as_ref().map(|cache| {
             let before = before.and_then(|before| before.cache.as_ref());
-            // Another cache counts anew.
+            // The counters of a new cache start at zero.
             (before.filter(|before| before.file == cache.file), cache)
         });
         let ahead = now.prefetch.as_ref().map(|ahead| {
@@ -229,11 +232,11 @@ fn share(part: u64, others: u64) -> Option<f64> {
 }
 
 impl Latency {
-    /// What has been added since it was as `before`; `None` if that is no earlier state of it.
+    /// Returns the latencies since `before`; `None` if that is not an earlier state of the same counters.
     pub fn since(&self, before: &Self) -> Option<Self> {
         let mut old = before.buckets.iter().peekable();
         let mut buckets = Vec::with_capacity(self.buckets.len());
-        // Buckets are in order, and none goes away.
+        // Buckets are sorted, and none disappears.
         for bucket in &self.buckets {
             let was = old.next_if(|old| old.below_ns == bucket.below_ns);
             let count = bucket.count.checked_sub(was.map_or(0, |old| old.count))?;
@@ -260,7 +263,8 @@ mod tests {
 
     use super::*;
 
-    /// A disk after `reads` reads of 4 KiB in `seconds` s, half of them in less than 1 µs, the others in less than 2 µs.
+    /// Returns a disk after `reads` reads of 4 KiB in `seconds` s, half of them in less than 1 µs, the others in less
+    /// than 2 µs.
     fn disk(seconds: u64, reads: u64) -> DiskState {
         let none = json!({"count": 0, "bytes": 0, "errors": 0,
                           "latency": {"count": 0, "sum_ns": 0, "max_ns": 0, "buckets": []}});
@@ -278,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_those_between_two_looks() {
+    fn rates_are_differences_of_two_samples() {
         let rates = Rates::between(&disk(10, 1000), &disk(12, 5000)).expect("time has passed");
         assert_eq!((rates.interval, rates.read.per_second), (2.0, 2000.0));
         assert_eq!(rates.read.bytes_per_second, 2000.0 * 4096.0);
@@ -297,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_was_started_anew_has_no_rates() {
+    fn restarted_server_has_no_rates() {
         assert_eq!(Rates::between(&disk(10, 1000), &disk(2, 10)), None);
         assert_eq!(Rates::between(&disk(10, 1000), &disk(12, 10)), None);
         assert_eq!(Rates::between(&disk(10, 1000), &disk(10, 1000)), None);

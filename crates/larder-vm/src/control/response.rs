@@ -1,4 +1,4 @@
-//! HTTP responses, as the control socket and the dashboard give them.
+//! HTTP responses of the control socket and the dashboard.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -11,10 +11,10 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use hyper::{Response, StatusCode};
 use tokio::sync::mpsc;
 
-/// A response, whatever its body is.
+/// A response with any kind of body.
 pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
-/// One whose body is there.
+/// Returns a response with a complete body.
 pub fn whole(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
     let mut response = Response::new(Full::new(body.into()).boxed_unsync());
     *response.status_mut() = status;
@@ -23,7 +23,7 @@ pub fn whole(status: StatusCode, content_type: &'static str, body: impl Into<Byt
     response
 }
 
-/// Server-sent events (the HTML standard, 9.2), until their sender is dropped.
+/// Returns a response of server-sent events (HTML standard, 9.2), which ends when the sender is dropped.
 pub fn event_stream(told: mpsc::Receiver<Bytes>) -> Answer {
     let mut response = Response::new(Told(told).boxed_unsync());
     let headers = response.headers_mut();
@@ -32,7 +32,7 @@ pub fn event_stream(told: mpsc::Receiver<Bytes>) -> Answer {
     response
 }
 
-/// What is told bit by bit.
+/// Body that is sent in parts.
 struct Told(mpsc::Receiver<Bytes>);
 
 impl Body for Told {

@@ -1,4 +1,4 @@
-//! The thread that answers.
+//! The thread that serves the control socket.
 
 use std::convert::Infallible;
 use std::io;
@@ -23,29 +23,29 @@ use super::writers::Writers;
 use crate::listen::{Access, ListenError, Listening};
 use crate::read_group::read_group;
 
-/// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
-/// asked, it waits until one has its answer.
+/// Maximum number of concurrent clients. A further client replaces the one that has been silent longest; if all have
+/// sent a request, it waits until one is answered.
 const CLIENTS_MAX: usize = 64;
 
-/// Clients that are told of events at a time, besides those.
+/// Maximum number of event subscribers, in addition to those clients.
 const LISTENERS_MAX: usize = 16;
 
-/// How long a client may take for its request.
+/// Longest time for a client to send its request.
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// How long a client may take from its connection to its answer's last byte.
+/// Longest time from a client's connection to the last byte of its answer.
 const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The longest request line with all headers, in bytes.
+/// Maximum length of the request line and all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
 
-/// How long clients that have asked are waited for when it ends after their answers.
+/// Longest wait for pending answers when the server ends after them.
 const LAST_ANSWERS_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
+/// Pause after accepting a client failed because the process or the host has no descriptors or memory left.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Why there is no control socket.
+/// Reason why there is no control socket.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ControlError {
@@ -55,16 +55,16 @@ pub enum ControlError {
     Start(#[from] io::Error),
 }
 
-/// What a control server listens on.
+/// The socket of a control server.
 pub struct ControlSocket {
     listener: Listener,
     writers: Arc<Writers>,
 }
 
 enum Listener {
-    /// Its file goes with it.
+    /// The socket's file is removed when this is dropped.
     Own(Listening),
-    /// It stays.
+    /// The socket's file remains.
     Inherited(OwnedFd),
 }
 
@@ -81,8 +81,8 @@ impl ControlSocket {
         })
     }
 
-    /// Takes over a socket that another process created at `path`. Besides the users of `access`, the owner and the group of
-    /// the file may change something, as far as its mode lets them write.
+    /// Takes over a socket that another process created at `path`. In addition to the users of `access`, the owner
+    /// and the group of the file may change something, as far as its mode permits writing.
     pub fn inherited(listener: OwnedFd, path: &Path, access: Access) -> Self {
         Self {
             listener: Listener::Inherited(listener),
@@ -91,18 +91,18 @@ impl ControlSocket {
     }
 }
 
-/// A control socket that answers. It ends when this is dropped, whatever its clients do.
+/// A running control server. It ends when this is dropped, whatever its clients do.
 pub struct ControlServer {
-    /// Dropped to end the thread; sent to, it ends after the answers to those who have asked.
+    /// Dropping this ends the thread at once; sending to it ends the thread after all pending requests are answered.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
-    /// Goes last.
+    /// Declared last, so that it is dropped last.
     _socket: ControlSocket,
 }
 
 impl ControlServer {
-    /// Listens on `path`, and reports there on `subject`. The user of this process and root may change something, and members
-    /// of the read group may read.
+    /// Listens on `path`, and serves `subject` there. The user of this process and root may change something, and
+    /// members of the read group may read.
     ///
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
@@ -110,7 +110,7 @@ impl ControlServer {
         Self::start_on(ControlSocket::bind(path, Access::OWNER)?, subject)
     }
 
-    /// Tells of `subject` on a socket that is there already.
+    /// Serves `subject` on an existing socket.
     ///
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
@@ -141,10 +141,10 @@ impl ControlServer {
         })
     }
 
-    /// Ends it, but whoever has asked is answered yet.
+    /// Ends the server after all pending requests are answered.
     pub fn end_after_answers(mut self) {
         if let Some(stop) = self.stop.take() {
-            // Its thread may have died, and told so.
+            // If the thread has died, its panic has been reported.
             let _ = stop.send(());
         }
     }
@@ -154,7 +154,7 @@ impl Drop for ControlServer {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic has been told.
+            // A panic of the thread has been reported.
             let _ = thread.join();
         }
     }
@@ -186,11 +186,11 @@ struct Client {
     asked: Arc<Asked>,
 }
 
-/// Serves whoever comes, until the end, and then whoever has asked; dropped to end all.
+/// Serves clients until `end`, and then completes the pending requests; dropping the future ends all.
 async fn accept(listener: UnixListener, subject: Arc<Subject>, writers: Arc<Writers>, mut end: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let listeners = Arc::new(Semaphore::new(LISTENERS_MAX));
-    // In the order in which they came; without those who listen.
+    // In order of connection, without event subscribers.
     let mut clients: Vec<Client> = Vec::with_capacity(CLIENTS_MAX + 1);
     let mut is_told = false;
     loop {
@@ -227,7 +227,7 @@ async fn accept(listener: UnixListener, subject: Arc<Subject>, writers: Arc<Writ
     while clients.iter().any(is_waited_for) && tasks.join_next().await.is_some() {}
 }
 
-/// Serves a client as long as it may take.
+/// Serves a client within its time limits.
 async fn until_late(serving: impl Future<Output = ()>, asked: Arc<Asked>) {
     let late = async {
         sleep(CLIENT_TIME_MAX).await;
@@ -241,7 +241,7 @@ async fn until_late(serving: impl Future<Output = ()>, asked: Arc<Asked>) {
     }
 }
 
-/// One request, one answer.
+/// Serves one request with one answer.
 async fn serve(client: UnixStream, subject: Arc<Subject>, asked: Arc<Asked>) {
     let service = service_fn(|request| {
         let (subject, asked) = (Arc::clone(&subject), Arc::clone(&asked));
@@ -249,7 +249,7 @@ async fn serve(client: UnixStream, subject: Arc<Subject>, asked: Arc<Asked>) {
     });
     let served = http1::Builder::new()
         .keep_alive(false)
-        // A client that has said all may close its end, and still wants to know.
+        // A client may close its sending side after the request, and still read the answer.
         .half_close(true)
         .max_buf_size(REQUEST_HEAD_BYTES_MAX)
         .timer(TokioTimer::new())

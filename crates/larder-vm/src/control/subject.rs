@@ -1,4 +1,4 @@
-//! What a control socket tells of, and where it passes on what is to be done.
+//! The state that a control socket serves, and the recipients of the changes that it accepts.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,16 +14,16 @@ use crate::memory::MemoryInquiry;
 use crate::vm::config::VmConfig;
 use crate::vm::{Moved, VmMove};
 
-/// Passes on that the VM's file is to be read again, or what is in it now; whether somebody is there to do it.
+/// Callback that requests a reload of the VM's file; returns false if the recipient has ended.
 pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
 
-/// Passes on that the VM goes to another host, or comes; whether somebody is there to do it.
+/// Callback that requests a step of a move of the VM's disks; returns false if the recipient has ended.
 pub type MoveOn = Box<dyn Fn(VmMove, MoveReply) -> bool + Send + Sync>;
 
-/// Where is told what has become of it, or why it is not done.
+/// Channel for the result of a step of a move.
 pub type MoveReply = oneshot::Sender<Result<Moved, String>>;
 
-/// Where is told what became of it, or what is wrong with the file.
+/// Channel for the result of a reload.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
 
 /// A process that serves disks, manages memory, or moves a VM.
@@ -41,7 +41,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// One disk, which belongs to no VM that is known.
+    /// Returns the subject of a process that serves one disk of an unknown VM.
     pub fn disk(disk: DiskInquiry) -> Self {
         Self {
             vm: None,
@@ -57,7 +57,7 @@ impl Subject {
         }
     }
 
-    /// The memory of a process, which belongs to no VM that is known.
+    /// Returns the subject of a process that manages the memory of an unknown VM.
     pub fn memory(memory: MemoryInquiry) -> Self {
         Self {
             vm: None,
@@ -73,7 +73,8 @@ impl Subject {
         }
     }
 
-    /// The memory of a VM that is described in `file` as `config` has it.
+    /// Returns the subject of a process that manages the memory of the VM that `file` describes; `config` is the
+    /// parsed file.
     pub fn vm_memory(config: &VmConfig, file: &Path, memory: MemoryInquiry) -> Self {
         Self {
             vm: Some(config.name.clone()),
@@ -83,7 +84,7 @@ impl Subject {
         }
     }
 
-    /// A VM of that name that is moved.
+    /// Returns the subject of a process that moves the VM of this name.
     pub fn migration(vm: &str, migration: MigrationInquiry) -> Self {
         Self {
             vm: Some(vm.to_owned()),
@@ -99,8 +100,9 @@ impl Subject {
         }
     }
 
-    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again, and moves them; and whether this
-    /// process is confined ([`crate::confine`]).
+    /// Returns the subject of a process that serves the disks of the VM that `file` describes. `config` is the parsed
+    /// file, the callbacks request reloads and steps of a move, and `is_confined` tells whether the process is
+    /// confined ([`crate::confine`]).
     pub fn vm(
         config: &VmConfig,
         file: &Path,
@@ -122,7 +124,7 @@ impl Subject {
         }
     }
 
-    /// Other disks are served from now on.
+    /// Replaces the list of disks.
     pub fn set_disks(&self, disks: Vec<DiskInquiry>) {
         *self.now() = disks;
     }
@@ -131,7 +133,7 @@ impl Subject {
         self.now().clone()
     }
 
-    /// The disk that a client calls so: by its name, or by its place in the list, from 0 on.
+    /// Returns the disk with this name, or with this index in the list, counted from 0.
     pub(super) fn find(&self, called: &str) -> Option<DiskInquiry> {
         let disks = self.now();
         let by_name = disks.iter().find(|disk| disk.name() == Some(called));
@@ -160,12 +162,12 @@ impl Subject {
         }
     }
 
-    /// Has the VM's file read again, or `text` instead, if there is one.
+    /// Requests a reload of the VM's file.
     pub(super) fn reload(&self, reply: ReloadReply) -> bool {
         self.reload.as_ref().is_some_and(|reload| reload(reply))
     }
 
-    /// Has the VM go, or come.
+    /// Requests a step of a move.
     pub(super) fn move_on(&self, step: VmMove, reply: MoveReply) -> bool {
         self.move_on.as_ref().is_some_and(|move_on| move_on(step, reply))
     }

@@ -1,9 +1,9 @@
-//! Attaching to a process that may have only just been started: QEMU writes its pid file, and listens for QMP, before it
-//! has all of its memory.
+//! Attach to a process that may have only just started: QEMU writes its pid file, and listens for QMP, before it has
+//! all of its memory.
 //!
-//! It is attached to once its shared memory is the same on two looks, one after the other. One that waits for its pager,
-//! which was killed, is attached to at once. Nothing is changed of a process that cannot be managed, so it is tried again,
-//! less and less often, as long as it lives: what is in the way may go.
+//! The attach begins once two consecutive samples of the process's shared memory are equal. A process that waits
+//! because its pager was killed is attached to at once. A failed attach changes nothing of the process, so it is
+//! retried as long as the process lives, at growing intervals: the obstacle may disappear.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -23,72 +23,73 @@ use super::{BudgetError, ManagedMemory, MemoryConfig, MemoryError, SwapError, de
 use crate::vm::config::QemuAt;
 use crate::vm::front_end::other_domain_of;
 
-/// The time between two looks at memory that should be the same.
+/// Time between two samples of memory that should be equal.
 const SETTLING: Duration = Duration::from_millis(250);
 
-/// A process whose memory does not settle, or that has none to share, is tried all the same after this: what is in the way
-/// is to be told.
+/// Time after which an attach is tried even if the memory keeps changing, or none is shared, so that the obstacle is
+/// reported.
 const SETTLED_BY: Duration = Duration::from_secs(10);
 
-/// The time before it is tried again, at first and at last.
+/// First pause before a retry; it doubles up to the maximum.
 const PAUSE: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// The longest pid file, in bytes.
+/// Maximum length of a pid file, in bytes.
 const PID_FILE_BYTES_MAX: u64 = 64;
 
-/// A process, as no later one of the same number is it.
+/// A process, identified by process ID and start time, so that a later process with the same ID is different.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Process ID.
     pub pid: Pid,
-    /// When it was started, in ticks since the host was.
+    /// Start time, in ticks since boot.
     started: u64,
 }
 
 impl Process {
-    /// The process of that number that lives now.
+    /// Returns the live process with this ID.
     pub fn alive(pid: Pid) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).ok()?;
-        // Its name may have anything in it (proc(5)); behind it the state comes first, and the start as the 20th.
+        // The name in parentheses may contain anything (proc(5)). The state is the first field after it, and the
+        // start time the 20th.
         let mut words = stat.rsplit_once(')')?.1.split_whitespace();
         let state = words.next()?;
         let started = words.nth(18)?.parse().ok()?;
         (!matches!(state, "Z" | "X")).then_some(Self { pid, started })
     }
 
-    /// When it was started, in ticks since the host was.
+    /// Returns the start time, in ticks since boot.
     pub fn started(&self) -> u64 {
         self.started
     }
 
-    /// Whether it has not ended.
+    /// Returns whether the process is alive.
     pub fn is_alive(&self) -> bool {
         Self::alive(self.pid) == Some(*self)
     }
 
-    /// Returns true if the process has this file open. QEMU keeps its pid file open and locked as long as it lives; libvirt
-    /// has QEMU inherit the one that libvirt writes.
+    /// Returns whether the process has this file open. QEMU keeps its pid file open and locked as long as it lives;
+    /// libvirt has QEMU inherit the one that libvirt writes.
     fn has_open(&self, name: &OsStr, file: &FileState) -> bool {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()));
         let mut paths = descriptors.into_iter().flatten().flatten().map(|entry| entry.path());
-        // Only those with its name are inspected: some other file may be on a server that does not answer.
+        // Only files with this name are inspected: another file may be on a server that does not answer.
         let has_name = |path: &Path| fs::read_link(path).is_ok_and(|link| link.file_name() == Some(name));
         paths.any(|path| {
             has_name(&path) && fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == file.identity)
         })
     }
 
-    /// Whether it is managed, or waits to be managed on.
+    /// Returns whether the process is managed, or waits for a new pager.
     pub(super) fn is_waiting(&self) -> bool {
         self.has_memfd(PAGES_NAME).unwrap_or(false)
     }
 
-    /// Returns true if it is managed, or its pager was killed: it holds the compressed memory of a pager. (The list of its pages
-    /// remains after a detach if pages were lost.)
+    /// Returns whether the process is managed, or its pager was killed: it has the compressed memory of a pager open.
+    /// (The list of its pages is no evidence, since it remains after a detach if pages were lost.)
     ///
     /// # Errors
-    /// Its descriptors cannot be read.
+    /// The descriptors of the process cannot be read.
     pub fn is_managed(&self) -> io::Result<bool> {
         match self.has_memfd(COMPRESSED_NAME) {
             Err(_) if !self.is_alive() => Ok(false),
@@ -105,7 +106,7 @@ impl Process {
         Ok(links.any(|link| link.to_string_lossy().starts_with(&name)))
     }
 
-    /// The memory that it shares, a line each.
+    /// Returns the shared memory mappings of the process, one line each.
     fn shared_memory(&self) -> Vec<String> {
         let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid.as_raw_pid())).unwrap_or_default();
         let is_shared = |line: &&str| {
@@ -117,7 +118,7 @@ impl Process {
     }
 }
 
-/// Why it is not known where a VM's QEMU is.
+/// Reason why a VM's QEMU cannot be determined.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FindError {
@@ -131,7 +132,7 @@ pub enum FindError {
     OtherDomain { at: String, process: i32, other: String },
 }
 
-/// A state of a file. States are compared for equality only: the clock behind the times may be set.
+/// A state of a file. States are compared only for equality, because the clock of the timestamps may be set.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct FileState {
     /// Device and inode.
@@ -150,10 +151,10 @@ impl FileState {
     }
 }
 
-/// The process that listens at QEMU's QMP socket; `None` if it has just ended.
+/// Returns the process that listens on QEMU's QMP socket; `None` if it has just ended.
 ///
 /// # Errors
-/// There is none, or somebody else than root and its user could have had it named.
+/// No process listens, or a user other than root and the process's own could have chosen the process.
 pub fn listening_at(path: &Path) -> Result<Option<Process>, FindError> {
     let pid = pid_of_qmp(path)?;
     let Some(process) = Process::alive(pid) else {
@@ -166,25 +167,25 @@ pub fn listening_at(path: &Path) -> Result<Option<Process>, FindError> {
     Ok(Some(process))
 }
 
-/// Finds a VM's QEMU, one after the other.
+/// Finds a VM's QEMU, repeatedly over the VM's restarts.
 ///
-/// A killed QEMU leaves its pid file behind, and its number may become another process's. The file's times do not show that,
-/// because the host's clock may be set while QEMU runs. A number counts if
+/// A killed QEMU leaves its pid file behind, and another process may get its process ID. The file's times do not show
+/// that, because the host's clock may be set while QEMU runs. A process ID is accepted if
 /// - its process has the file open, or waits for a pager;
-/// - or the file is in the host's memory, so that it was written since the host was started, and has not named another
-///   process before, unchanged since.
+/// - or the file is in the host's memory, so that it was written since boot, and has not named another process before
+///   in the same state.
 #[derive(Default, Debug)]
 pub struct QemuFinder {
-    /// The pid file as it was when it last named a process, and that.
+    /// State of the pid file when it last named a process, and that process.
     named: Option<(FileState, Process)>,
 }
 
 impl QemuFinder {
-    /// The process of a VM's QEMU; `None` if it does not run. If the VM has a UUID, it is no process of another domain of
-    /// libvirt's, as far as the host tells.
+    /// Returns the process of a VM's QEMU; `None` if it does not run. If the VM has a UUID, the process must not
+    /// belong to another libvirt domain, as far as the host shows.
     ///
     /// # Errors
-    /// The process cannot be determined, or somebody else than root and its user could have had it named.
+    /// The process cannot be determined, or a user other than root and the process's own could have chosen it.
     pub fn find(&mut self, qemu: &QemuAt, uuid: Option<&str>) -> Result<Option<Process>, FindError> {
         let process = match qemu {
             QemuAt::PidFile(path) => self.named_by(path).map_err(|why| FindError::PidFile {
@@ -193,7 +194,7 @@ impl QemuFinder {
             })?,
             QemuAt::Qmp(path) => match listening_at(path) {
                 Ok(process) => process,
-                // It does not run, or has left its socket behind.
+                // QEMU does not run, or has left its socket behind.
                 Err(FindError::Qmp(QmpError::NoFile { error, .. })) if error.kind() == io::ErrorKind::NotFound => None,
                 Err(FindError::Qmp(QmpError::NobodyListens { unreadable: 0, .. })) => None,
                 Err(error) => return Err(error),
@@ -221,11 +222,11 @@ impl QemuFinder {
         let mut bytes = Vec::new();
         let read = (&file).take(PID_FILE_BYTES_MAX + 1).read_to_end(&mut bytes);
         read.map_err(|error| error.to_string())?;
-        // A file in tmpfs was written since the host was started.
+        // A file on tmpfs was written since boot.
         let is_in_memory = rustix::fs::fstatfs(&file).is_ok_and(|found| is_tmpfs(&found));
         drop(file);
         let text = bytes.trim_ascii();
-        // It is being written.
+        // The file is being written.
         if text.is_empty() {
             return Ok(None);
         }
@@ -251,8 +252,10 @@ impl QemuFinder {
         Ok(Some(process))
     }
 
+    /// Checks a process ID from a pid file that its process does not have open.
+    ///
     /// # Errors
-    /// The file may be older than the process that has the number in it.
+    /// The file may be older than the process with this ID.
     fn check_number(&self, process: Process, state: &FileState, is_in_memory: bool) -> Result<(), String> {
         let pid = process.pid.as_raw_pid();
         if self
@@ -273,29 +276,29 @@ impl QemuFinder {
     }
 }
 
-/// What has become of a try.
+/// Result of an attempt to attach.
 pub enum Step {
-    /// It is managed.
+    /// The memory is managed.
     Attached(ManagedMemory),
-    /// Try again after this.
+    /// Try again after this pause.
     Later(Duration),
-    /// It has ended.
+    /// The process has ended.
     Gone,
 }
 
-/// Tries to attach to a process.
+/// Repeated attempts to attach to a process.
 pub struct Approach {
     process: Process,
     since: Instant,
     seen: Vec<String>,
     pause: Duration,
-    /// What was in the way last, and whether that was told.
+    /// The last obstacle, and whether it was reported.
     obstacle: Option<(String, bool)>,
     is_of_another: bool,
 }
 
 impl Approach {
-    /// To this one.
+    /// Returns an approach to this process.
     pub fn new(process: Process) -> Self {
         Self {
             process,
@@ -307,17 +310,17 @@ impl Approach {
         }
     }
 
-    /// Whether another pager manages it, as the last try has found.
+    /// Returns whether the last attempt found that another pager manages the process.
     pub fn is_of_another(&self) -> bool {
         self.is_of_another
     }
 
-    /// Something has changed: it is tried again soon.
+    /// Resets the pause after a change that may have removed the obstacle.
     pub fn hurry(&mut self) {
         self.pause = PAUSE;
     }
 
-    /// Tries it, and tells what is in the way, once, if it stays there.
+    /// Makes one attempt. An obstacle is reported once, when a second attempt finds it as well.
     pub fn step(&mut self, config: &MemoryConfig) -> Step {
         if !self.process.is_alive() {
             return Step::Gone;
@@ -345,7 +348,7 @@ impl Approach {
                     tracing::error!("{why} (it is tried again)");
                 }
             }
-            // It may be about to go.
+            // The obstacle may disappear soon.
             obstacle => *obstacle = Some((why, false)),
         }
         let pause = self.pause;
@@ -361,8 +364,8 @@ impl Approach {
     }
 }
 
-/// Attaches. A process that waits for its memory is not left waiting for what is wished wrongly by now: it goes on with the
-/// disks that its pages are on, and with the least budget that will do.
+/// Attaches. A process that waits for its memory must not wait because the options have become invalid: in that case
+/// the disks that have its pages are used, and the smallest sufficient budget.
 fn start(config: &MemoryConfig, is_waiting: bool) -> Result<ManagedMemory, MemoryError> {
     let mut config = config.clone();
     loop {
@@ -412,11 +415,11 @@ mod tests {
     }
 
     #[test]
-    fn pid_files_name_living_processes_or_none() {
+    fn pid_file_names_live_process_or_none() {
         let us = this_process();
         assert_eq!(found(&format!("{}\n", us.pid.as_raw_pid())), Ok(Some(us)));
         assert_eq!(found(""), Ok(None));
-        // Above every process number.
+        // Larger than every process ID.
         assert_eq!(found("1073741824\n"), Ok(None));
         for wrong in ["qemu\n", "-1\n", "0", "12 13", "99999999999999999999"] {
             assert_eq!(
@@ -431,7 +434,7 @@ mod tests {
 
     /// The clock was set forward after the file was written, or back.
     #[test]
-    fn times_of_pid_file_identify_nobody() {
+    fn timestamps_of_pid_file_are_ignored() {
         let folder = in_memory();
         let path = folder.path().join("pid");
         let us = this_process();
@@ -445,7 +448,7 @@ mod tests {
         }
     }
 
-    /// A killed QEMU leaves its pid file, and its number becomes another process's.
+    /// A killed QEMU leaves its pid file, and another process gets its process ID.
     #[test]
     fn unchanged_pid_file_names_one_process() {
         let folder = in_memory();
@@ -462,7 +465,7 @@ mod tests {
         };
         let why = finder.named_by(&path).expect_err("is of the one before");
         assert!(why.contains("is another one"), "{why}");
-        // Unless it has the file open, as QEMU has.
+        // An open file identifies the process, as in QEMU.
         let open = File::open(&path).expect("opens");
         assert_eq!(finder.named_by(&path), Ok(Some(us)));
         drop(open);

@@ -1,12 +1,13 @@
-//! Users who decide which process a pid file or a QMP socket names.
+//! Users who control which process a pid file or a QMP socket names.
 //!
-//! The pager stops threads of that process and shares its memory, as root. So a path counts only if nobody decides what is
-//! there but root and the user of the process itself: a user who could name a process of another user would have root manage it.
-//! A pager of another user is kept by the kernel to processes of that user.
+//! The pager stops threads of that process and shares its memory, as root. So a path is accepted only if no user
+//! except root and the user of the process itself controls it: otherwise a user could name another user's process,
+//! and have root manage it. A pager that is not root is restricted by the kernel to processes of its own user.
 //!
-//! Whoever owns a directory, a symbolic link or the file on the way decides, and so does whoever may write to such a directory or
-//! file. In a directory with the sticky bit only the owner of an entry can replace it, and its owner counts by itself. A
-//! user who decides is found whatever is changed meanwhile: to change the way takes a directory or a link of that user's.
+//! The owner of each directory, symbolic link and file on the way controls the path, and so does every user who may
+//! write to such a directory or file. In a directory with the sticky bit only the owner of an entry can replace it,
+//! and that owner is counted anyway. Concurrent changes hide no such user: whoever changes the way owns, or may write
+//! to, a directory or link on it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -19,22 +20,22 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::process::{Pid, geteuid};
 
-/// Links that a path leads through, at most, as the kernel has it.
+/// Maximum number of symbolic links on a path, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// Users besides root who decide what is at a path.
+/// Users other than root who control a path.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Deciders {
-    /// By their numbers.
+    /// User IDs.
     users: BTreeSet<u32>,
-    /// What a group, or all users, may write to.
+    /// A path that a group, or all users, may write to.
     open_to_others: Option<PathBuf>,
 }
 
-/// Checks that nobody but root and the user of a process decides what is at `path`, which names that process.
+/// Checks that only root and the user of a process control `path`, which names that process.
 ///
 /// # Errors
-/// Why not, for people.
+/// A message for the user.
 pub(super) fn check(path: &Path, process: Pid) -> Result<(), String> {
     if !geteuid().is_root() {
         return Ok(());
@@ -51,7 +52,8 @@ pub(super) fn check(path: &Path, process: Pid) -> Result<(), String> {
 }
 
 impl Deciders {
-    /// Says why somebody could name a process of these users for whom it is another user's, if that is so.
+    /// Returns the reason why a user could name another user's process, if there is one. `of_process` has the
+    /// process's users.
     fn refusal(&self, of_process: &[u32]) -> Option<String> {
         if let Some(path) = &self.open_to_others {
             return Some(format!("more users than its owner may write to {}", path.display()));
@@ -64,7 +66,7 @@ impl Deciders {
         ))
     }
 
-    /// Counts what was found at `path`.
+    /// Adds the file found at `path`.
     fn count(&mut self, path: &Path, found: &Stat) {
         if found.st_uid != 0 {
             self.users.insert(found.st_uid);
@@ -72,7 +74,7 @@ impl Deciders {
         let others_may = match FileType::from_raw_mode(found.st_mode) {
             FileType::Directory => found.st_mode & libc::S_ISVTX == 0,
             FileType::RegularFile => true,
-            // To write to a socket is to connect to it.
+            // Write permission for a socket only permits connecting.
             _ => false,
         };
         if others_may && found.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
@@ -81,7 +83,7 @@ impl Deciders {
     }
 }
 
-/// The real, effective, saved and file system user of a process.
+/// Returns the real, effective, saved and file system user of a process.
 fn users_of(process: Pid) -> io::Result<Vec<u32>> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_pid()))?;
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
@@ -135,7 +137,7 @@ fn deciders(path: &Path) -> io::Result<Deciders> {
     Ok(deciders)
 }
 
-/// The names in a path, the last one first.
+/// Returns the names in a path, the last one first.
 fn components(path: &Path) -> Vec<PathBuf> {
     let names = path.components().filter_map(|component| match component {
         Component::Normal(name) => Some(PathBuf::from(name)),
@@ -157,9 +159,9 @@ mod tests {
     const ALICE: u32 = 12345;
     const BOB: u32 = 12346;
 
-    /// Every owner on the way to a file decides, and a directory that others may write to is told.
+    /// Every owner on the way to a file controls it, and a directory that others may write to is reported.
     #[test]
-    fn owners_on_way_to_file_decide() {
+    fn owners_on_path_control_file() {
         if !geteuid().is_root() {
             return;
         }
@@ -198,9 +200,9 @@ mod tests {
         assert_eq!(found, Some(at("d/pid")));
     }
 
-    /// A user names processes of that user only, and none that has changed its user.
+    /// A user may name only processes of that user, and none that has changed its user.
     #[test]
-    fn user_names_own_processes_only() {
+    fn user_may_name_own_processes_only() {
         let of = |users: &[u32]| Deciders {
             users: users.iter().copied().collect(),
             open_to_others: None,

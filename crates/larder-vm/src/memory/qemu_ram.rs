@@ -1,9 +1,9 @@
-//! Which of QEMU's shared memory is guest RAM, by QEMU's command line.
+//! Identification of the guest RAM in QEMU's shared memory, by QEMU's command line.
 //!
-//! A file with a path can be mapped by any program at any time, and whoever maps memory that is managed finds zeros where
-//! pages were evicted. So of those files only the ones count that the command line gives the guest as RAM, and no shared
-//! memory of other devices (ivshmem), disks in memory (nvdimm, virtio-pmem), or backends of unknown use. A backend that
-//! was added later, by QMP, is of unknown use.
+//! Any program can map a file with a path at any time, and a program that maps managed memory finds zeros in place of
+//! evicted pages. So only those files count that the command line uses as guest RAM. Shared memory of other devices
+//! (ivshmem), disks in memory (nvdimm, virtio-pmem), and backends of unknown use are excluded. A backend that was
+//! added later, by QMP, is of unknown use.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
@@ -15,10 +15,11 @@ use rustix::process::Pid;
 
 use crate::run::keyval::KeyValues;
 
-/// The name of the memfds of memory-backend-memfd.
+/// Name of the memfds of memory-backend-memfd.
 const BACKEND_MEMFD: &str = "memory-backend-memfd";
 
-/// The files that process `pid` has as guest RAM; `None` if it is no QEMU, or its command line does not say all.
+/// Returns the files that process `pid` uses as guest RAM; `None` if it is not QEMU, or its command line is
+/// incomplete.
 pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
     let pid = pid.as_raw_pid();
     let program = fs::read_link(format!("/proc/{pid}/exe")).ok()?;
@@ -33,10 +34,10 @@ pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
     let ram = Ram::of(&words)?;
     let has_changed_directory = words.iter().any(|word| word.trim_start_matches('-') == "daemonize");
     let identity = |path: &PathBuf| {
-        // As QEMU sees it.
+        // The path is resolved in QEMU's mount namespace.
         let seen = match path.strip_prefix("/") {
             Ok(below_root) => Path::new(&format!("/proc/{pid}/root")).join(below_root),
-            // QEMU has opened it before it changed to the root directory.
+            // QEMU opened the file before it changed to the root directory.
             Err(_) if has_changed_directory => {
                 return mapped_as(&fs::read_to_string(format!("/proc/{pid}/maps")).ok()?, path);
             }
@@ -51,7 +52,7 @@ pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
     })
 }
 
-/// The only file among shared mappings (proc_pid_maps(5)) whose path ends with the relative path `end`.
+/// Returns the only file among shared mappings (proc_pid_maps(5)) whose path ends with the relative path `end`.
 fn mapped_as(maps: &str, end: &Path) -> Option<(u64, u64)> {
     let end = end.strip_prefix(".").unwrap_or(end);
     let identity = |line: &str| {
@@ -69,17 +70,17 @@ fn mapped_as(maps: &str, end: &Path) -> Option<(u64, u64)> {
     found.all(|other| other == file).then_some(file)
 }
 
-/// What a command line says of memory.
+/// Memory options of a command line.
 #[derive(PartialEq, Eq, Default, Debug)]
 struct Ram {
-    /// Of files that are guest RAM.
+    /// Paths of files that are guest RAM.
     paths: Vec<PathBuf>,
-    /// There is memory of an ivshmem server.
+    /// An ivshmem server provides shared memory.
     is_shared_by_server: bool,
 }
 
 impl Ram {
-    /// `None` if a part of it is in a file (-readconfig).
+    /// Parses a command line; `None` if a part of it is in a file (-readconfig).
     fn of(words: &[String]) -> Option<Self> {
         let mut ram = Self::default();
         let mut backends: Vec<(String, PathBuf)> = Vec::new();
@@ -163,9 +164,9 @@ mod tests {
         }
     }
 
-    /// As libvirt writes them.
+    /// libvirt writes options in this form.
     #[test]
-    fn options_in_json_are_understood() {
+    fn json_options_are_parsed() {
         let object = |id: &str| {
             format!(
                 r#"-object {{"qom-type":"memory-backend-file","id":"{id}","mem-path":"/dev/shm/{id}","share":true}}"#
@@ -179,7 +180,7 @@ mod tests {
         assert_eq!(paths_of(&line), ["/dev/shm/pc.ram"]);
     }
 
-    /// QEMU has changed its directory since (-daemonize).
+    /// After -daemonize, QEMU has another working directory than when it opened the file.
     #[test]
     fn relative_path_is_found_among_mappings() {
         let maps = "7f00-8000 rw-s 00000000 00:1c 77      /dev/shm/a vm/ram\n\
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn server_memory_and_config_files_are_noticed() {
+    fn ivshmem_server_and_readconfig_are_detected() {
         let ram = ram_of("qemu -device ivshmem-doorbell,chardev=c").expect("all is said");
         assert!(ram.is_shared_by_server);
         assert_eq!(ram_of("qemu -readconfig /etc/vm.cfg"), None);

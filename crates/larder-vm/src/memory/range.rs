@@ -1,8 +1,8 @@
-//! Where a budget may be moved to, by whoever shares the host's memory among VMs.
+//! Bounds within which a host-wide balancer may move a budget.
 //!
-//! The bounds are those of the kernel's cgroups (`memory.min`, `low`, `high`, `max`): below `min` a budget never goes, below
-//! `low` only while the host runs short and all others are at their `low`; above `high` only with memory that nobody else has
-//! use for, above `max` never.
+//! The bounds are those of the kernel's cgroups (`memory.min`, `low`, `high`, `max`). A budget never falls below
+//! `min`, and below `low` only while the host is short of memory and all other VMs are at their `low`. It rises above
+//! `high` only with memory that no other VM can use, and never above `max`.
 
 use larder_block::ByteLen;
 use serde::{Deserialize, Serialize};
@@ -10,38 +10,39 @@ use utoipa::ToSchema;
 
 use super::{BUDGET_MIN, overhead};
 
-/// Bounds of a budget, in bytes; all `None`: it is not moved.
+/// Bounds of a budget, in bytes; if all are `null`, the budget is not moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BudgetRange {
-    /// Never below; the least that there can be, unless it is said.
+    /// Hard lower bound; by default the smallest valid budget.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min: Option<u64>,
-    /// Below only while the host runs short and all others are at theirs; `min`, unless it is said.
+    /// Soft lower bound: the budget falls below it only while the host is short of memory and all other VMs are at
+    /// theirs. The default is `min`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub low: Option<u64>,
-    /// Above only with memory that nobody else has use for; `max`, unless it is said.
+    /// Soft upper bound: the budget rises above it only with memory that no other VM can use. The default is `max`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub high: Option<u64>,
-    /// Never above; all of the memory, and what is kept of each page, unless it is said.
+    /// Hard upper bound; by default all of the memory with its metadata.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<u64>,
 }
 
-/// The bounds that follow, all of them said.
+/// The effective bounds, with defaults filled in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// See [`BudgetRange::min`], and so on.
+    /// See [`BudgetRange::min`].
     pub min: u64,
-    /// As above.
+    /// See [`BudgetRange::low`].
     pub low: u64,
-    /// As above.
+    /// See [`BudgetRange::high`].
     pub high: u64,
-    /// As above.
+    /// See [`BudgetRange::max`].
     pub max: u64,
 }
 
-/// Why a range cannot be.
+/// Reason why a range is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum RangeError {
@@ -64,33 +65,33 @@ pub enum RangeError {
     Above { budget: ByteLen, max: ByteLen },
 }
 
-/// The least budget for memory of `bytes`.
+/// Returns the smallest valid budget for memory of `bytes`.
 pub(super) fn least(bytes: u64) -> u64 {
     BUDGET_MIN.get() + overhead(bytes)
 }
 
 impl BudgetRange {
-    /// Whether a budget may be moved.
+    /// Returns whether the budget may be moved.
     pub fn is_some(&self) -> bool {
         *self != Self::default()
     }
 
-    /// All bounds for memory of `bytes`.
+    /// Returns the effective bounds for memory of `bytes`.
     pub fn bounds(&self, bytes: u64) -> Bounds {
         let all = bytes.saturating_add(least(bytes));
         let said = [self.low, self.high].into_iter().flatten().max();
         let max = self.max.unwrap_or(all.max(said.unwrap_or_default()));
-        // Memory that was plugged in may need more than a bound was made for.
+        // Hotplugged memory may need a larger budget than a bound allows.
         let min = self.min.unwrap_or_default().max(least(bytes)).min(max);
         let low = self.low.unwrap_or(min).clamp(min, max);
         let high = self.high.unwrap_or(max).clamp(low, max);
         Bounds { min, low, high, max }
     }
 
-    /// Whether the bounds make sense for memory of `bytes` with that budget.
+    /// Checks the bounds for memory of `bytes` with this budget.
     ///
     /// # Errors
-    /// They do not.
+    /// The bounds are not in order, are too small, or do not include the budget.
     pub fn check(&self, bytes: u64, budget: u64) -> Result<(), RangeError> {
         let said = [
             ("min", self.min),
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_that_are_not_said_follow_those_that_are() {
+    fn unset_bounds_follow_the_others() {
         let of = |all: [u64; 4]| {
             let Bounds { min, low, high, max } = range(all).bounds(64 * MIB);
             [min, low, high, max].map(|bytes| bytes / MIB)
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_rise_and_the_budget_is_among_them() {
+    fn bounds_must_rise_and_include_budget() {
         let said = |all: [u64; 4], budget: u64| match range(all).check(64 * MIB, budget * MIB) {
             Ok(()) => String::new(),
             Err(error) => error.to_string(),

@@ -1,11 +1,11 @@
-//! A process that manages a VM's memory whenever there is any: it waits for QEMU, attaches, and when that ends waits for
-//! the next one. Or for one process only, which may have only just been started.
+//! A process that manages a VM's memory across restarts of QEMU: it waits for QEMU, attaches, and when that QEMU
+//! ends, waits for the next one. It can also manage one process only, which may have only just started.
 //!
 //! Invariants:
-//! - A process that waits for a pager, since that was killed, is attached to at once, whatever the file says by now.
-//! - A wish to end is granted once all memory is back, or the process has ended, and is tried again until then: a guest
-//!   that has pages elsewhere and no pager stands still.
-//! - A process that was let go of by request is left alone until the service is told otherwise.
+//! - A process that waits because its pager was killed is attached to at once, whatever the file says by now.
+//! - A stop request is completed once all memory is paged in, or the process has ended, and the detach is retried
+//!   until then: a guest with evicted pages and no pager blocks.
+//! - A process from which a client has detached is left alone until a reload.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,33 +22,33 @@ use crate::control::{ControlServer, Subject};
 use crate::vm::config::{ConfigError, QemuAt, VmConfig, VmMemory};
 use crate::vm::find::make_memory_control;
 
-/// How often it is looked for QEMU, at first and after a while.
+/// Interval between searches for QEMU, which doubles up to the maximum.
 const LOOK: Duration = Duration::from_millis(250);
 const LOOK_MAX: Duration = Duration::from_secs(2);
 
-/// The time after which it is tried again to let go of memory for which the host had no room.
+/// First pause after a detach was refused because the host has no space for the memory.
 const DETACH_AGAIN: Duration = Duration::from_secs(2);
-/// The longest pause: it doubles with each try, since pages that were paged in have to be evicted again.
+/// Longest such pause. It doubles with each attempt, because pages that were paged in have to be evicted again.
 const DETACH_AGAIN_MAX: Duration = Duration::from_secs(30);
 
-/// How far it has got; for whoever has started it.
+/// Progress of the service, reported to the process that started it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// It waits for QEMU, here.
+    /// Waiting for QEMU, at this location.
     Waiting(String),
-    /// The memory of this process is about to be managed.
+    /// About to manage the memory of this process.
     Approaching(i32),
-    /// It is, within this budget.
+    /// Managing the memory of this process, within this budget.
     Managing(i32, ByteLen),
-    /// The process was let go of by request, and the next one is waited for.
+    /// A client has detached from this process, and the next one is awaited.
     LetGo(i32),
-    /// The VM's file is being read again; one of the others follows.
+    /// Reloading the VM's file; another state follows.
     Reloading,
-    /// Everything is being brought back.
+    /// Paging everything in.
     Stopping,
 }
 
-/// Why it cannot begin.
+/// Reason why the service cannot start.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ServiceError {
@@ -60,76 +60,76 @@ pub enum ServiceError {
     Memory(#[from] MemoryError),
 }
 
-/// Whose memory it is.
+/// Whose memory is managed.
 enum Whose {
-    /// That of this process, and no other.
+    /// This process only.
     Process(Process),
-    /// That of the QEMU that is found there, and no other.
+    /// The QEMU found at this location, and no later one.
     Once(QemuAt),
-    /// That of a VM, one QEMU after the other, as its file says.
+    /// A VM's QEMU, and every later one, as configured in its file.
     Vm(Box<VmConfig>, PathBuf, QemuAt),
 }
 
-/// It.
+/// A service that manages the memory of a VM or of a process.
 pub struct MemoryService {
     whose: Whose,
-    /// What is wished now.
+    /// The requested options.
     wish: MemoryWish,
-    /// How memory is managed at the moment, or was last.
+    /// The options of the current or last attach.
     in_use: MemoryWish,
     poll_max: Duration,
-    /// Where it listens while memory is managed.
+    /// Control socket while memory is managed.
     control: Option<PathBuf>,
     orders: Receiver<Order>,
     orderer: MemoryOrders,
     finder: QemuFinder,
-    /// By request.
+    /// The process from which a client has detached.
     let_go: Option<Process>,
     progress: Progress,
-    /// The number of the last detach that was begun.
+    /// Number of the last detach that was started.
     detaches: u64,
 }
 
 enum Order {
     Stop,
     Reload,
-    /// The detach of this number is over, without success.
+    /// The detach of this number has failed.
     Refused(u64, DetachError),
-    /// The memory is not managed any more.
+    /// The memory is no longer managed.
     Ended(Result<End, MemoryError>),
 }
 
-/// Tells it what to do, from any thread.
+/// Handle for commands to the service, usable from any thread.
 #[derive(Clone)]
 pub struct MemoryOrders(Sender<Order>);
 
 impl MemoryOrders {
-    /// Bring everything back, and end.
+    /// Pages everything in, and ends the service.
     pub fn stop(&self) {
-        // One that has ended needs no telling.
+        // Sending fails only if the service has ended.
         let _ = self.0.send(Order::Stop);
     }
 
-    /// Read the VM's file again.
+    /// Reloads the VM's file.
     pub fn reload(&self) {
         let _ = self.0.send(Order::Reload);
     }
 }
 
-/// A wish to end, which is granted by a detach.
+/// A stop request, which a detach completes.
 struct Stop {
-    /// The number of its last detach.
+    /// Number of its last detach.
     detach: u64,
-    /// The time after which it is tried again, once it was refused.
+    /// Pause before the next attempt, after one was refused.
     again: Option<Duration>,
-    /// The next such time.
+    /// Pause for the attempt after that.
     pause: Duration,
-    /// The log has why it was refused.
+    /// The reason of the refusal has been logged.
     is_logged: bool,
 }
 
 impl Stop {
-    /// Its detach was refused, and is tried again later.
+    /// Handles a refused detach, which is retried later.
     fn refused(&mut self, error: &DetachError) {
         self.again = Some(self.pause);
         if matches!(error, DetachError::UnderWay) {
@@ -143,17 +143,17 @@ impl Stop {
     }
 }
 
-/// What becomes of a process.
+/// Action after the end of a process.
 enum After {
     Next,
     Stop,
 }
 
 impl MemoryService {
-    /// For the VM that `file` describes.
+    /// Returns a service for the VM that `file` describes.
     ///
     /// # Errors
-    /// The file is wrong, or has nothing of memory in it.
+    /// The file is invalid, or has no memory section.
     pub fn of_vm(file: &Path, poll_max: Duration) -> Result<Self, ServiceError> {
         let config = VmConfig::read(file)?;
         let Some(VmMemory { wish, qemu }) = config.memory.clone() else {
@@ -167,12 +167,13 @@ impl MemoryService {
         Ok(Self::new(whose, wish, poll_max, control.ok()))
     }
 
-    /// For one process, which may not have all of its memory yet; or that may have ended: then this does, too.
+    /// Returns a service for one process, which may not have all of its memory yet. If the process has ended, the
+    /// service ends too.
     pub fn of_process(process: Process, wish: MemoryWish, poll_max: Duration, control: Option<PathBuf>) -> Self {
         Self::new(Whose::Process(process), wish, poll_max, control)
     }
 
-    /// For one QEMU, which may not have been started yet.
+    /// Returns a service for one QEMU, which may not have been started yet.
     pub fn of_qemu(qemu: QemuAt, wish: MemoryWish, poll_max: Duration, control: Option<PathBuf>) -> Self {
         Self::new(Whose::Once(qemu), wish, poll_max, control)
     }
@@ -194,12 +195,12 @@ impl MemoryService {
         }
     }
 
-    /// What tells it what to do.
+    /// Returns a handle for commands to this service.
     pub fn orders(&self) -> MemoryOrders {
         self.orderer.clone()
     }
 
-    /// Does it until it is told to end, or its only process has ended.
+    /// Runs until a stop command, or until the only process has ended.
     ///
     /// # Errors
     /// The thread that manages the memory has died.
@@ -229,7 +230,7 @@ impl MemoryService {
         }
     }
 
-    /// The file is read again, and it is told how that goes.
+    /// Reloads the file, and reports the progress.
     fn reload_and_tell(&mut self, managed: Option<&MemoryInquiry>, tell: &impl Fn(Progress)) {
         tell(Progress::Reloading);
         if let Err(why) = self.reload(managed) {
@@ -241,7 +242,7 @@ impl MemoryService {
         tell(self.progress.clone());
     }
 
-    /// A process to manage; `None` to end.
+    /// Waits for a process to manage; `None` to end.
     fn wait_for_process(&mut self, tell: &impl Fn(Progress)) -> Option<Process> {
         let mut pause = LOOK;
         let mut told = None;
@@ -270,14 +271,14 @@ impl MemoryService {
             match self.orders.recv_timeout(pause) {
                 Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(LOOK_MAX),
                 Ok(Order::Reload) => {
-                    // Whoever says so wants it managed again.
+                    // A reload means that the process is to be managed again.
                     self.let_go = None;
                     self.reload_and_tell(None, tell);
                     pause = LOOK;
                 }
-                // There is one who gives orders as long as this is.
+                // `self` has a sender, so receiving cannot fail while it exists.
                 Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => return None,
-                // Of earlier ones.
+                // These concern earlier processes.
                 Ok(Order::Refused(..) | Order::Ended(_)) => {}
             }
         }
@@ -317,7 +318,7 @@ impl MemoryService {
         }
     }
 
-    /// Manages the memory to the end.
+    /// Manages the memory of a process until it ends or is detached from.
     fn manage(
         &mut self,
         process: Process,
@@ -325,14 +326,14 @@ impl MemoryService {
         tell: &impl Fn(Progress),
     ) -> Result<After, ServiceError> {
         let inquiry = managed.inquiry();
-        // Whoever reads in the log that it is attached can ask for it.
+        // The control socket must work before the log says that the memory is attached.
         let control = self.listen(inquiry.clone());
         managed.began().tell(process.pid, self.wish.budget);
         self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
         let orderer = self.orderer.clone();
         std::thread::spawn(move || {
             let ended = managed.wait();
-            // This ends only after it was told.
+            // The service ends only after it has received this.
             let _ = orderer.0.send(Order::Ended(ended));
         });
         let mut stop: Option<Stop> = None;
@@ -343,7 +344,7 @@ impl MemoryService {
             };
             match (order, &mut stop) {
                 (Ok(Order::Ended(end)), _) => break end?,
-                // Who wants it managed again.
+                // A reload during a stop means that the memory is to be managed further.
                 (Ok(Order::Reload), Some(_)) => {
                     inquiry.cancel_detach_blocking();
                     stop = None;
@@ -374,13 +375,13 @@ impl MemoryService {
                     }
                     error => now.refused(&error),
                 },
-                // The answer to a detach that was cancelled meanwhile.
+                // This is the answer to a detach that was cancelled meanwhile.
                 (Ok(Order::Refused(..)), _) => {}
                 (Err(_), Some(now)) => {
                     now.again = None;
                     now.detach = self.detach(&inquiry);
                 }
-                // Impossible: this has a sender itself.
+                // Impossible: `self` has a sender.
                 (Err(_), None) => {}
             }
         };
@@ -398,16 +399,16 @@ impl MemoryService {
         })
     }
 
-    /// Brings everything back, without anybody waiting for it here. Returns the number of the detach.
+    /// Starts a detach without waiting for it; returns its number.
     fn detach(&mut self, inquiry: &MemoryInquiry) -> u64 {
         self.detaches += 1;
         let (number, orderer) = (self.detaches, self.orderer.clone());
-        // Asked for here, so that no later request overtakes it.
+        // The request is sent here, so that no later request overtakes it.
         let wait = inquiry.begin_detach_blocking();
         std::thread::spawn(move || match wait() {
-            // The memory is not managed any more, which is said by itself.
+            // The memory is no longer managed, which `Order::Ended` reports.
             Some(Ok(()) | Err(DetachError::Over)) | None => {}
-            // Another one that is under way may fail: this one is tried again then.
+            // Another detach that is running may fail: this one is then retried.
             Some(Err(error)) => {
                 let _ = orderer.0.send(Order::Refused(number, error));
             }
@@ -415,7 +416,7 @@ impl MemoryService {
         number
     }
 
-    /// The control socket. Without one the memory is managed all the same.
+    /// Starts the control socket. If that fails, the memory is managed without one.
     fn listen(&self, inquiry: MemoryInquiry) -> Option<ControlServer> {
         let path = self.control.as_deref()?;
         let subject = match &self.whose {
@@ -428,7 +429,7 @@ impl MemoryService {
             .ok()
     }
 
-    /// Reads the file again, and does what it says as far as that can be done now.
+    /// Reloads the file, and applies all changes that are possible now.
     fn reload(&mut self, managed: Option<&MemoryInquiry>) -> Result<(), String> {
         let Whose::Vm(config, file, qemu) = &mut self.whose else {
             return Err("there is no file".to_owned());
@@ -441,7 +442,7 @@ impl MemoryService {
             ));
         };
         if let Some(managed) = managed {
-            // The usual share depends on the swap cache that there is.
+            // The default share of compressed pages depends on the swap cache in use.
             let swap = self.in_use.swap.clone();
             let limits = MemoryWish {
                 swap,
@@ -450,7 +451,7 @@ impl MemoryService {
             .limits();
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
             for key in wanted.wish.fixed_differences(&self.in_use) {
-                // It brings everything back first, so that pages may go elsewhere.
+                // The restart pages everything in first, so pages may be evicted to another disk afterwards.
                 tracing::warn!("left: {key}: as before until this service is started again, which the guest survives");
             }
         }

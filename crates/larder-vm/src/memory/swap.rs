@@ -1,7 +1,7 @@
-//! The disks that evicted pages go to: whose they are, and that nothing else is overwritten.
+//! The disks for evicted pages: ownership, and protection of foreign data.
 //!
-//! What is in the log only the state in the managed process tells: when that ends, it is worth nothing. How a disk begins is
-//! in [`header`]; how it is left, in [`release`].
+//! Only the state in the managed process describes the data in the log, so the log is worthless once that process has
+//! ended. The header of a disk is in [`header`], the cleanup at the end in [`release`].
 
 mod header;
 mod release;
@@ -33,23 +33,23 @@ pub(crate) use header::pages_of;
 pub(super) use header::{Owner, read_any};
 pub(super) use release::SwapRelease;
 
-/// How often a file is made that another pager removes as it ends.
+/// Maximum attempts to create a file that another pager is removing as it ends.
 const TRIES_MAX: u32 = 3;
-/// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
+/// Time for which requests wait for an unreachable NBD server before they fail; failed requests are repeated.
 const RECONNECT: Duration = Duration::from_secs(5);
-/// The smallest swap cache that makes sense.
+/// Smallest useful swap cache.
 pub(super) const SIZE_MIN: ByteLen = ByteLen::new(16 << 20);
 
 /// A disk for evicted pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwapConfig {
-    /// A file, a block device, or an NBD export. A file that is not there is made, and removed in the end.
+    /// A file, a block device, or an NBD export. A missing file is created, and removed in the end.
     pub address: ImageAddress,
-    /// How much of it may be used; needed for a file, otherwise by default all.
+    /// Usable size; required for a new file, otherwise the whole disk by default.
     pub size: Option<ByteLen>,
 }
 
-/// Why a disk cannot be used for evicted pages.
+/// Reason why a disk cannot be used for evicted pages.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SwapError {
@@ -106,13 +106,13 @@ pub enum SwapError {
     Name(String),
 }
 
-/// A disk that was opened, and what becomes of it in the end.
+/// A disk that was opened.
 pub(super) struct Opened {
-    /// For the pager.
+    /// The disk for the pager.
     pub(super) swap: Swap,
-    /// To be released in the end.
+    /// Cleanup, to be performed in the end.
     pub(super) release: SwapRelease,
-    /// It has no pages yet.
+    /// The disk has no pages yet.
     pub(super) is_new: bool,
 }
 
@@ -124,10 +124,10 @@ fn os(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
     }
 }
 
-/// Whether both are disks of their own.
+/// Checks that swap cache and slow store are different disks.
 ///
 /// # Errors
-/// They are the same.
+/// Both are the same.
 pub(super) fn check_both(swap: Option<&SwapConfig>, slow: Option<&SwapConfig>) -> Result<(), SwapError> {
     let (Some(swap), Some(slow)) = (swap, slow) else {
         return Ok(());
@@ -139,10 +139,11 @@ pub(super) fn check_both(swap: Option<&SwapConfig>, slow: Option<&SwapConfig>) -
     }
 }
 
-/// Opens the disk of this tier: the one that has pages already, if there is one. Its pages are encrypted if `is_encrypted`.
+/// Opens the disk of this tier. If a disk already has pages of the process, it is that disk. Pages are encrypted if
+/// `is_encrypted`.
 ///
 /// # Errors
-/// See [`SwapError`]. Nothing but a disk of Larder's was changed.
+/// See [`SwapError`]. Only a disk of Larder's can have been changed.
 pub(super) async fn open(
     on: &Loop,
     tier: Tier,
@@ -174,7 +175,8 @@ pub(super) async fn open(
     let (device, file, before) = open_device(on, &address, size, owner, is_new).await?;
     let name = name_of(&address)?;
     let (found, mark) = read_header(&name, &device).await?;
-    // Who is killed before the header is written leaves an empty file, which its successor takes for a user's.
+    // A pager that is killed before it writes the header leaves an empty file, which the next pager takes for a
+    // user's file.
     let is_made = before.is_made() || matches!(found, Header::Ours(Fields { is_made: true, .. }));
     let (identity, written) = match left {
         Some(left) => match found {
@@ -239,7 +241,7 @@ pub(super) async fn open(
 }
 
 impl Fields {
-    /// Checks that no process needs the pages of this disk, which is to be another one's, or the same one's anew.
+    /// Checks that no other live process needs the pages of this disk.
     fn check_unneeded(&self, name: &str, owner: Owner) -> Result<(), SwapError> {
         match self.of.pid != owner.pid && self.of.is_alive() {
             true => Err(SwapError::Used {
@@ -251,7 +253,8 @@ impl Fields {
     }
 }
 
-/// Erases what a killed pager has left on a disk, whose process has ended. `mark` is how far it was written, if that is known.
+/// Erases the data of a killed pager whose process has ended. `mark` is the number of segments written, if it is
+/// known.
 async fn erase_left(
     name: &str,
     device: &Rc<dyn BlockDevice>,
@@ -264,7 +267,7 @@ async fn erase_left(
         false => fields.segments.min(all),
     };
     if fields.is_encrypted {
-        // Its key has ended with the process: a device that does not discard it has noise.
+        // The key ended with the process: if the device does not discard the data, it remains as noise.
         if let Err(error) = erase(device, Unneeded::Encrypted(segments)).await {
             tracing::debug!("swap cache {name}: encrypted pages of an ended process are not discarded: {error}");
         }
@@ -279,12 +282,13 @@ async fn erase_left(
     })
 }
 
-/// The state of a new disk's path before it was opened.
+/// State of a new disk's path before it was opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Before {
-    /// Nothing.
+    /// No file existed.
     Missing,
-    /// A file of Larder's, or without data; whether Larder made it. What it had was not needed, and is erased.
+    /// A file of Larder's, or without data; `is_made` if Larder created it. Its old data is not needed, and is
+    /// erased.
     Free { is_made: bool },
     /// Something that has to be checked.
     Unknown,
@@ -296,7 +300,7 @@ impl Before {
     }
 }
 
-/// Opens a disk, and makes its file if there is none. A file is returned open, too.
+/// Opens a disk, and creates its file if there is none. A file's open handle is returned as well.
 async fn open_device(
     on: &Loop,
     address: &ImageAddress,
@@ -329,7 +333,7 @@ async fn open_device(
                 };
                 return Ok((device, held, before));
             }
-            // Another pager had it until now, and has removed it in the end.
+            // Another pager used the file until now, and has removed it in the end.
             Err(OpenError::Open { source, .. })
                 if is_new && source.kind() == io::ErrorKind::NotFound && tries < TRIES_MAX =>
             {
@@ -340,7 +344,7 @@ async fn open_device(
     }
 }
 
-/// Opens a disk that nothing else uses. Pages that are on it already are needed all the same.
+/// Opens a disk for exclusive use. If pages are on it already, it is used even if another process has claimed it.
 async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDevice>, OpenError> {
     let options = FileOptions {
         exclusive: true,
@@ -355,14 +359,15 @@ async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDev
     }
 }
 
-/// That a server is away is to be known soon, as pages then stay in memory.
+/// Returns NBD options with a short timeout: an unreachable server must be detected soon, because pages then stay in
+/// memory.
 fn nbd_options() -> ImageOptions {
     let mut options = ImageOptions::default();
     options.nbd.reconnect = RECONNECT;
     options
 }
 
-/// What it is called, whatever folder this process is in.
+/// Returns the disk's name, independent of the working directory.
 fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
     match address {
         ImageAddress::Path(path) => {
@@ -379,12 +384,12 @@ fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
 
 fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
     let log = device.geometry().size.get().saturating_sub(SEGMENT as u64);
-    // Of more, entries could not say where in it a page is.
+    // Page entries cannot address more segments.
     u32::try_from(log / SEGMENT as u64).map_or(SEGMENTS_MAX, |segments| segments.min(SEGMENTS_MAX))
 }
 
-/// Makes a file that is not there, and gives one that is of Larder's or empty its size. Pages of a process that has ended
-/// are erased. Nothing is changed of one that another process uses, or whose pages a living one needs.
+/// Creates a missing file, and gives a file of Larder's or an empty one its size. Pages of a process that has ended
+/// are erased. A file that another process uses, or whose pages a live process needs, is not changed.
 async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) -> Result<Before, SwapError> {
     let name = path.display().to_string();
     let found = match path.metadata() {
@@ -399,7 +404,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
         return Err(SwapError::Kind(name));
     }
     let Some(size) = size else {
-        // A file that is there has its size.
+        // An existing file has its size.
         return match found.is_some_and(|found| found.len() > 0) {
             true => Ok(Before::Unknown),
             false => Err(SwapError::NoSize(name)),
@@ -438,7 +443,8 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
     sized.map(|()| before)
 }
 
-/// Erases what a killed pager has left in a file, unless its process still lives. Returns true if Larder made the file.
+/// Erases the data of a killed pager in a file, unless its process still lives. Returns whether Larder created the
+/// file.
 fn erase_file(name: &str, file: &File, owner: Owner) -> Result<bool, SwapError> {
     match header_of(name, file)? {
         Header::Foreign => Err(foreign(name)(Occupied::Data)),
@@ -461,17 +467,17 @@ fn give_size(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
         },
         _ => os(name, "give it its size")(error),
     })?;
-    // Where there is no room for it, that is said now. A file system that cannot promise it does not.
+    // Lack of space is reported now. A file system that cannot preallocate reports it later.
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, whole) {
         Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(()),
         Err(error) => Err(os(name, "find room for it")(error.into())),
     }
 }
 
-/// Whether it could be used; nothing is changed. NBD servers are not asked.
+/// Checks whether a disk could be used, without changing anything. NBD servers are not contacted.
 ///
 /// # Errors
-/// It could not.
+/// The disk could not be used.
 pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     let ImageAddress::Path(path) = &disk.address else {
         return Ok(());
@@ -497,7 +503,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     };
     let file = opened.map_err(os(&name, "open it"))?;
     if begins_with_magic(&file).map_err(os(&name, "read it"))? {
-        // Perhaps its pager has it now.
+        // Its pager may be using it now.
         return disk.size.map_or(Ok(()), |size| match is_device {
             true => Ok(()),
             false => look_for_room(&name, path, size.get()),
@@ -519,7 +525,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
             }
         }
         None if found.len() == 0 => Err(SwapError::NoSize(name)),
-        // It is used as it is.
+        // The file is used with its present size.
         None => {
             check_size(&name, ByteLen::new(found.len()))?;
             occupied::check_file(file).map_err(foreign(&name))
@@ -527,7 +533,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     }
 }
 
-/// Whether the file can have so many bytes, with those that it has.
+/// Checks that the file system has space for a file of this size, including the space that the file already uses.
 fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
     let path = std::path::absolute(path).map_err(os(name, "look at it"))?;
     let folder = path.parent().unwrap_or(Path::new("/"));
@@ -544,7 +550,7 @@ fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
     }
 }
 
-/// Whether a file takes memory instead of room on a disk.
+/// Returns whether a file is in memory rather than on a disk.
 fn is_in_memory(path: &Path) -> bool {
     rustix::fs::statfs(path).is_ok_and(|found| is_tmpfs(&found))
 }
@@ -557,7 +563,7 @@ fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
     Ok(())
 }
 
-/// What a file begins with. One that was given its size and nothing else is of holes, and has nothing in it.
+/// Reads the header of a file. A file that was only given its size consists of holes, and is empty.
 fn header_of(name: &str, file: &File) -> Result<Header, SwapError> {
     match is_empty(file).and_then(|is_empty| Ok((is_empty, !is_empty && begins_with_magic(file)?))) {
         Ok((true, _)) => Ok(Header::Nothing),
@@ -574,7 +580,7 @@ fn header_of(name: &str, file: &File) -> Result<Header, SwapError> {
     }
 }
 
-/// Whether the file has no data.
+/// Returns whether the file has no data.
 fn is_empty(file: &File) -> io::Result<bool> {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
         Err(rustix::io::Errno::NXIO) => Ok(true),
@@ -584,7 +590,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Reads the beginning of a file, as far as there is one.
+/// Reads the beginning of a file, which may be shorter than the buffer.
 fn read_begin(file: &File, bytes: &mut [u8]) -> io::Result<()> {
     use std::os::unix::fs::FileExt as _;
     let mut has = 0;
@@ -612,7 +618,7 @@ fn foreign(name: &str) -> impl Fn(Occupied) -> SwapError {
     }
 }
 
-/// How many segments the log is to have.
+/// Returns the number of segments for the log.
 fn segments_for(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>) -> Result<u32, SwapError> {
     let has = segments_of(device);
     let Some(size) = size else { return Ok(has) };
@@ -628,7 +634,7 @@ fn segments_for(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>)
     }
 }
 
-/// Claims the disk.
+/// Writes the header, which claims the disk.
 async fn begin(
     name: &str,
     device: &Rc<dyn BlockDevice>,
@@ -636,7 +642,7 @@ async fn begin(
     is_file: bool,
 ) -> Result<SwapIdentity, SwapError> {
     let io = |error: IoError| SwapError::Io(error.to_string());
-    // What was there before is not needed, and need not be kept from a thin disk.
+    // Old data is not needed, and a thin disk should not have to store it.
     let log = ByteRange::new(SEGMENT as u64, u64::from(fields.segments) * SEGMENT as u64);
     if device.geometry().discard_granularity > 0 && !is_file {
         device.discard(log).await.map_err(io)?;

@@ -1,5 +1,5 @@
-//! What a user may wish of a VM's memory: the options of `larder memory attach`, those of `larder run --memory-...`, and
-//! the keys of `[memory]` in a VM's file, so that there is one way to say it, and one check.
+//! User options for a VM's memory: those of `larder memory attach` and of `larder run --memory-...`, and the keys of
+//! `[memory]` in a VM's file. All have the same names and the same checks.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -15,10 +15,10 @@ use crate::run::keyval::parse_bool;
 use crate::wish::joined;
 use crate::wish::keys::Problem;
 
-/// The longest quarantine, in milliseconds.
+/// Longest quarantine, in milliseconds.
 pub const QUARANTINE_MS_MAX: u64 = 600_000;
 
-/// What can be said of memory.
+/// Keys of the memory options.
 pub(crate) const KEYS: [&str; 13] = [
     "budget",
     "budget-min",
@@ -35,28 +35,28 @@ pub(crate) const KEYS: [&str; 13] = [
     "encrypt",
 ];
 
-/// How memory is to be managed, whoever's it is.
+/// Memory options, independent of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryWish {
-    /// See [`MemoryConfig::budget`], and so on.
+    /// See [`MemoryConfig::budget`].
     pub budget: ByteLen,
-    /// Where it may be moved to.
+    /// Bounds within which the budget may be moved.
     pub range: BudgetRange,
-    /// `None`: the usual share of the budget.
+    /// Limit of compressed pages; `None` for the default share of the budget.
     pub compressed: Option<ByteLen>,
-    /// Where pages go that compressed RAM has no room for.
+    /// Swap cache: receives the pages for which compressed RAM has no space.
     pub swap: Option<SwapConfig>,
-    /// Where pages go that the swap cache has no room for.
+    /// Slow store: receives the pages for which the swap cache has no space.
     pub slow: Option<SwapConfig>,
-    /// `None`: what the process needs.
+    /// Quarantine of pages; `None` to choose it by the process.
     pub quarantine: Option<Duration>,
-    /// Pages are brought ahead.
+    /// Prefetch pages.
     pub prefetch: bool,
-    /// Whether what goes to the disks is encrypted. `None`: it is, if there are disks.
+    /// Encrypt data on the disks. `None` means yes, if there are disks.
     pub encrypt: Option<bool>,
 }
 
-/// What makes no sense, whatever process it is said of.
+/// Reason why options are invalid for every process.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum WishError {
@@ -75,7 +75,7 @@ pub enum WishError {
 }
 
 impl MemoryWish {
-    /// The usual, within a budget.
+    /// Returns the default options with this budget.
     pub fn new(budget: ByteLen) -> Self {
         Self {
             budget,
@@ -89,10 +89,10 @@ impl MemoryWish {
         }
     }
 
-    /// Whether it makes sense for some memory.
+    /// Checks whether the options are valid for at least some memory size.
     ///
     /// # Errors
-    /// It does for none.
+    /// They are invalid for all sizes.
     pub fn check(&self) -> Result<(), WishError> {
         match self.check_for(0) {
             Ok(()) => {}
@@ -117,25 +117,25 @@ impl MemoryWish {
         Ok(())
     }
 
-    /// Whether pages go further than to compressed RAM.
+    /// Returns whether there is a tier below compressed RAM.
     fn has_disk(&self) -> bool {
         self.swap.is_some() || self.slow.is_some()
     }
 
-    /// Returns true if what goes to the disks is to be encrypted.
+    /// Returns whether data on the disks is to be encrypted.
     fn is_encrypted(&self) -> bool {
         self.encrypt.unwrap_or(true)
     }
 
-    /// Whether the budget is enough for so many bytes of memory.
+    /// Checks the budget for memory of `bytes`.
     ///
     /// # Errors
-    /// It is not.
+    /// The budget is too small.
     pub fn check_for(&self, bytes: u64) -> Result<(), BudgetError> {
         check_budget(bytes, self.budget, self.compressed, self.has_disk()).map(|_| ())
     }
 
-    /// The same for the memory of this process.
+    /// Returns the configuration for the memory of this process.
     pub fn config(&self, pid: Pid) -> MemoryConfig {
         MemoryConfig {
             range: self.range,
@@ -149,7 +149,7 @@ impl MemoryWish {
         }
     }
 
-    /// What of it can be changed while memory is managed, all of it said.
+    /// Returns the options that can be changed while memory is managed, with defaults filled in.
     pub fn limits(&self) -> MemoryLimits {
         let usual = compressed_default(self.budget.get(), self.has_disk());
         MemoryLimits {
@@ -159,9 +159,9 @@ impl MemoryWish {
         }
     }
 
-    /// The keys of what is otherwise than in `other`, and cannot be changed while memory is managed.
+    /// Returns the keys that differ from `other` and cannot be changed while memory is managed.
     pub fn fixed_differences(&self, other: &Self) -> Vec<&'static str> {
-        // All fields are named, so that none is forgotten.
+        // The pattern names all fields, so that a new field cannot be forgotten here.
         let Self {
             budget: _,
             range: _,
@@ -187,7 +187,8 @@ impl MemoryWish {
         differing.map(|(key, _)| key).collect()
     }
 
-    /// The same as options of `larder memory attach`, sizes in bytes: those for people are rounded.
+    /// Returns the options as arguments of `larder memory attach`. Sizes are in bytes, because the human-readable
+    /// form is rounded.
     pub fn attach_arguments(&self) -> Vec<OsString> {
         let bytes = |option: &str, size: ByteLen| joined(option, size.get().to_string());
         let mut words = vec![bytes("--budget=", self.budget)];
@@ -224,7 +225,7 @@ impl MemoryWish {
     }
 }
 
-/// A wish that is being said key by key.
+/// Options that are being parsed key by key.
 #[derive(Debug, Default)]
 pub(crate) struct Said {
     budget: Option<ByteLen>,
@@ -238,7 +239,7 @@ pub(crate) struct Said {
 }
 
 impl Said {
-    /// Says `value`, by `key`: one of [`KEYS`].
+    /// Sets the option `key`, one of [`KEYS`], to `value`.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<(), Problem> {
         let wanted = |what: String| Problem::Wanted(what);
         let size = || {
@@ -275,10 +276,10 @@ impl Said {
         Ok(())
     }
 
-    /// All that was said.
+    /// Returns the complete options.
     ///
     /// # Errors
-    /// It makes no sense together.
+    /// The options contradict each other.
     pub(crate) fn wish(self) -> Result<MemoryWish, String> {
         let Some(budget) = self.budget else {
             return Err("there is no budget; add one, as in budget = \"1GiB\"".to_owned());
