@@ -1,10 +1,10 @@
-//! QEMU's command line as a row of options with their values, which can be put together again word by word.
+//! QEMU's command line as a list of options with their values, from which it can be restored word by word.
 
 use std::ffi::{OsStr, OsString};
 
 use super::option_names::takes_value;
 
-/// An option, with its value if it has one; or a word that is no option (QEMU takes it for a disk image).
+/// An option, with its value if it has one; or a word that is not an option, which QEMU takes for a disk image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Argument {
     flag: OsString,
@@ -12,7 +12,7 @@ pub struct Argument {
 }
 
 impl Argument {
-    /// `-name value`.
+    /// Returns `-name value`.
     pub fn option(name: &str, value: impl ToString) -> Self {
         Self {
             flag: format!("-{name}").into(),
@@ -20,7 +20,7 @@ impl Argument {
         }
     }
 
-    /// `-name value`, the value not necessarily being text.
+    /// Returns `-name value` with a value that need not be UTF-8.
     pub fn option_of_bytes(name: &str, value: OsString) -> Self {
         Self {
             flag: format!("-{name}").into(),
@@ -28,46 +28,46 @@ impl Argument {
         }
     }
 
-    /// The option's name without its dashes, or `None` for a plain word.
+    /// Returns the option's name without its dashes, or `None` for a plain word.
     pub fn name(&self) -> Option<&str> {
         name_of(&self.flag)
     }
 
-    /// A word that is no option: QEMU takes it for a disk image.
+    /// Returns a word that is not an option, which QEMU takes for a disk image.
     pub fn plain_word(&self) -> Option<&OsStr> {
         let looks_like_option = self.flag.as_encoded_bytes().starts_with(b"-");
         (!looks_like_option && !self.flag.is_empty()).then_some(&self.flag)
     }
 
-    /// Its value, if it has one.
+    /// Returns the value, if there is one.
     pub fn value(&self) -> Option<&OsStr> {
         self.value.as_deref()
     }
 
-    /// Its value, if it has one that is text.
+    /// Returns the value, if there is one and it is UTF-8.
     pub fn text(&self) -> Option<&str> {
         self.value.as_deref().and_then(OsStr::to_str)
     }
 
-    /// The value of this option if it is called `name` and its value is text.
+    /// Returns the value if the option's name is `name` and the value is UTF-8.
     pub fn text_of(&self, name: &str) -> Option<&str> {
         self.text().filter(|_| self.name() == Some(name))
     }
 
-    /// The words it is made of.
+    /// Returns the words of the argument.
     pub fn into_words(self) -> impl Iterator<Item = OsString> {
         std::iter::once(self.flag).chain(self.value)
     }
 }
 
-/// QEMU takes one dash or two.
+/// QEMU accepts one dash or two.
 fn name_of(word: &OsStr) -> Option<&str> {
     let name = word.to_str()?.strip_prefix('-')?;
     let name = name.strip_prefix('-').unwrap_or(name);
     (!name.is_empty()).then_some(name)
 }
 
-/// Splits the words behind the program's name.
+/// Splits the words after the program's name into arguments.
 pub fn split(words: &[OsString]) -> Vec<Argument> {
     let mut arguments = Vec::new();
     let mut words = words.iter().peekable();
@@ -84,7 +84,7 @@ pub fn split(words: &[OsString]) -> Vec<Argument> {
     arguments
 }
 
-/// The words again.
+/// Joins arguments to words again.
 pub fn join(arguments: impl IntoIterator<Item = Argument>) -> Vec<OsString> {
     arguments.into_iter().flat_map(Argument::into_words).collect()
 }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn options_and_their_values_are_told_apart() {
+    fn options_are_paired_with_their_values() {
         assert_eq!(names("-m 512 --nographic -drive file=a"), ["m", "nographic", "drive"]);
         assert_eq!(names("-append -drive -S disk.img"), ["append", "S", ""]);
         assert_eq!(
@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_lost(line in prop::collection::vec("-{0,2}[a-zA-Z]{0,6}|-m|-drive|.{0,5}", 0..12)) {
+        fn split_and_join_preserve_all_words(line in prop::collection::vec("-{0,2}[a-zA-Z]{0,6}|-m|-drive|.{0,5}", 0..12)) {
             let line: Vec<OsString> = line.into_iter().map(Into::into).collect();
             prop_assert_eq!(join(split(&line)), line);
         }

@@ -1,21 +1,21 @@
-//! How soon a server that died is started again.
+//! Backoff of restarts of a server that died.
 
 use std::time::Duration;
 
-/// A server that lived this long was well; its next death counts as the first.
+/// Lifetime after which a server counts as healthy, and its next death as the first.
 const WELL: Duration = Duration::from_secs(2);
 
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// At once after the first death; then, while it keeps dying, twice as long each time, up to 5 s.
+/// Backoff of a server: zero after the first death; then, while it keeps dying, doubling up to 5 s.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Backoff {
     deaths: u32,
 }
 
 impl Backoff {
-    /// It died after `lived`; how long to wait now.
+    /// Returns the pause before the restart of a server that died after `lived`.
     pub fn died(&mut self, lived: Duration) -> Duration {
         if lived >= WELL {
             self.deaths = 0;
@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_restart_is_at_once_and_the_next_ones_wait_longer() {
+    fn first_restart_is_immediate_then_backs_off() {
         let mut backoff = Backoff::default();
         let mut next = |lived| backoff.died(Duration::from_millis(lived)).as_millis();
         assert_eq!([next(3), next(3), next(3), next(3)], [0, 100, 200, 400]);

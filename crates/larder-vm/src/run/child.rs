@@ -1,4 +1,4 @@
-//! The processes that `larder run` starts, none of which outlives it.
+//! The child processes of `larder run`, none of which outlives it.
 
 use std::ffi::OsString;
 use std::io;
@@ -9,15 +9,15 @@ use super::memory::PlannedMemory;
 use super::plan::{Plan, PlannedDisk};
 use super::supervise::ServerProgram;
 
-/// Starts the server of a disk, apart from the terminal: what is typed there is for QEMU.
+/// Starts the server of a disk, detached from the terminal, whose input is for QEMU.
 pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io::Result<Child> {
     let mut words = planned.kept_serve_arguments();
-    // Only from us: nobody else's servers have our locks.
+    // Only this process may pass the option, because only its servers share its locks.
     words.push("--inherit-locks".into());
     start_ours(program, words)
 }
 
-/// Starts the pager of QEMU, likewise.
+/// Starts the pager of QEMU, detached from the terminal.
 pub(super) fn start_pager(program: &ServerProgram, planned: &PlannedMemory, qemu: u32) -> io::Result<Child> {
     start_ours(program, planned.attach_arguments(&qemu.to_string()))
 }
@@ -33,15 +33,15 @@ fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child
     if let Some(level) = &program.log {
         command.env("LARDER_LOG", level);
     }
-    // SIGTERM: it writes back, or brings back, what it holds.
+    // SIGTERM lets the child write back or page in its data.
     end_with_parent(&mut command, libc::SIGTERM);
-    // SAFETY: two system calls, both allowed between fork and exec, that touch no memory of the parent.
+    // SAFETY: both system calls are allowed between fork and exec, and touch no memory of the parent.
     unsafe {
         command.pre_exec(|| {
-            // Or its messages would stop it on a terminal set to `stty tostop`.
+            // Otherwise its messages would stop it on a terminal set to `stty tostop`.
             libc::signal(libc::SIGTTOU, libc::SIG_IGN);
-            // Descriptors handed to us are QEMU's: a tap device held open here would outlive it. A kernel without the
-            // call keeps them.
+            // Inherited descriptors belong to QEMU: a tap device held open here would outlive it. A kernel without
+            // the call leaves them open.
             libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
             Ok(())
         })
@@ -49,19 +49,20 @@ fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child
     command.spawn()
 }
 
-/// Starts QEMU in the foreground, with everything that we were given.
+/// Starts QEMU in the foreground, with all inherited descriptors.
 pub(super) fn start_qemu(plan: &Plan) -> io::Result<Child> {
     let Some((program, arguments)) = plan.qemu.split_first() else {
         return Err(io::ErrorKind::NotFound.into());
     };
     let mut command = Command::new(program);
     command.args(arguments);
-    // Without us its disks are gone, and the guest would wait for them for good.
+    // Without this process the disks have no servers, and the guest would wait for them for ever.
     end_with_parent(&mut command, libc::SIGTERM);
     command.spawn()
 }
 
-/// The process gets `signal` when the thread that starts it ends. It starts with no signal blocked, unlike us.
+/// Makes the process receive `signal` when the thread that starts it ends. Unlike this process, it starts with no
+/// signal blocked.
 fn end_with_parent(command: &mut Command, signal: libc::c_int) {
     let parent = std::process::id();
     // SAFETY: prctl, getppid and sigprocmask are allowed between fork and exec, and touch no memory of the parent. A
@@ -71,7 +72,7 @@ fn end_with_parent(command: &mut Command, signal: libc::c_int) {
             if libc::prctl(libc::PR_SET_PDEATHSIG, signal) != 0 {
                 return Err(io::Error::last_os_error());
             }
-            // The parent may have died before that.
+            // The parent may have died before the call.
             if u32::try_from(libc::getppid()).ok() != Some(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
@@ -96,12 +97,12 @@ impl Guarded {
         Self { child, ended: None }
     }
 
-    /// Its process number.
+    /// Returns the process ID.
     pub(super) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// How it ended, if it has.
+    /// Returns the exit status, if the process has ended.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait()?;
@@ -109,10 +110,10 @@ impl Guarded {
         Ok(self.ended)
     }
 
-    /// Sends it a signal; without effect if it has ended.
+    /// Sends a signal, unless the process has ended.
     pub(super) fn signal(&mut self, signal: rustix::process::Signal) {
         if let Ok(None) = self.ended() {
-            // It cannot be gone: only `ended` takes it off the process table.
+            // The process ID is still valid: only `ended` reaps the process.
             let _ = rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal);
         }
     }

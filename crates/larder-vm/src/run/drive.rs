@@ -1,4 +1,4 @@
-//! What a `-drive` of QEMU's says, as a disk of Larder's, or why it cannot be one.
+//! Conversion of a QEMU `-drive` to the options of a Larder disk, or a reason why that is impossible.
 
 use std::fmt;
 use std::path::Path;
@@ -8,7 +8,7 @@ use crate::image::{Format, ImageAddress, driver_in};
 use crate::wish::limits::Taken;
 use crate::wish::{Cache, DiskWish};
 
-/// Why a drive stays with QEMU; a clause for people.
+/// Reason why a drive stays with QEMU, as a clause for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason(pub String);
 
@@ -22,18 +22,18 @@ pub(super) fn reason<T>(text: impl Into<String>) -> Result<T, Reason> {
     Err(Reason(text.into()))
 }
 
-/// Reads a drive. Every option is either carried over, or has no meaning for Larder without the guest being able to
-/// tell, or is a reason to leave the drive to QEMU.
+/// Converts a drive. Each option is carried over, or has no effect that the guest could notice, or is a reason to
+/// leave the drive to QEMU.
 ///
 /// # Errors
-/// The reason.
+/// The reason why the drive stays with QEMU.
 pub fn disk_of(drive: &KeyValues) -> Result<DiskWish, Reason> {
     let Some(file) = drive.get("file") else {
         return reason("it names no file=");
     };
     let mut disk = DiskWish::new(image_of(file)?);
     disk.format = format_of(drive, &disk.image)?;
-    // QEMU's own defaults, where they differ from Larder's.
+    // These are QEMU's defaults where they differ from Larder's.
     disk.cache = Cache::Buffered;
     disk.discard = false;
     for (key, value) in drive.iter() {
@@ -45,7 +45,7 @@ pub fn disk_of(drive: &KeyValues) -> Result<DiskWish, Reason> {
     }
 }
 
-/// The format that is said; nothing if none is, and Larder is to go by what the image begins like, as QEMU does.
+/// Returns the given format; `None` if there is none, and Larder probes the image as QEMU does.
 fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, Reason> {
     match (drive.get("format").or_else(|| drive.get("driver")), image) {
         (Some(name), _) => match Format::of_driver(name) {
@@ -53,14 +53,14 @@ fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, 
             None => reason(format!("Larder serves raw and qcow2 images, not {name}")),
         },
         (None, ImageAddress::Path(_)) => Ok(None),
-        // Some servers end after their first client, so Larder does not look beforehand.
+        // Some servers exit after their first client, so Larder does not probe an export beforehand.
         (None, ImageAddress::Nbd(_)) => {
             reason("it does not say its format, which Larder does not guess over NBD; add format=raw if it is raw")
         }
     }
 }
 
-/// Options of QEMU's qcow2 driver that say how it is to do its work, and nothing of the disk.
+/// Returns whether an option of QEMU's qcow2 driver only tunes the driver, without affecting the disk.
 fn is_tuning(key: &str) -> bool {
     let exact = [
         "cache-size",
@@ -74,7 +74,7 @@ fn is_tuning(key: &str) -> bool {
     exact.contains(&key) || key.starts_with("overlap-check.")
 }
 
-/// The options of a drive that are accepted, and not needed.
+/// Returns the options of a drive that are accepted, but have no effect.
 pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
     let mut keys: Vec<&str> = drive.iter().map(|(key, _)| key).filter(|key| is_tuning(key)).collect();
     keys.sort_unstable();
@@ -82,7 +82,7 @@ pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
     keys
 }
 
-/// The image that a file name of QEMU's stands for.
+/// Returns the image that a QEMU file name denotes.
 fn image_of(file: &str) -> Result<ImageAddress, Reason> {
     if file.starts_with("json:") {
         return reason("its file is described in JSON; give its path as file=... and its format as format=...");
@@ -92,7 +92,7 @@ fn image_of(file: &str) -> Result<ImageAddress, Reason> {
             reason("its file is a descriptor that was handed to QEMU")
         }
         Ok(ImageAddress::Path(path)) => match driver_in(file) {
-            // It is no path to QEMU.
+            // QEMU would not take this for a path.
             Some(driver) if path == Path::new(file) => reason(format!("Larder does not know the protocol '{driver}'")),
             _ => Ok(ImageAddress::Path(path)),
         },
@@ -104,13 +104,13 @@ fn image_of(file: &str) -> Result<ImageAddress, Reason> {
 fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
     let switch = || parse_bool(value).ok_or_else(|| Reason(format!("{key}={value} is neither on nor off")));
     match (key, value) {
-        // Where it is attached is the caller's business; aio is how QEMU would do its I/O.
+        // The caller handles where the drive is attached; aio only selects how QEMU would do its I/O.
         ("file" | "format" | "if" | "index" | "bus" | "unit" | "id" | "node-name" | "aio", _) => {}
         ("driver", _) if disk.format.is_some() && disk.format == Format::of_driver(value) => {}
         ("media", "disk") => {}
         ("readonly" | "read-only", _) => disk.read_only = switch()?,
-        // Whether a write is durable is between guest and disk: the guest is told of a write cache and flushes it, and
-        // a guest that cannot gets each write made durable. That is what directsync and writethrough are for.
+        // The guest controls durability: it sees a write cache and flushes it, and for a guest that cannot flush,
+        // each write is made durable. directsync and writethrough exist for that purpose.
         ("cache", "none" | "directsync") => disk.cache = Cache::Direct,
         ("cache", "writeback" | "writethrough" | "unsafe") => disk.cache = Cache::Buffered,
         ("cache.direct", _) => disk.cache = if switch()? { Cache::Direct } else { Cache::Buffered },
@@ -128,7 +128,7 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
         ("werror" | "rerror", _) => {
             return reason(format!("{key}={value}: Larder reports every error to the guest"));
         }
-        // QEMU refuses them on a raw image; it shall say so.
+        // QEMU refuses these options on a raw image, and reports that itself.
         _ if disk.format != Some(Format::Raw) && is_qcow2_option(key) => return apply_qcow2(key, value),
         _ => match disk.limits.take(key, value) {
             Taken::Yes => {}
@@ -139,7 +139,7 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
     Ok(())
 }
 
-/// An option of QEMU's qcow2 driver, other than those of encryption.
+/// Returns whether this is an option of QEMU's qcow2 driver, other than those of encryption.
 fn is_qcow2_option(key: &str) -> bool {
     let of_another_file = |name: &str| {
         key.strip_prefix(name)
@@ -155,7 +155,8 @@ fn is_qcow2_option(key: &str) -> bool {
 fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
     match (key, parse_bool(value)) {
         _ if is_tuning(key) => Ok(()),
-        // What Larder does anyway; it deletes no snapshots, and what else is freed there is nothing to a guest.
+        // These values match Larder's behaviour; Larder deletes no snapshots, and the guest cannot notice what else
+        // is freed.
         ("pass-discard-request", Some(true)) | ("discard-no-unref", Some(false)) => Ok(()),
         ("pass-discard-snapshot" | "pass-discard-other", Some(_)) => Ok(()),
         ("pass-discard-request" | "discard-no-unref", _) => reason(format!(
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_drive_says_is_carried_over() {
+    fn drive_options_are_carried_over() {
         let disk =
             read("file=/srv/a,,b.raw,if=virtio,format=raw,cache=none,aio=native,readonly=on,discard=unmap,index=3")
                 .expect("can be served");
@@ -205,8 +206,9 @@ mod tests {
         );
     }
 
+    /// qcow2 images and images without a format are served; options that only tune QEMU's driver have no effect.
     #[test]
-    fn qcow2_images_and_images_of_any_format_are_served_and_what_tunes_qemu_is_not_needed() {
+    fn qcow2_is_served_and_tuning_options_ignored() {
         let disk = read("file=/a,format=qcow2,discard=unmap,pass-discard-request=on").expect("can be served");
         assert_eq!((disk.format, disk.discard), (Some(Format::Qcow2), true));
         assert_eq!(read("file=/a").expect("can be served").format, None);
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_is_a_reason_to_leave_the_drive_alone() {
+    fn unsupported_option_leaves_drive_to_qemu() {
         for (text, why) in [
             ("format=raw", "names no file"),
             ("file=nbd://host/x", "does not say its format"),

@@ -1,9 +1,9 @@
-//! The files of a disk, kept open with QEMU's locks while servers come and go.
+//! The files of a disk, held open with QEMU's locks across restarts of its server.
 //!
-//! Between the death of a server and the start of the next one the image has no lock of either, while its guest lives
-//! on. Whoever opened it for writing then would damage it. So the process that starts the servers has the locks, too.
-//! What no lock prevents, that a file is moved or deleted, is found out before a server is started again: it must not
-//! serve whatever is there instead.
+//! Between the death of a server and the start of the next one, the image has no lock of either, while its guest
+//! keeps running. A program that opened it for writing in that time would damage it. So the process that starts the
+//! servers holds the locks as well. No lock prevents that a file is moved or deleted. That is checked before a server
+//! is restarted, which must not serve another file in its place.
 
 use std::fmt::Write;
 
@@ -11,7 +11,8 @@ use larder_block::backend::file::{Displaced, HeldFile};
 
 use crate::image::ImageAddress;
 
-/// The files of one disk that are on this host: its image, and what that refers to, up to an NBD server.
+/// The files of one disk that are on this host: its image, and the files that the image refers to, up to an NBD
+/// server.
 #[derive(Debug)]
 pub struct Hold {
     /// The disk's image.
@@ -27,8 +28,8 @@ impl Hold {
         }
     }
 
-    /// What keeps a server from finding the same files: what has happened, and what to do. A path that cannot be
-    /// followed is left to the server to complain about.
+    /// Returns the reason why a server would not find the same files, with advice. A path that cannot be resolved is
+    /// not reported here, because the server reports it.
     pub(super) fn obstacle(&self) -> Option<String> {
         let mut text = String::new();
         for file in &self.files {
@@ -40,7 +41,7 @@ impl Hold {
             // Writing to a string cannot fail.
             let _ = match displaced {
                 Displaced::Moved => {
-                    // Its name, unless that is one that it has lost.
+                    // The current name of the file, if it has one; otherwise its path in /proc.
                     let name = std::fs::read_link(&contents).ok().filter(|name| name.exists());
                     let name = name.unwrap_or(contents);
                     write!(

@@ -1,4 +1,4 @@
-//! Every disk image and every device of a command line, however QEMU lets them be written.
+//! Inventory of all disk images and devices of a command line, in every notation that QEMU accepts.
 
 use std::cell::Cell;
 use std::ffi::OsStr;
@@ -9,14 +9,14 @@ use super::keyval::KeyValues;
 use super::machine::Machine;
 use super::rewrite::Rewrite;
 
-/// How an image is given.
+/// Notation of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     /// `-drive`.
     Drive,
-    /// `-drive` with a value that is not UTF-8; what was read of it is not to be written again.
+    /// `-drive` with a value that is not UTF-8; its parsed form must not be written back.
     DriveInBytes,
-    /// `-hda`, `-cdrom`, ..., or a word that is no option, which is `-hda` too.
+    /// `-hda`, `-cdrom`, ..., or a word that is not an option, which is equivalent to `-hda`.
     Shorthand(&'static str),
     /// `-blockdev`.
     Blockdev,
@@ -25,18 +25,18 @@ pub(super) enum Source {
 /// An image that the command line names.
 #[derive(Debug)]
 pub(super) struct Drive {
-    /// The index of its argument.
+    /// Index of its argument.
     pub(super) index: usize,
     pub(super) source: Source,
-    /// As `-drive` would say it.
+    /// Options in the form of `-drive`.
     pub(super) options: KeyValues,
     /// QEMU makes a virtio disk of it, without a `-device`.
     pub(super) is_virtio: bool,
-    /// The user has got the line on it.
+    /// A message about it has been shown to the user.
     pub(super) is_told: Cell<bool>,
 }
 
-/// QEMU's short options for images, what they stand for, and the number of the disk.
+/// QEMU's short options for images, the equivalent options of `-drive`, and the index of the disk.
 const SHORTHANDS: [(&str, &str, &str); 9] = [
     ("hda", "media=disk", "0"),
     ("hdb", "media=disk", "1"),
@@ -50,7 +50,7 @@ const SHORTHANDS: [(&str, &str, &str); 9] = [
 ];
 
 impl Drive {
-    /// All of them, in order.
+    /// Returns all images, in order.
     pub(super) fn all(line: &Rewrite, machine: &Machine) -> Vec<Self> {
         let arguments = line.arguments().iter().enumerate();
         let mut drives: Vec<Self> = arguments
@@ -91,7 +91,7 @@ impl Drive {
         })
     }
 
-    /// The name by which a device refers to it.
+    /// Returns the name by which a device refers to the image.
     pub(super) fn id(&self) -> Option<&str> {
         match self.source {
             Source::Blockdev => self.options.get("node-name"),
@@ -99,12 +99,12 @@ impl Drive {
         }
     }
 
-    /// Whether it waits for a device that names it.
+    /// Returns whether the image is only used by a device that names it.
     pub(super) fn is_for_device(&self) -> bool {
         self.source == Source::Blockdev || self.options.get("if") == Some("none")
     }
 
-    /// What to call it: its file, or else whatever it has.
+    /// Returns a name for messages: the image's file, or another identifier.
     pub(super) fn file(&self) -> &str {
         let keys = [
             "file",
@@ -118,7 +118,7 @@ impl Drive {
         names.into_iter().next().unwrap_or("(no file)")
     }
 
-    /// Neither a disk nor meant to be one: firmware, or a drive without a medium.
+    /// Returns whether this is no disk: firmware, or a drive without a medium.
     pub(super) fn is_no_disk(&self) -> bool {
         let is_removable = self.options.get("media") == Some("cdrom") || self.options.get("if") == Some("floppy");
         let has_medium = ["file", "driver", "file.driver", "file.filename"]
@@ -133,12 +133,12 @@ fn shorthand(stands_for: &str, number: &str, file: &OsStr) -> KeyValues {
     if !number.is_empty() {
         options.push("index", number);
     }
-    // Here a comma in the name is not doubled.
+    // In this notation a comma in the name is not doubled.
     options.with("file", file.to_string_lossy())
 }
 
-/// Of the nodes that `-blockdev` makes only those are disks that no other node, and no machine, is built upon; the name
-/// of the file below goes to the one on top.
+/// Removes the nodes of `-blockdev` on which another node, or the machine, is built: only the top nodes are disks.
+/// Each top node gets the file name of the nodes below it.
 fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
     let nodes: Vec<KeyValues> = drives
         .iter()
@@ -159,7 +159,7 @@ fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
         _ => true,
     });
     for drive in drives.iter_mut().filter(|drive| drive.source == Source::Blockdev) {
-        // As deep as there are nodes at most, or a ring of them would have no end.
+        // The number of nodes bounds the depth, in case they form a cycle.
         for _ in 0..nodes.len() {
             let Some(below) = drive.options.get("file") else {
                 break;
@@ -174,19 +174,19 @@ fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
     }
 }
 
-/// A `-device`.
+/// A `-device` option.
 #[derive(Debug)]
 pub(super) struct Device {
-    /// The index of its argument.
+    /// Index of its argument.
     pub(super) index: usize,
-    /// As it was given.
+    /// Text of the option.
     pub(super) text: String,
     pub(super) options: KeyValues,
     pub(super) is_json: bool,
 }
 
 impl Device {
-    /// All of them, in order.
+    /// Returns all devices, in order.
     pub(super) fn all(line: &Rewrite) -> Vec<Self> {
         let given = line.arguments().iter().enumerate();
         let devices = given.filter_map(|(index, argument)| {
@@ -207,23 +207,23 @@ impl Device {
         self.options.get("driver").unwrap_or_default()
     }
 
-    /// The drive that it has.
+    /// Returns the drive that the device refers to.
     pub(super) fn drive(&self) -> Option<&str> {
         self.options.get("drive")
     }
 
-    /// What the guest makes of it is a `vda`, `vdb`, ...
+    /// Returns whether the guest sees the device as `vda`, `vdb`, ...
     pub(super) fn is_virtio_disk(&self) -> bool {
         is_virtio_blk(self.driver()) || self.is_vhost_user_disk()
     }
 
-    /// A disk that another process serves already.
+    /// Returns whether another process already serves this disk.
     pub(super) fn is_vhost_user_disk(&self) -> bool {
         self.driver() == "vhost-user-blk" || self.driver().starts_with("vhost-user-blk-")
     }
 }
 
-/// A list as it is or in JSON, and which of the two it was.
+/// Parses a list or a JSON object; also returns whether it was JSON.
 fn read(text: &str, implied: &str) -> (KeyValues, bool) {
     let is_json = text.trim_start().starts_with('{');
     let list = match is_json {

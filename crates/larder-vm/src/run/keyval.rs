@@ -1,12 +1,12 @@
 //! QEMU's `key=value,key=value` lists, as in `-drive`, `-device` and `-object`.
 //!
 //! The rules are those of QEMU's `util/qemu-option.c`: a comma within a value is doubled, `key` alone means `key=on`,
-//! `nokey` means `key=off`, and where a key is given twice the last one counts. Some options imply the key of their
+//! `nokey` means `key=off`, and if a key is given twice, the last value is used. Some options imply the key of their
 //! first part: `-device virtio-blk-pci,...` is `driver=virtio-blk-pci,...`.
 
 use std::fmt;
 
-/// One such list. What it holds in order; printing it gives text that QEMU reads as the same list.
+/// An ordered list of keys and values. It prints as text that QEMU parses as the same list.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyValues {
     pairs: Vec<(String, String)>,
@@ -15,7 +15,7 @@ pub struct KeyValues {
 }
 
 impl KeyValues {
-    /// Reads a list; `implied` is the key of a first part without one.
+    /// Parses a list; `implied` is the key of a first part without one.
     pub fn parse(text: &str, implied: Option<&str>) -> Self {
         let mut list = Self::default();
         let mut rest = text;
@@ -44,8 +44,8 @@ impl KeyValues {
         list
     }
 
-    /// Reads an object in JSON, as `-device` and `-blockdev` also take it: what lies within is `outer.inner`. `None` if
-    /// it is none.
+    /// Parses a JSON object, which `-device` and `-blockdev` accept as well: a nested value gets the key
+    /// `outer.inner`. `None` if the text is not valid JSON.
     pub fn parse_json(text: &str) -> Option<Self> {
         let mut list = Self::default();
         list.flatten("", &serde_json::from_str(text).ok()?);
@@ -77,7 +77,7 @@ impl KeyValues {
         }
     }
 
-    /// A list that begins with a value whose key is implied, such as a device's driver.
+    /// Returns a list whose first value has an implied key, such as a device's driver.
     pub fn of(implied: &str, value: &str) -> Self {
         Self {
             pairs: vec![(implied.to_owned(), value.to_owned())],
@@ -85,7 +85,7 @@ impl KeyValues {
         }
     }
 
-    /// The value that counts.
+    /// Returns the value in effect, which is the last one.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.pairs
             .iter()
@@ -94,7 +94,7 @@ impl KeyValues {
             .map(|(_, value)| value.as_str())
     }
 
-    /// All pairs, in order.
+    /// Returns all pairs, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.pairs.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
@@ -111,7 +111,7 @@ impl KeyValues {
         self
     }
 
-    /// Changes the value of `key` where it stands, or appends it.
+    /// Changes the value of `key` in place, or appends the pair.
     pub fn set(&mut self, key: &str, value: &str) {
         let mut found = false;
         for (name, old) in &mut self.pairs {
@@ -125,7 +125,7 @@ impl KeyValues {
         }
     }
 
-    /// Takes out every pair of that key.
+    /// Removes all pairs with this key.
     pub fn remove(&mut self, key: &str) {
         if self.implied_first && self.pairs.first().is_some_and(|(name, _)| name == key) {
             self.implied_first = false;
@@ -134,7 +134,7 @@ impl KeyValues {
     }
 }
 
-/// The value at the start of `text`, and what follows its comma.
+/// Returns the value at the start of `text`, and the rest after its comma.
 fn take_value(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut rest = text;
@@ -168,7 +168,7 @@ impl fmt::Display for KeyValues {
     }
 }
 
-/// A truth value as QEMU reads it.
+/// Parses a boolean in QEMU's notation.
 pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
         "on" | "yes" | "true" | "y" => Some(true),
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read_as_qemu_reads_them() {
+    fn lists_are_parsed_as_in_qemu() {
         let list = KeyValues::parse("file=/a,,b=c,if=virtio,readonly,nosnapshot,if=none", None);
         assert_eq!(list.get("file"), Some("/a,b=c"));
         assert_eq!(list.get("readonly"), Some("on"));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_in_json_is_a_list_too() {
+    fn json_object_is_flattened_to_list() {
         let list = KeyValues::parse_json(
             r#"{"driver": "raw", "read-only": true, "file": {"driver": "file", "filename": "/a,b"}, "n": [1, null, "x"]}"#,
         );
@@ -228,7 +228,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_reads_back_the_same(pairs in prop::collection::vec(("[a-z.-]{1,6}", ".{0,12}"), 0..6)) {
+        fn printed_list_parses_back(pairs in prop::collection::vec(("[a-z.-]{1,6}", ".{0,12}"), 0..6)) {
             let mut list = KeyValues::default();
             for (key, value) in &pairs {
                 list.push(key, value.clone());
@@ -237,7 +237,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_without_a_panic(text in ".{0,40}", implied in any::<bool>()) {
+        fn arbitrary_text_never_panics_parser(text in ".{0,40}", implied in any::<bool>()) {
             let implied = implied.then_some("driver");
             let list = KeyValues::parse(&text, implied);
             let again = KeyValues::parse(&list.to_string(), implied);

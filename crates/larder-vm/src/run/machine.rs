@@ -1,4 +1,5 @@
-//! What must be known of the machine that QEMU is asked for: its virtio bus, its kind of drives, its processors.
+//! Properties of the QEMU machine that the plan depends on: its virtio bus, its default kind of drive, its
+//! processors.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -6,30 +7,30 @@ use std::path::Path;
 use super::arguments::Argument;
 use super::keyval::{KeyValues, parse_bool};
 
-/// What a plain virtio device is attached to.
+/// Bus of a plain virtio device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VirtioBus {
-    /// PCI, nearly everywhere.
+    /// PCI, on nearly all machines.
     Pci,
-    /// Registers in memory: microvm, and machines of the m68k family.
+    /// Memory-mapped registers: microvm, and machines of the m68k family.
     Mmio,
     /// The channel subsystem of s390x, for which QEMU has no vhost-user-blk.
     Ccw,
 }
 
-/// The machine, from QEMU's name and the command line.
+/// The machine, derived from QEMU's program name and the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// Of QEMU's program, as in `qemu-system-ARCHITECTURE`; `x86_64` where the name does not tell (`kvm`, `qemu-kvm`).
+    /// Architecture, from the program name `qemu-system-ARCHITECTURE`; `x86_64` for other names (`kvm`, `qemu-kvm`).
     architecture: String,
-    /// Of all `-machine`, which add up.
+    /// Options of all `-machine` arguments, merged.
     options: KeyValues,
-    /// Virtual processors at the start.
+    /// Number of virtual processors at the start.
     pub processors: u64,
 }
 
 impl Machine {
-    /// Reads the command line.
+    /// Parses the command line.
     pub fn of(program: &OsStr, arguments: &[Argument]) -> Self {
         let program = Path::new(program)
             .file_name()
@@ -60,12 +61,12 @@ impl Machine {
         self.options.get("type").unwrap_or_default()
     }
 
-    /// An option of `-machine`.
+    /// Returns an option of `-machine`.
     pub fn option(&self, key: &str) -> Option<&str> {
         self.options.get(key)
     }
 
-    /// What `virtio-blk` is attached to.
+    /// Returns the bus of `virtio-blk`.
     pub fn virtio_bus(&self) -> VirtioBus {
         let microvm_without_pci = self.kind() == "microvm" && self.option("pcie").and_then(parse_bool) != Some(true);
         match self.architecture.as_str() {
@@ -76,15 +77,16 @@ impl Machine {
         }
     }
 
-    /// Whether a `-drive` without `if=` is a virtio disk.
+    /// Returns whether a `-drive` without `if=` is a virtio disk.
     pub fn drives_are_virtio(&self) -> bool {
         let virt = self.kind() == "virt" || self.kind().starts_with("virt-");
         self.architecture == "s390x" || (virt && self.architecture != "m68k")
     }
 
-    /// The guest's RAM in bytes where `-m` does not say; `None` if that depends on the machine too much.
+    /// Returns the guest's RAM in bytes without `-m`; `None` if it depends on the machine in a way that Larder does
+    /// not know.
     pub fn default_ram_bytes(&self) -> Option<u64> {
-        // QEMU's own default, which PCs and the virt machines keep.
+        // QEMU's own default, which PCs and the virt machines do not change.
         let usual = matches!(
             self.architecture.as_str(),
             "x86_64" | "i386" | "aarch64" | "arm" | "riscv64" | "riscv32"
@@ -93,7 +95,7 @@ impl Machine {
     }
 }
 
-/// Of `-smp`: `cpus=`, or the product of the topology.
+/// Returns the number of processors from `-smp`: `cpus=`, or the product of the topology.
 fn processors_of(smp: &KeyValues) -> u64 {
     let number = |key| smp.get(key).and_then(|text| text.parse::<u64>().ok());
     let topology = [
@@ -118,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bus_is_that_of_the_machine() {
+    fn virtio_bus_depends_on_machine() {
         assert_eq!(machine("qemu-system-x86_64").virtio_bus(), VirtioBus::Pci);
         assert_eq!(machine("kvm -M q35").virtio_bus(), VirtioBus::Pci);
         assert_eq!(
@@ -133,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn drives_are_virtio_by_default_only_where_qemu_says_so() {
+    fn default_drive_interface_matches_qemu() {
         assert!(!machine("qemu-system-x86_64 -M q35").drives_are_virtio());
         assert!(machine("qemu-system-aarch64 -M virt,gic-version=3").drives_are_virtio());
         assert!(machine("qemu-system-riscv64 -M virt").drives_are_virtio());

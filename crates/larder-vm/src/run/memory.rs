@@ -1,7 +1,7 @@
-//! The guest's memory within a budget: `larder memory attach` as a child beside QEMU, started again when it dies.
+//! The guest's memory within a budget: `larder memory attach` as a child process that is restarted when it dies.
 //!
-//! It is a process of its own because it has rights over QEMU that the servers of the disks must not have. A guest whose
-//! pager dies stands still as soon as it touches a page that is not in memory, and goes on with the next one.
+//! It is a separate process because it has rights over QEMU that the servers of the disks must not have. A guest
+//! whose pager dies blocks as soon as it touches a page that is not resident, and continues with the next pager.
 
 use std::ffi::OsString;
 use std::io;
@@ -15,17 +15,17 @@ use super::child::{Guarded, start_pager};
 use super::supervise::{Say, ServerProgram};
 use crate::memory::wish::MemoryWish;
 
-/// How the guest's memory is managed.
+/// Planned management of the guest's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedMemory {
-    /// What the user wishes.
+    /// Memory options of the user.
     pub wish: MemoryWish,
-    /// Where its pager listens.
+    /// Control socket of the pager.
     pub control: PathBuf,
 }
 
 impl PlannedMemory {
-    /// In the folder of the sockets.
+    /// Returns the plan, with a control socket in the directory of the sockets.
     pub(super) fn new(wish: &MemoryWish, sockets: &Path) -> Self {
         Self {
             wish: wish.clone(),
@@ -33,7 +33,7 @@ impl PlannedMemory {
         }
     }
 
-    /// The arguments with which this program manages the memory of the process `pid`, which is only just being started.
+    /// Returns the arguments with which this program manages the memory of the process `pid`, which is just starting.
     pub fn attach_arguments(&self, pid: &str) -> Vec<OsString> {
         let mut words: Vec<OsString> = ["memory", "attach", "--pid", pid, "--wait"]
             .map(OsString::from)
@@ -47,22 +47,22 @@ impl PlannedMemory {
 /// The pager of a running QEMU.
 pub(super) struct Pager<'a> {
     planned: &'a PlannedMemory,
-    /// QEMU's process number.
+    /// QEMU's process ID.
     pid: u32,
     program: &'a ServerProgram,
     say: Say<'a>,
-    /// None where it could not be started.
+    /// The pager's process; `None` if it could not be started.
     process: Option<Guarded>,
     started: Instant,
     backoff: Backoff,
-    /// When to start it again, if it is down.
+    /// Time of the next restart, if the pager is down.
     pub(super) due: Option<Instant>,
-    /// It has done what it should: QEMU has ended, or somebody had it let go.
+    /// The pager's work is complete: QEMU has ended, or a client has had the pager detach.
     is_over: bool,
 }
 
 impl<'a> Pager<'a> {
-    /// Starts it for QEMU's process `pid`. If that cannot be, it is tried again.
+    /// Starts the pager of QEMU's process `pid`. If that fails, it is retried.
     pub(super) fn start(planned: &'a PlannedMemory, pid: u32, program: &'a ServerProgram, say: Say<'a>) -> Self {
         let mut pager = Self {
             planned,
@@ -79,7 +79,7 @@ impl<'a> Pager<'a> {
         pager
     }
 
-    /// Notices its death, and starts it again when that is due.
+    /// Detects that the pager has died, and restarts it when that is due.
     pub(super) fn keep_alive(&mut self) -> io::Result<()> {
         if self.is_over {
             return Ok(());
@@ -118,17 +118,17 @@ impl<'a> Pager<'a> {
         }
     }
 
-    /// QEMU has ended, and it ends, too.
+    /// Ends the pager after QEMU's end.
     pub(super) fn end(&mut self) {
         self.is_over = true;
         self.due = None;
-        // It notices that by itself, but for one that has not attached yet.
+        // The pager detects QEMU's end itself, except before it has attached.
         if let Some(process) = &mut self.process {
             process.signal(Signal::TERM);
         }
     }
 
-    /// Whether it has ended.
+    /// Returns whether the pager has ended.
     pub(super) fn has_ended(&mut self) -> io::Result<bool> {
         match &mut self.process {
             Some(process) => Ok(process.ended()?.is_some()),

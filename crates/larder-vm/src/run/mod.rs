@@ -1,17 +1,19 @@
-//! `larder run`: QEMU started from its plain command line, with its disks served by Larder.
+//! `larder run`: runs QEMU from its plain command line, with its disks served by Larder.
 //!
-//! [`plan`] turns the command line into what is to be started; it touches nothing. [`lease`] makes what that needs on
-//! this host, files of RAM and a folder for the sockets, and takes it away again. [`supervise`] starts a server for
-//! each disk and QEMU, keeps the servers alive, and ends when QEMU does. `keeper` stands between QEMU and each server,
-//! so that QEMU never sees one go. [`memory`] keeps the guest's memory within a budget. [`hold`] keeps the images' locks from one server to the next.
+//! [`plan`] converts the command line to a plan of processes, without side effects. [`lease`] creates the resources
+//! that the plan needs on this host, files of RAM and a directory for the sockets, and removes them again.
+//! [`supervise`] starts a server for each disk and QEMU, restarts servers that die, and ends when QEMU does. `keeper`
+//! is a proxy between QEMU and each server, so that QEMU never sees a server disconnect. [`memory`] keeps the guest's
+//! memory within a budget. [`hold`] holds the images' locks across restarts of servers.
 //!
 //! Invariants:
-//! - An argument that is not about a disk or the RAM reaches QEMU as it is, in its order.
-//! - A disk is served only if all that the command line says of it is kept; otherwise it stays with QEMU, and the user
-//!   is told.
-//! - From the check of the images to the end of the servers nobody else can open them as QEMU and its tools do, whatever
-//!   becomes of a server.
-//! - Whatever way the program ends, nothing of it stays: at once if it can still act, otherwise at the next start.
+//! - An argument that does not concern a disk or the RAM reaches QEMU unchanged, in its order.
+//! - A disk is served only if all of its options on the command line are supported; otherwise it stays with QEMU, and
+//!   the user is informed.
+//! - From the check of the images to the end of the servers no other program can open them in a way that respects
+//!   QEMU's locks, even while a server is dead.
+//! - However the program ends, it leaves nothing behind: it removes its resources itself if it still can, otherwise
+//!   the next start does.
 
 pub mod arguments;
 pub mod backoff;

@@ -1,7 +1,7 @@
-//! The options of QEMU by whether a value follows, as far as that must be known (QEMU 7.2 to 10, `qemu-options.hx`,
-//! and what earlier versions had).
+//! Classification of QEMU's options by whether a value follows (QEMU 7.2 to 10, `qemu-options.hx`, and options of
+//! earlier versions).
 
-/// Options that stand alone.
+/// Options without a value.
 #[rustfmt::skip]
 const ALONE: &[&str] = &[
     "h", "help", "version", "snapshot", "usb", "nographic", "portrait", "full-screen", "win2k-hack", "no-fd-bootchk",
@@ -12,7 +12,7 @@ const ALONE: &[&str] = &[
     "no-kvm-irqchip", "shim",
 ];
 
-/// Options whose value may be anything, even if it begins with a dash: `-append -v`.
+/// Options whose value may be any word, even one that begins with a dash: `-append -v`.
 #[rustfmt::skip]
 const WITH_ANY_VALUE: &[&str] = &[
     "append", "kernel", "initrd", "dtb", "bios", "pflash", "drive", "device", "object", "machine", "M", "m", "mem-path",
@@ -25,8 +25,8 @@ const WITH_ANY_VALUE: &[&str] = &[
     "iscsi", "usbdevice", "xen-domid", "semihosting-config", "prom-env", "g", "writeconfig", "balloon",
 ];
 
-/// Whether `next`, the word behind option `name`, is its value. An option that is in neither list is taken to have one
-/// if the next word does not look like an option itself.
+/// Returns whether `next`, the word after option `name`, is its value. An option in neither list is assumed to have
+/// one if the next word does not look like an option itself.
 pub(super) fn takes_value(name: &str, next: &str) -> bool {
     !ALONE.contains(&name) && (WITH_ANY_VALUE.contains(&name) || !next.starts_with('-'))
 }

@@ -1,4 +1,4 @@
-//! From QEMU's command line to what `larder run` starts instead: a pure function.
+//! The plan: a pure function from QEMU's command line to the processes that `larder run` starts.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -19,24 +19,24 @@ use crate::memory::BudgetError;
 use crate::memory::wish::{MemoryWish, WishError};
 use crate::wish::DiskWish;
 
-/// What is to be started.
+/// A plan of processes and resources.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// QEMU's program and arguments.
     pub qemu: Vec<OsString>,
-    /// The disks to serve before it starts.
+    /// Disks to serve before QEMU starts.
     pub disks: Vec<PlannedDisk>,
-    /// How its memory is managed once it runs.
+    /// Management of QEMU's memory once it runs.
     pub memory: Option<PlannedMemory>,
-    /// The files to make before it starts.
+    /// Files to create before QEMU starts.
     pub ram: Vec<RamFile>,
-    /// Paths that must be folders, or the user's files would be written to as RAM.
+    /// Paths that must be directories: QEMU would write RAM to a file of the user's otherwise.
     pub folders: Vec<PathBuf>,
-    /// What was changed, or left alone against expectation; a line each.
+    /// Changes to the command line, and unexpected omissions; one line each.
     pub changes: Vec<String>,
 }
 
-/// Where the user says what is to be served; advice must fit it.
+/// Source of a disk's options, which determines how advice is worded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GivenBy {
     /// `-drive if=virtio`.
@@ -45,12 +45,12 @@ pub enum GivenBy {
     Device,
     /// `--disk`.
     Option,
-    /// The file of a VM.
+    /// The VM's file.
     File,
 }
 
 impl GivenBy {
-    /// Where that is.
+    /// Returns the name of the source.
     pub(super) fn place(self) -> &'static str {
         match self {
             Self::Drive | Self::Device | Self::Option => "the command line",
@@ -58,7 +58,7 @@ impl GivenBy {
         }
     }
 
-    /// How a disk is shared there.
+    /// Returns how a disk is shared in that source's notation.
     pub(super) fn share(self) -> &'static str {
         match self {
             Self::Drive | Self::Device | Self::Option => "share=on (share-rw=on at a -device)",
@@ -67,67 +67,67 @@ impl GivenBy {
     }
 }
 
-/// A disk, and the socket on which QEMU looks for it.
+/// A disk, and the socket to which QEMU connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedDisk {
-    /// The disk.
+    /// Options of the disk.
     pub disk: DiskWish,
-    /// Where the user speaks of it.
+    /// Source of the options.
     pub given_by: GivenBy,
-    /// Its socket.
+    /// Socket for QEMU.
     pub socket: PathBuf,
 }
 
 impl PlannedDisk {
-    /// What is to be tried before it is served.
+    /// Returns the parts that are checked before the disk is served.
     pub fn to_check(&self) -> (&DiskWish, GivenBy) {
         (&self.disk, self.given_by)
     }
 
-    /// The file that its server makes when it listens.
+    /// Returns the file that the disk's server creates once it listens.
     pub fn ready_file(&self) -> PathBuf {
         self.socket.with_extension("pid")
     }
 
-    /// Where its server listens while a keeper stands between it and QEMU.
+    /// Returns the socket of the server, if a keeper is between it and QEMU.
     pub(super) fn server_socket(&self) -> PathBuf {
         self.socket.with_extension("server")
     }
 
-    /// The arguments with which this program serves it to QEMU itself.
+    /// Returns the arguments of a server to which QEMU connects directly.
     pub fn serve_arguments(&self) -> Vec<OsString> {
         self.disk.serve_arguments(&self.socket, &self.ready_file())
     }
 
-    /// The same, for the server that QEMU does not see. A restarted one opens the files that the first one has opened.
+    /// Returns the arguments of a server behind a keeper. A restarted server opens the same files as the first one.
     pub fn kept_serve_arguments(&self) -> Vec<OsString> {
         let mut arguments = self.disk.serve_arguments(&self.server_socket(), &self.ready_file());
         arguments.extend(["--pin-chain".into(), self.chain_file().into()]);
         arguments
     }
 
-    /// Where its first server writes down the files that it has opened.
+    /// Returns the file in which the first server records the files that it has opened.
     pub(super) fn chain_file(&self) -> PathBuf {
         self.socket.with_extension("chain")
     }
 }
 
-/// Where things go, and for which QEMU.
+/// Environment of a plan: paths, and QEMU's version.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting<'a> {
-    /// The QEMU that will run.
+    /// Version of the QEMU that will run.
     pub version: QemuVersion,
-    /// The folder for the sockets.
+    /// Directory for the sockets.
     pub sockets: &'a Path,
-    /// The path of the RAM's file; further files get a number behind it.
+    /// Path of the RAM's file; further files get a number as a suffix.
     pub ram: &'a Path,
-    /// Images that turned out to be nothing for Larder, and why: their drives stay with QEMU.
+    /// Images that Larder cannot serve, with reasons: their drives stay with QEMU.
     pub left: &'a [(ImageAddress, Reason)],
-    /// How the guest's memory is to be managed, if it is.
+    /// Options for managing the guest's memory, if it is to be managed.
     pub memory: Option<&'a MemoryWish>,
 }
 
-/// Why a command line cannot be run.
+/// Reason why a command line cannot be run.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum PlanError {
@@ -158,7 +158,7 @@ pub enum PlanError {
     NoRamSize,
 }
 
-/// Works out what to start for `command`, QEMU's program and arguments, with the disks of `--disk` besides.
+/// Plans the start of `command`, QEMU's program and arguments, with the additional disks of `--disk`.
 ///
 /// # Errors
 /// See [`PlanError`].
@@ -190,7 +190,7 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
             none,
         };
         let disks = disks::rewrite(&mut line, extra, &context)?;
-        // Memory of its own is all that QEMU needs for its own disks.
+        // QEMU needs only private memory for its own disks.
         let ram = match disks.is_empty() && setting.memory.is_none() {
             true => Ram::default(),
             false => ram::rewrite(&mut line, &machine, setting.ram)?,
@@ -198,7 +198,7 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
         Ok((line, disks, ram))
     };
     let (mut line, disks, ram) = match rewritten(None) {
-        // QEMU knows, and nothing was asked for that it cannot do.
+        // QEMU knows the size, and the user requested nothing that requires Larder to know it.
         Err(error @ PlanError::NoRamSize) if extra.is_empty() && setting.memory.is_none() => {
             rewritten(Some(Reason(error.to_string())))
         }
@@ -235,14 +235,14 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     })
 }
 
-/// Whether the budget makes sense, and is enough for what is known of the RAM.
+/// Checks that the budget is valid, and sufficient for the known part of the RAM.
 fn check_budget(wish: &MemoryWish, ram: &[RamFile]) -> Result<(), PlanError> {
     wish.check().map_err(PlanError::Memory)?;
     let bytes = ram.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
     wish.check_for(bytes).map_err(PlanError::Budget)
 }
 
-/// The control sockets of disks are of one each; only `--disk` has them.
+/// Refuses a control socket shared by two disks; only `--disk` has control sockets.
 fn refuse_same_control(extra: &[DiskWish]) -> Result<(), PlanError> {
     let controls: Vec<(&DiskWish, &Path)> = extra
         .iter()
@@ -258,7 +258,7 @@ fn refuse_same_control(extra: &[DiskWish]) -> Result<(), PlanError> {
     }
 }
 
-/// A cache is of one disk.
+/// Refuses a cache shared by two disks.
 fn refuse_same_cache(extra: &[DiskWish]) -> Result<(), PlanError> {
     let caches: Vec<(&DiskWish, &ImageAddress)> = extra
         .iter()
@@ -276,7 +276,7 @@ fn refuse_same_cache(extra: &[DiskWish]) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// QEMU only prints something and ends.
+/// Returns a plan for a QEMU that only prints something and exits.
 fn unchanged(command: &[OsString]) -> Plan {
     Plan {
         qemu: command.to_vec(),
@@ -295,7 +295,7 @@ fn arguments_with_text(arguments: &[super::arguments::Argument]) -> Vec<(&str, &
     texts.collect()
 }
 
-/// What Larder does not see or cannot carry over, and might be missed.
+/// Returns warnings about options that Larder does not see or cannot carry over, although the user may rely on them.
 fn warnings(options: &[(&str, &str)]) -> Vec<String> {
     let lines = options.iter().filter_map(|(name, text)| match *name {
         "readconfig" => Some(format!("-readconfig {text}: not read; its disks stay with QEMU")),
@@ -307,7 +307,7 @@ fn warnings(options: &[(&str, &str)]) -> Vec<String> {
     lines.collect()
 }
 
-/// The name of the guest (`-name`), as far as it can be part of a file's name; `vm` if it has none.
+/// Returns the guest's name (`-name`), with characters that cannot be in a file name replaced; `vm` if it has none.
 pub fn guest_name(command: &[OsString]) -> String {
     let arguments = split(command.get(1..).unwrap_or_default());
     let named = arguments.iter().rev().find_map(|argument| argument.text_of("name"));
@@ -329,7 +329,7 @@ pub fn guest_name(command: &[OsString]) -> String {
     if name.is_empty() { "vm".to_owned() } else { name }
 }
 
-/// The program of a command.
+/// Returns the program of a command.
 ///
 /// # Errors
 /// The command is empty.

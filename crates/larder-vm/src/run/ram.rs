@@ -1,9 +1,10 @@
 //! The guest's RAM: shared with Larder, in a named file.
 //!
-//! vhost-user and the pager need memory that another process can map. A named file on tmpfs serves that, and later features too:
-//! QEMU 10 leaves RAM out of a migration only if it is a named file. So anonymous RAM becomes such a file, RAM that is
-//! shared already stays as it is, and a private mapping of a folder's file (huge pages) is shared where it is. A memfd is
-//! shared as well, and may be larger than /dev/shm, but it has no name; users may give one.
+//! vhost-user and the pager need memory that another process can map. A named file on tmpfs provides that. It also
+//! serves later features: QEMU 10 omits RAM from a migration only if it is a named file. So anonymous RAM becomes
+//! such a file, RAM that is already shared remains as it is, and a private mapping of a file in a directory (huge
+//! pages) becomes a shared one in the same place. A memfd is also shared, and may be larger than /dev/shm, but it has
+//! no name; users may configure one.
 
 use std::path::{Path, PathBuf};
 
@@ -14,26 +15,26 @@ use super::plan::PlanError;
 use super::rewrite::Rewrite;
 use super::size::parse_size;
 
-/// The id of the RAM where the command line does not name one.
+/// ID of the RAM if the command line does not give one.
 const RAM_ID: &str = "larder-ram";
 
-/// QEMU rounds RAM up to this.
+/// Granularity to which QEMU rounds RAM up, in bytes.
 const RAM_GRANULARITY: u64 = 8192;
 
-/// A file to be made for the guest's RAM.
+/// A file to be created for the guest's RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamFile {
-    /// Where.
+    /// Path of the file.
     pub path: PathBuf,
-    /// How large.
+    /// Size of the file.
     pub bytes: u64,
 }
 
-/// What the guest's RAM needs before QEMU starts.
+/// Requirements of the guest's RAM before QEMU starts.
 #[derive(Debug, Default)]
 pub(super) struct Ram {
     pub(super) files: Vec<RamFile>,
-    /// Paths of which it is only known that they must be folders: sharing a file would change the user's data.
+    /// Paths that must be directories: if one were a file, sharing it would change the user's data.
     pub(super) folders: Vec<PathBuf>,
 }
 
@@ -65,19 +66,19 @@ pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> R
     Ok(ram)
 }
 
-/// Whether the command line says itself what the RAM is made of.
+/// Returns whether the command line already defines the backend of the RAM.
 fn has_memory_backend(line: &Rewrite, machine: &Machine) -> bool {
     let of_a_node = |(_, text): (usize, &str)| KeyValues::parse(text, Some("type")).get("memdev").is_some();
     machine.option("memory-backend").is_some() || line.options("numa").any(of_a_node)
 }
 
-/// Changes a memory object to a shared one, and says what was changed.
+/// Changes a memory object to a shared one; returns a description of the change.
 fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<String>, PlanError> {
     let kind = object.get("qom-type").unwrap_or_default().to_owned();
     let id = object.get("id").unwrap_or_default().to_owned();
     let is_on = |key| object.get(key).and_then(parse_bool);
     match kind.as_str() {
-        // Shared or not: this QEMU has no descriptor for it that it could hand over.
+        // This applies even with share=on, because QEMU has no descriptor of that RAM to pass on.
         "memory-backend-ram" => {
             let size = object.get("size").unwrap_or_default();
             let bytes = parse_size(size, 1)
@@ -105,7 +106,7 @@ fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<
     }
 }
 
-/// Makes the RAM that `-m` asks for.
+/// Adds a backend for the RAM that `-m` requests.
 fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut Ram) -> Result<(), PlanError> {
     let bytes = ram_bytes(line, machine)?;
     let mem_path = line
@@ -113,7 +114,7 @@ fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut R
         .last()
         .map(|(index, path)| (index, path.to_owned()));
     let (path, change) = match mem_path {
-        // QEMU takes either -mem-path or a memory backend.
+        // QEMU accepts either -mem-path or a memory backend, not both.
         Some((_, path)) => {
             let given: Vec<usize> = line.options("mem-path").map(|(index, _)| index).collect();
             for index in given {
@@ -140,7 +141,7 @@ fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut R
     Ok(())
 }
 
-/// What `-m` says, in bytes.
+/// Returns the RAM size from `-m`, in bytes.
 fn ram_bytes(line: &Rewrite, machine: &Machine) -> Result<u64, PlanError> {
     let mut options = KeyValues::default();
     for (_, text) in line.options("m") {
@@ -154,7 +155,7 @@ fn ram_bytes(line: &Rewrite, machine: &Machine) -> Result<u64, PlanError> {
             option: format!("-m {size}"),
         })?,
     };
-    // As in QEMU, 0 asks for the default.
+    // 0 selects the default, as in QEMU.
     let bytes = if bytes > 0 {
         bytes
     } else {

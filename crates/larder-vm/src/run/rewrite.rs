@@ -1,14 +1,14 @@
-//! A command line being rewritten: what each argument becomes, what is added at the end, and what was changed.
+//! A command line under rewrite: replacements of arguments, additions at the end, and a list of the changes.
 
 use super::arguments::{Argument, join};
 
-/// QEMU's arguments, each still itself or replaced.
+/// QEMU's arguments, each unchanged or replaced.
 #[derive(Debug)]
 pub(super) struct Rewrite {
     arguments: Vec<Argument>,
     replacements: Vec<Option<Vec<Argument>>>,
     appended: Vec<Argument>,
-    /// One line each, for the user.
+    /// Descriptions of the changes for the user, one line each.
     pub(super) changes: Vec<String>,
 }
 
@@ -22,18 +22,18 @@ impl Rewrite {
         }
     }
 
-    /// The arguments as they were given.
+    /// Returns the original arguments.
     pub(super) fn arguments(&self) -> &[Argument] {
         &self.arguments
     }
 
-    /// The indices and values of the options called `name`, as they were given.
+    /// Returns the indexes and values of the original options called `name`.
     pub(super) fn options<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (usize, &'a str)> {
         let texts = self.arguments.iter().map(move |argument| argument.text_of(name));
         texts.enumerate().filter_map(|(index, text)| Some((index, text?)))
     }
 
-    /// Puts `new` in the place of the argument at `index`.
+    /// Replaces the argument at `index` by `new`.
     pub(super) fn replace(&mut self, index: usize, new: Vec<Argument>) {
         self.replacements[index] = Some(new);
     }
@@ -43,7 +43,7 @@ impl Rewrite {
         self.appended.push(argument);
     }
 
-    /// The words of the new command line.
+    /// Returns the words of the new command line.
     pub(super) fn into_words(self) -> Vec<std::ffi::OsString> {
         let kept = self.arguments.into_iter().zip(self.replacements);
         let rewritten = kept.flat_map(|(old, new)| new.unwrap_or_else(|| vec![old]));

@@ -1,8 +1,8 @@
-//! A command as a line for a POSIX shell.
+//! Quoting of commands for a POSIX shell.
 
 use std::ffi::{OsStr, OsString};
 
-/// The words quoted where a shell would take them apart or change them.
+/// Joins the words, quoting those that a shell would split or change.
 pub fn command_line(words: &[OsString]) -> String {
     let quoted: Vec<String> = words.iter().map(|word| quote(word)).collect();
     quoted.join(" ")
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_that_is_no_text_comes_out_of_a_shell_as_it_was() {
+    fn non_utf8_word_survives_shell_quoting() {
         let word = std::os::unix::ffi::OsStringExt::from_vec(b"/a b\xff%'c".to_vec());
         let line = command_line(&[word]);
         let output = std::process::Command::new("sh")
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shell_reads_the_same_words_back() {
+    fn quoted_words_survive_a_shell() {
         let words = ["qemu", "", "a b", "it's", "$HOME", "x=1,y=/tmp/a.raw", "*", "é", "a\nb"];
         let line = command_line(&words.map(OsString::from));
         let output = std::process::Command::new("sh")

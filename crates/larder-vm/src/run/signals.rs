@@ -1,4 +1,4 @@
-//! Signals as things to wait for, in the supervisor's one thread.
+//! Signals as events that the supervisor's only thread can wait for.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -8,36 +8,37 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
-/// What ends QEMU, and is passed on to it.
+/// Signals that end QEMU, and are forwarded to it.
 const PASSED_ON: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
 /// A signal that arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Received {
-    /// A child has ended, or several.
+    /// One or more children have ended.
     Child,
-    /// One that asks us to end.
+    /// A request to end.
     End {
         signal: Signal,
-        /// The terminal sent it, and QEMU has got it too.
+        /// The terminal sent the signal, so QEMU has received it too.
         from_terminal: bool,
     },
 }
 
-/// Signals, from now on only to be had here.
+/// Signals that are blocked, and read from a signalfd.
 pub(super) struct Signals(OwnedFd);
 
 impl Signals {
     pub(super) fn take_over() -> io::Result<Self> {
-        // SAFETY: a zeroed set is a valid place for sigemptyset, which makes it a valid set; the rest only reads it or
-        // fills it. The descriptor is fresh, and owned by nobody else.
+        // SAFETY: a zeroed set is a valid place for sigemptyset, which makes it a valid set; the other calls only
+        // read or fill it. The descriptor is new, and has no other owner.
         unsafe {
             let mut set = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
             for signal in PASSED_ON.into_iter().chain([libc::SIGCHLD]) {
                 libc::sigaddset(&raw mut set, signal);
             }
-            // Where our parent ignored it, ended children would vanish with their exit codes.
+            // If our parent ignores SIGCHLD, that is inherited, and ended children would be reaped without their exit
+            // codes.
             libc::signal(libc::SIGCHLD, libc::SIG_DFL);
             match libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) {
                 0 => {}
@@ -50,7 +51,7 @@ impl Signals {
         }
     }
 
-    /// Waits for a signal, for as long as `timeout` says. `None` if none came.
+    /// Waits for a signal, at most for `timeout`; `None` if none arrived.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<Received>> {
         let timeout = timeout.map(|timeout| Timespec {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
@@ -67,7 +68,7 @@ impl Signals {
     fn take(&self) -> io::Result<Option<Received>> {
         let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
         let size = size_of::<libc::signalfd_siginfo>();
-        // SAFETY: `info` is a place of `size` bytes.
+        // SAFETY: `info` has room for `size` bytes.
         let count = unsafe { libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), size) };
         if count < 0 {
             let error = io::Error::last_os_error();
@@ -76,7 +77,7 @@ impl Signals {
                 _ => Err(error),
             };
         }
-        // SAFETY: a signalfd gives whole structures only, so this one has been filled.
+        // SAFETY: a signalfd returns whole structures only, so this one has been filled.
         let info = unsafe { info.assume_init() };
         let Some(signal) = i32::try_from(info.ssi_signo).ok().and_then(Signal::from_named_raw) else {
             return Ok(None);

@@ -1,6 +1,6 @@
-//! Sizes as QEMU writes them: `512`, `2G`, `1.5g`, `0x1000`.
+//! Sizes in QEMU's notation: `512`, `2G`, `1.5g`, `0x1000`.
 
-/// Reads a size in bytes; a number alone counts in `unit` bytes. `None` if QEMU would refuse it too.
+/// Parses a size in bytes; a number without a suffix is in units of `unit` bytes. `None` if QEMU would refuse it too.
 pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
     if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         return u64::from_str_radix(hex, 16).ok()?.checked_mul(unit);
@@ -30,8 +30,8 @@ pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
     (bytes < u64::MAX as f64).then_some(bytes as u64)
 }
 
-/// Reads a whole number of a device's property, in decimal or after `0x`. `None` if QEMU reads it in another way (octal,
-/// after a zero), or not at all.
+/// Parses a whole number of a device's property, in decimal or after `0x`. `None` if QEMU would read it differently
+/// (as octal, after a zero), or refuse it.
 pub fn parse_number(text: &str) -> Option<u64> {
     let digits_of = |digits: &str, radix| {
         let is_number = digits.chars().all(|digit| digit.is_digit(radix));
@@ -51,7 +51,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn sizes_are_read_as_qemu_reads_them() {
+    fn sizes_are_parsed_as_in_qemu() {
         assert_eq!(parse_size("512", MIB), Some(512 * MIB));
         assert_eq!(parse_size("2G", MIB), Some(2048 * MIB));
         assert_eq!(parse_size("1.5g", MIB), Some(1536 * MIB));
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_read_as_by_qemu() {
+    fn numbers_are_parsed_as_in_qemu() {
         for (text, number) in [
             ("0", Some(0)),
             ("64", Some(64)),
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn invalid_sizes_are_refused() {
         for text in [
             "",
             "G",

@@ -1,8 +1,9 @@
-//! The servers and QEMU at work: started, watched, ended together.
+//! Supervision of the servers and QEMU: start, restart and common end.
 //!
-//! A server that dies is started again; its keeper tells the next one what QEMU had said, and the guest's requests go on
-//! where they were; so does the pager of its memory (`memory`). QEMU's end is the end of everything, and its exit code ours. If this process is killed, QEMU and the
-//! servers get SIGTERM from the kernel.
+//! A server that dies is restarted; its keeper replays QEMU's setup messages to the next one, and the guest's
+//! requests continue where they were. The pager of the guest's memory is restarted as well (`memory`). When QEMU
+//! ends, everything ends, with QEMU's exit code. If this process is killed, QEMU and the servers get SIGTERM from the
+//! kernel.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -22,32 +23,32 @@ use super::signals::{Received, Signals};
 use crate::image::ImageAddress;
 use crate::vm::config::ChainFile;
 
-/// How long a server may take to open its image.
+/// Longest time for a server to open its image.
 const START_MAX: Duration = Duration::from_secs(30);
 
-/// How often a server that starts is looked at.
+/// Interval between checks of a starting server.
 const START_STEP: Duration = Duration::from_millis(2);
 
-/// How long a server may take to write back what it holds, when all is over.
+/// Longest time for a server to write back its data at the end.
 const STOP_MAX: Duration = Duration::from_secs(60);
 
-/// Signals that come this soon after QEMU's end mean that end: `timeout` signals a process and its group, and a terminal
-/// all that runs there.
+/// Time after QEMU's end within which a signal belongs to that same end: `timeout` signals a process and its group,
+/// and a terminal all of its foreground processes.
 const SAME_STOP: Duration = Duration::from_secs(1);
 
-/// After this long the user is told what is waited for.
+/// Time after which the user is informed what the stop waits for.
 const STOP_QUIET: Duration = Duration::from_secs(3);
 
 /// The program that serves disks: this one.
 #[derive(Clone, Debug)]
 pub struct ServerProgram {
-    /// Its path.
+    /// Path of the program.
     pub path: PathBuf,
-    /// What `LARDER_LOG` is set to for it; as it is if `None`.
+    /// Value of `LARDER_LOG` for it; inherited if `None`.
     pub log: Option<String>,
 }
 
-/// Why it went wrong.
+/// Reason for a failure.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SuperviseError {
@@ -66,15 +67,15 @@ pub enum SuperviseError {
     Wait(#[from] io::Error),
 }
 
-/// How the user is told of what happens, a line at a time.
+/// Callback that shows the user a message of one line.
 pub type Say<'a> = &'a dyn Fn(&str);
 
-/// Starts everything, and returns QEMU's exit code (128 and the signal's number if a signal ended it). The servers use
-/// the locks of `holds`, where each disk of the plan has its files. Call it in the program's main thread, before there
-/// are others: the children end with the thread that started them.
+/// Starts everything, and returns QEMU's exit code (128 plus the signal's number if a signal ended it). The servers
+/// share the locks of `holds`, which have the files of each disk of the plan. It must be called in the program's main
+/// thread, before other threads exist: the children end with the thread that started them.
 ///
 /// # Errors
-/// See [`SuperviseError`]; nothing runs any more then.
+/// See [`SuperviseError`]; no child is left running then.
 pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<'_>) -> Result<u8, SuperviseError> {
     let signals = Signals::take_over()?;
     let mut servers = Vec::with_capacity(plan.disks.len());
@@ -105,9 +106,9 @@ pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<
     Ok(exit_code(status))
 }
 
-/// Names the files that the headers of a disk's images have led to.
+/// Shows the files to which the headers of a disk's images lead.
 fn say_chain(planned: &PlannedDisk, say: Say<'_>) {
-    // One that cannot be read keeps the next server from starting, which is told then.
+    // An unreadable chain file keeps the next server from starting, which reports that.
     let Ok(Some(found)) = ChainFile::read(&planned.chain_file()) else {
         return;
     };
@@ -130,12 +131,12 @@ fn exit_code(status: ExitStatus) -> u8 {
     }
 }
 
-/// As a shell tells it.
+/// Returns a shell's exit code for a signal.
 fn code_of_signal(signal: i32) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }
 
-/// Waits until every server listens. The signal that asked to end before that, if one did.
+/// Waits until every server listens; returns the signal that ended the wait early, if there was one.
 fn wait_until_ready(servers: &mut [Server<'_>], signals: &Signals) -> Result<Option<Signal>, SuperviseError> {
     for server in servers {
         while !server.planned.ready_file().exists() {
@@ -154,7 +155,7 @@ fn wait_until_ready(servers: &mut [Server<'_>], signals: &Signals) -> Result<Opt
     Ok(None)
 }
 
-/// Keeps the servers alive until QEMU ends.
+/// Restarts dead servers until QEMU ends.
 fn watch(
     qemu: &mut Guarded,
     servers: &mut [Server<'_>],
@@ -184,8 +185,8 @@ fn watch(
     }
 }
 
-/// Ends the servers; each writes back what it holds. Whoever cannot wait sends another signal. The pager has nothing left to
-/// do, and removes what it has made.
+/// Ends the servers; each writes back its data. A signal from the user ends the wait. The pager has nothing left to
+/// do, and removes the files that it created.
 fn stop(mut servers: Vec<Server<'_>>, mut pager: Option<Pager<'_>>, signals: &Signals, say: Say<'_>) -> io::Result<()> {
     if let Some(pager) = &mut pager {
         pager.end();
@@ -236,9 +237,9 @@ struct Server<'a> {
     process: Guarded,
     started: Instant,
     backoff: Backoff,
-    /// When to start it again, if it is down.
+    /// Time of the next restart, if the server is down.
     due: Option<Instant>,
-    /// What the user was told last of what is in its way.
+    /// The last obstacle reported to the user.
     obstacle: Option<String>,
 }
 
@@ -266,7 +267,7 @@ impl<'a> Server<'a> {
         })
     }
 
-    /// Notices its death, and starts it again when that is due.
+    /// Detects that the server has died, and restarts it when that is due.
     fn keep_alive(&mut self) -> io::Result<()> {
         let image = &self.planned.disk.image;
         if self.due.is_none() {
@@ -300,7 +301,8 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Whether it must not be started now, because it would not find the guest's files. Tells what is new about that.
+    /// Returns whether the server must not be started now, because it would not find the guest's files. Reports
+    /// changes of that.
     fn is_obstructed(&mut self) -> bool {
         let obstacle = self.hold.and_then(Hold::obstacle);
         if obstacle != self.obstacle {

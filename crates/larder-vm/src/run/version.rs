@@ -1,4 +1,4 @@
-//! Which QEMU it is.
+//! The version of QEMU.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct QemuVersion(pub u32, pub u32);
 
-/// Why the version cannot be told.
+/// Reason why the version cannot be determined.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum VersionError {
@@ -19,10 +19,10 @@ pub enum VersionError {
 }
 
 impl QemuVersion {
-    /// Asks the program.
+    /// Runs the program to get its version.
     ///
     /// # Errors
-    /// It cannot be started, or is not QEMU.
+    /// The program cannot be started, or is not QEMU.
     pub fn probe(program: &OsStr) -> Result<Self, VersionError> {
         let output = Command::new(program)
             .arg("--version")
@@ -39,14 +39,14 @@ impl QemuVersion {
         })
     }
 
-    /// Finds it in what `--version` prints: `QEMU emulator version 7.2.22 (Debian ...)`.
+    /// Parses the output of `--version`: `QEMU emulator version 7.2.22 (Debian ...)`.
     fn parse(text: &str) -> Option<Self> {
         let (_, behind) = text.split_once("QEMU")?.1.split_once("version ")?;
         let mut numbers = behind.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some(Self(numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
-    /// The option of a socket chardev, with its value, that makes QEMU connect again soon after a loss.
+    /// Returns the option of a socket chardev, with its value, that makes QEMU reconnect soon after a disconnect.
     pub fn reconnect(self) -> (&'static str, &'static str) {
         if self >= Self(9, 2) {
             ("reconnect-ms", "100")
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_version_is_found_in_what_qemu_says() {
+    fn version_is_parsed_from_qemu_output() {
         let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright (c) 2003-2022";
         assert_eq!(QemuVersion::parse(debian), Some(QemuVersion(7, 2)));
         assert_eq!(
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reconnect_option_is_that_of_the_version() {
+    fn reconnect_option_depends_on_version() {
         assert_eq!(QemuVersion(7, 2).reconnect().0, "reconnect");
         assert_eq!(QemuVersion(9, 1).reconnect().0, "reconnect");
         assert_eq!(QemuVersion(9, 2).reconnect().0, "reconnect-ms");
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn another_program_is_not_taken_for_qemu() {
+    fn other_program_is_not_accepted_as_qemu() {
         assert!(matches!(
             QemuVersion::probe(OsStr::new("true")),
             Err(VersionError::NotQemu { .. })

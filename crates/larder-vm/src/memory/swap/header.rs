@@ -1,22 +1,22 @@
-//! The MiB before the log of a disk for evicted pages.
+//! The first MiB of a disk for evicted pages, before the log.
 //!
 //! ```text
 //! byte 0    magic "LRDRSWAP"
 //!      8    version, u32                   12   CRC32C of the 4 KiB with zeros here, u32
 //!      16   identity, 16 bytes             32   segments, u32
-//!      40   the process whose pages are here: its PID, u32; 48  when it was started, u64 (field 22 of /proc/PID/stat)
-//!      56   1 if the file was made by Larder, which removes it in the end; else 0, u32
+//!      40   the process whose pages are here: its PID, u32; 48  its start time, u64 (field 22 of /proc/PID/stat)
+//!      56   1 if Larder created the file, and removes it in the end; else 0, u32
 //!      60   1 if the disk is an NBD export; else 0, u32
-//!      64   1 if what is in the log is encrypted; else 0, u32
-//!      4 KiB  of a device or export that is not encrypted, else zeros: the mark
+//!      64   1 if the log is encrypted; else 0, u32
+//!      4 KiB  the mark, on an unencrypted device or export; else zeros
 //!      1 MiB  the log (larder_memory::log), as many segments of 1 MiB
 //! mark 0    magic "LRDRUSED"               8    CRC32C of the mark with zeros here, u32
-//!      12   segments, u32: the log is not written from this one on
+//!      12   segments, u32: the log is unwritten from this one on
 //!      16   identity, as in the header
 //! ```
-//! All numbers are little-endian. The mark is durable before the first segment past it is written, so that a successor of a
-//! killed pager knows how much has to be erased ([`super::release`]). Headers of versions without marks have zeros there:
-//! then all of the log may have been written.
+//! All numbers are little-endian. The mark is durable before the first segment past it is written, so that a
+//! successor of a killed pager knows how much must be erased ([`super::release`]). Versions without marks wrote zeros
+//! there: then all of the log may have been written.
 
 use std::rc::Rc;
 
@@ -29,9 +29,9 @@ use super::{SwapError, check_size};
 
 pub(super) const MAGIC: &[u8; 8] = b"LRDRSWAP";
 pub(super) const VERSION: u32 = 1;
-/// Bytes of the header.
+/// Length of the header, in bytes.
 pub(super) const HEADER: usize = 4096;
-/// Bytes of the header and of the mark.
+/// Length of the header and the mark, in bytes.
 pub(super) const BOTH: usize = 2 * HEADER;
 const VERSION_AT: usize = 8;
 const CHECKSUM_AT: usize = 12;
@@ -39,7 +39,7 @@ const IDENTITY_AT: usize = 16;
 const SEGMENTS_AT: usize = 32;
 const OWNER_AT: usize = 40;
 const MADE_AT: usize = 56;
-/// 1 if the pager has it by way of an NBD server, whose file this may be.
+/// Offset of the flag for an NBD export, whose server may export this very file.
 const EXPORTED_AT: usize = 60;
 const ENCRYPTED_AT: usize = 64;
 
@@ -48,18 +48,18 @@ const MARK_CHECKSUM_AT: usize = 8;
 const MARK_SEGMENTS_AT: usize = 12;
 const MARK_BYTES: usize = 32;
 
-/// What the first bytes of a disk say.
+/// Classification of a disk by its first bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Header {
-    /// Zeros.
+    /// All zeros.
     Nothing,
-    /// A swap cache's.
+    /// The header of a swap cache.
     Ours(Fields),
-    /// Something else.
+    /// Any other content.
     Foreign,
 }
 
-/// The fields of a header. All are zero in a damaged one: that is of no disk that anybody knows, and may be used anew.
+/// The fields of a header. All are zero in a damaged header, which belongs to no known disk, and may be overwritten.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Fields {
     pub(super) uuid: [u8; 16],
@@ -73,9 +73,9 @@ pub(super) struct Fields {
 /// The process whose pages are on a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(in crate::memory) struct Owner {
-    /// Its PID.
+    /// Process ID.
     pub(in crate::memory) pid: u32,
-    /// See [`larder_memory::target::Target::started`].
+    /// Start time; see [`larder_memory::target::Target::started`].
     pub(in crate::memory) started: u64,
 }
 
@@ -94,7 +94,7 @@ fn set_number(bytes: &mut [u8], at: usize, number: u32) {
     bytes[at..at + 4].copy_from_slice(&number.to_le_bytes());
 }
 
-/// Whether the checksum at `at` is that of `bytes`, where zeros are then.
+/// Returns whether the checksum at `at` matches `bytes`. Afterwards zeros are in its place.
 fn takes_checksum(bytes: &mut [u8], at: usize) -> bool {
     let checksum = number(bytes, at);
     bytes[at..at + 4].fill(0);
@@ -107,7 +107,7 @@ fn set_checksum(bytes: &mut [u8], at: usize) {
 }
 
 impl Header {
-    /// Of what is before the log, at least [`HEADER`] bytes; its version if that is not known.
+    /// Parses the header from at least [`HEADER`] bytes; the error is an unknown version.
     pub(super) fn parse(bytes: &mut [u8]) -> Result<Self, u32> {
         if bytes[..8] != *MAGIC {
             return Ok(match bytes.iter().all(|byte| *byte == 0) {
@@ -139,7 +139,7 @@ impl Header {
 }
 
 impl Fields {
-    /// The header, and the mark at 0 if there is to be one.
+    /// Returns the bytes of the header, and of a mark at segment 0 if requested.
     pub(super) fn bytes(&self, with_mark: bool) -> AlignedBuf {
         let mut bytes = AlignedBuf::zeroed(BOTH);
         let (header, rest) = bytes.split_at_mut(HEADER);
@@ -170,7 +170,7 @@ fn mark_bytes(uuid: &[u8; 16], segments: u32) -> AlignedBuf {
     bytes
 }
 
-/// The mark in what is before the log; `None` if there is none of this disk's.
+/// Parses the mark; `None` if there is no valid mark of this disk.
 fn parse_mark(bytes: &[u8], uuid: &[u8; 16]) -> Option<u32> {
     let mut mark = [0; MARK_BYTES];
     mark.copy_from_slice(bytes.get(HEADER..HEADER + MARK_BYTES)?);
@@ -178,14 +178,14 @@ fn parse_mark(bytes: &[u8], uuid: &[u8; 16]) -> Option<u32> {
     is_ours.then(|| number(&mark, MARK_SEGMENTS_AT))
 }
 
-/// Sets the mark on the disk, durably.
+/// Writes the mark to the disk, durably.
 pub(super) async fn write_mark(device: &Rc<dyn BlockDevice>, uuid: &[u8; 16], segments: u32) -> IoResult {
     let bytes = mark_bytes(uuid, segments);
     let written = device.write(ByteOffset::new(HEADER as u64), WriteBuf::new(&bytes), WriteFlags::FUA);
     written.await
 }
 
-/// What is before the log: the header, and its mark. All of it must be empty, or ours.
+/// Reads the header and its mark from a disk.
 pub(super) async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Result<(Header, Option<u32>), SwapError> {
     let size = device.geometry().size;
     check_size(name, size)?;
@@ -205,9 +205,9 @@ pub(super) async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Res
     Ok((header, mark))
 }
 
-/// The process that has pages on a disk with this beginning, of at least [`HEADER`] bytes; `None` if it is no swap cache, or
-/// nobody's any more, or is used by way of an NBD server, which must be able to serve it. The bytes have no meaning after
-/// that.
+/// Returns the process that has pages on a disk with these first bytes, of which there must be at least [`HEADER`].
+/// `None` if the disk is no swap cache, or its process has ended. `None` also if it is used through an NBD server,
+/// which must be able to serve it. The content of the buffer is destroyed.
 pub(crate) fn pages_of(beginning: &mut [u8]) -> Option<u32> {
     match Header::parse(beginning) {
         Ok(Header::Ours(fields)) if fields.of.is_alive() && !fields.is_exported => Some(fields.of.pid),
@@ -215,7 +215,7 @@ pub(crate) fn pages_of(beginning: &mut [u8]) -> Option<u32> {
     }
 }
 
-/// Reads `data` as the beginning of a disk.
+/// Parses `data` as the beginning of a disk, for fuzzing.
 pub(in crate::memory) fn read_any(data: &[u8]) {
     let mut bytes = vec![0; BOTH];
     let len = data.len().min(BOTH);
@@ -236,9 +236,9 @@ pub(in crate::memory) fn read_any(data: &[u8]) {
 mod tests {
     use super::*;
 
-    /// Damage and marks of other disks count as no mark: then all of the log is erased.
+    /// A damaged mark or one of another disk counts as none: then all of the log is erased.
     #[test]
-    fn mark_counts_only_if_whole_and_own() {
+    fn mark_must_be_valid_and_own() {
         let uuid = [7; 16];
         let mut bytes = vec![0; BOTH];
         assert_eq!(parse_mark(&bytes, &uuid), None);
@@ -253,9 +253,9 @@ mod tests {
         assert_eq!(parse_mark(&bytes[..HEADER], &uuid), None);
     }
 
-    /// A header says what it was given, and is not the same with another bit.
+    /// A header parses back as written, and a flipped bit is detected.
     #[test]
-    fn header_is_read_as_written() {
+    fn header_parses_back_and_detects_damage() {
         let fields = Fields {
             uuid: [3; 16],
             segments: 77,

@@ -1,16 +1,17 @@
-//! Erasing the pages on a disk that nothing needs any more.
+//! Erasure of pages on a disk that are no longer needed.
 //!
-//! It is done when the process or its management has ended, and with what a killed pager has left, once its process has
-//! ended, too: before the disk is used anew, also if it is refused then. Only disks whose header says that they are
-//! Larder's are erased, and they are claimed or locked by this process.
+//! It happens when the process or its management has ended. The data of a killed pager is erased once its process has
+//! ended, before the disk is used again, even if that use is then refused. Only disks with a valid header of Larder's
+//! are erased, and only while this process has claimed or locked them.
 //!
-//! - A file is truncated, so that its file system frees all of its blocks. One that Larder made is removed after that.
-//! - What is encrypted on a device or an NBD export is discarded, where the device has discards. Nothing else is needed: its
-//!   key has ended with the memory that it was about.
-//! - What is not encrypted is made zeros as far as it was written, by unmapping where the device can do that (`PUNCH_HOLE`
-//!   of fallocate(2), `NBD_CMD_WRITE_ZEROES`), else by writing.
+//! - A file is truncated, so that its file system frees all of its blocks. A file that Larder created is then
+//!   removed.
+//! - Encrypted data on a device or an NBD export is discarded, if the device supports that. Nothing else is needed:
+//!   the key ended with the process that owned the memory.
+//! - Unencrypted data is zeroed as far as it was written, by unmapping where the device supports that (`PUNCH_HOLE`
+//!   of fallocate(2), `NBD_CMD_WRITE_ZEROES`), otherwise by writing.
 //!
-//! The header is cleared last. A pager that is killed before leaves a disk that its successor erases again.
+//! The header is cleared last. A pager that is killed before that leaves a disk that its successor erases again.
 
 use std::cell::Cell;
 use std::io;
@@ -26,22 +27,22 @@ use tokio::sync::Mutex;
 
 use super::header::{BOTH, write_mark};
 
-/// The mark moves by so many segments, so that it is seldom written.
+/// Step by which the mark moves, in segments, so that it is seldom written.
 const MARK_STEP: u32 = 256;
 
-/// From so much on the log reports that zeros are written.
+/// Length from which the zeroing is logged.
 const LONG: ByteLen = ByteLen::new(1 << 30);
 
-/// A log whose pages nothing needs.
+/// A log whose pages are no longer needed.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Unneeded {
-    /// Encrypted, with as many segments.
+    /// Encrypted, with this many segments.
     Encrypted(u32),
-    /// Not encrypted. As many segments may have been written.
+    /// Not encrypted; this many segments may have been written.
     Plain(u32),
 }
 
-/// Erases a log on a device. Its header stays.
+/// Erases a log on a device, but not its header.
 pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: Unneeded) -> IoResult {
     let range = |segments: u32| ByteRange::new(SEGMENT as u64, u64::from(segments) * SEGMENT as u64);
     match log {
@@ -57,25 +58,25 @@ pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: Unneeded) -> IoResu
                 ..ZeroFlags::default()
             };
             device.write_zeroes(range, how).await?;
-            // Before the header is cleared, or written anew.
+            // The flush precedes clearing or rewriting the header.
             device.flush().await
         }
     }
 }
 
-/// How far the log of a disk that is not encrypted has been written.
+/// High-water mark of writes to the log of an unencrypted disk.
 pub(super) struct Mark {
     device: Rc<dyn BlockDevice>,
     uuid: [u8; 16],
     segments: u32,
-    /// The number of segments before the mark on the disk.
+    /// Number of segments before the mark on the disk.
     durable: Mutex<u32>,
-    /// The number of segments that may have been written.
+    /// Number of segments that may have been written.
     written: Cell<u32>,
 }
 
 impl Mark {
-    /// The mark of a log of `segments`, which is at `written` on the disk.
+    /// Returns the mark of a log of `segments`, which is at `written` on the disk.
     pub(super) fn new(device: &Rc<dyn BlockDevice>, uuid: [u8; 16], segments: u32, written: u32) -> Rc<Self> {
         Rc::new(Self {
             device: Rc::clone(device),
@@ -108,27 +109,27 @@ impl BeforeWrite for Mark {
     }
 }
 
-/// A disk whose pages are not needed any more, once all writes to it have ended.
+/// A disk whose pages are not needed once all writes to it have completed.
 pub(in crate::memory) struct SwapRelease {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) writes: PendingWrites,
     pub(super) kind: Kind,
 }
 
-/// The kinds of disks, by how they are erased.
+/// Kind of disk, which determines how it is erased.
 pub(super) enum Kind {
-    /// A file that Larder made.
+    /// A file that Larder created.
     Made(HeldFile),
-    /// A file that was there before: it keeps its size.
+    /// A file that existed before: it keeps its size.
     Given(HeldFile),
-    /// A device or an export with an encrypted log of as many segments.
+    /// A device or an export with an encrypted log of this many segments.
     Encrypted(u32),
-    /// A device or an export with a log that is not encrypted.
+    /// A device or an export with an unencrypted log.
     Plain(Rc<Mark>),
 }
 
 impl SwapRelease {
-    /// Erases all that is on the disk.
+    /// Erases the disk.
     pub(in crate::memory) async fn release(self) {
         self.writes.ended().await;
         let released = match self.kind {
@@ -165,7 +166,7 @@ async fn clear(device: &Rc<dyn BlockDevice>, log: Unneeded) -> Result<(), String
     written.await.map_err(|error| error.to_string())
 }
 
-/// Removes the file, unless another one has taken its path by now.
+/// Removes the file, unless another file has its path by now.
 fn remove(file: &HeldFile) -> io::Result<()> {
     match file.displaced()? {
         None => std::fs::remove_file(file.path()),

@@ -1,20 +1,21 @@
-//! Stands between QEMU and a disk's server, so that QEMU never sees a server go.
+//! Proxy between QEMU and a disk's server, so that QEMU never sees a server disconnect.
 //!
-//! QEMU can reconnect to a server, but not at every moment: before 9.1 it loses a vhost-user-blk device for good when
-//! the connection ends while the guest's driver is not running, as it is not during most of a boot. So QEMU's connection
-//! ends here. Its messages are handed on as they are, one at a time, and what the next server has to know is kept
-//! ([`Record`]): a successor is told that first, then gets the message that its predecessor did not answer. Requests go
-//! from the guest's memory to the server as ever; nothing of them passes here.
+//! QEMU can reconnect to a server, but not at every moment. Before 9.1 it loses a vhost-user-blk device for good if
+//! the connection ends while the guest's driver is not running, which is the case during most of a boot. So QEMU's
+//! connection ends in this process. Its messages are forwarded unchanged, one at a time, and those that the next
+//! server needs are recorded ([`Record`]): a successor first gets the recorded messages, and then the message that
+//! its predecessor did not answer. Requests still pass from the guest's memory directly to the server, not through
+//! the keeper.
 //!
 //! Invariants:
-//! - A message counts as said once it was answered, or once it was sent if it has no answer.
-//! - Where a running ring goes on is none of our business: it is in the region of requests in flight, which we only hand
-//!   on. Where a stopped one does is in the answer to GET_VRING_BASE.
-//! - QEMU waits for an answer without an end, and does nothing else meanwhile. While there is no server it waits for
-//!   [`AWAY_STEPS_MAX`]; then, or if it is about to end, its connection ends. While there is one it waits as it would without
-//!   us.
-//! - A server that closes the connection, lives and listens on refuses what QEMU says. Then so do we: QEMU's connection
-//!   ends.
+//! - A message is recorded once it was answered, or once it was sent if it has no answer.
+//! - The keeper does not track the positions of running rings: they are in the in-flight region, which it only
+//!   forwards. The position of a stopped ring is in the answer to GET_VRING_BASE.
+//! - QEMU waits for an answer without a limit, and does nothing else meanwhile. While there is no server it waits for
+//!   at most [`AWAY_STEPS_MAX`]; then, or if it is about to end, its connection is closed. While there is a server it
+//!   waits as it would without the keeper.
+//! - A server that closes the connection but keeps running and listening refuses QEMU's message. The keeper then
+//!   closes QEMU's connection as well.
 
 mod wire;
 
@@ -33,27 +34,27 @@ use super::plan::PlannedDisk;
 use crate::listen::{ListenError, SocketFile, listener_has_ended};
 use wire::{Broken, receive, send, wait};
 
-/// How often a server that is being started is tried. Waiting is counted in these: time in which all of us were stopped,
-/// the next server included, does not count.
+/// Interval between attempts to connect to a starting server. Waiting is counted in these steps, so time in which all
+/// processes were stopped, including the next server, does not count.
 const STEP: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 2_000_000,
 };
 
-/// How long there may be no server before QEMU's messages find the connection closed: 20 s. QEMU takes that for an
-/// error of the disk's, and connects again.
+/// Number of steps without a server after which QEMU's connection is closed: 20 s. QEMU treats that as an error of
+/// the disk, and reconnects.
 const AWAY_STEPS_MAX: u32 = 10_000;
 
-/// How long a process may take to end after its connection has: 5 s.
+/// Number of steps for a process to end after its connection has ended: 5 s.
 const END_STEPS_MAX: u32 = 2_500;
 
-/// The pause after a connection that ended with an error.
+/// Pause after a connection that ended with an error.
 const REST: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 100_000_000,
 };
 
-/// Why there is no keeper.
+/// Reason why a keeper cannot be started.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum KeeperError {
@@ -69,15 +70,15 @@ pub(super) struct Keeper {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread is told.
+/// State shared with the thread.
 struct Shared {
-    /// Rung when it is to end.
+    /// Eventfd that tells the thread to end.
     bell: OwnedFd,
     qemu_ends: AtomicBool,
 }
 
 impl Keeper {
-    /// Listens where QEMU looks for the disk, and takes what it says to the disk's server.
+    /// Listens on the socket to which QEMU connects, and forwards its messages to the disk's server.
     pub(super) fn start(planned: &PlannedDisk) -> Result<Self, KeeperError> {
         let socket = SocketFile::bind(&planned.socket)?;
         let listener = UnixListener::from(socket.descriptor()?);
@@ -101,7 +102,7 @@ impl Keeper {
         })
     }
 
-    /// QEMU has been asked to end: it no longer waits for a server that is not there.
+    /// Records that QEMU is about to end: its messages no longer wait for a missing server.
     pub(super) fn qemu_ends(&self) {
         self.shared.qemu_ends.store(true, Ordering::Relaxed);
     }
@@ -109,25 +110,25 @@ impl Keeper {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        // A counter that is full has been rung.
+        // The write fails only if the counter is full, and then the eventfd is readable already.
         let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
-        // A panic there has ended the process.
+        // A panic of the thread has aborted the process.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 struct Worker {
     shared: Arc<Shared>,
-    /// Its name in messages.
+    /// Name of the disk in messages.
     disk: String,
-    /// Where its server listens.
+    /// Socket of its server.
     server: PathBuf,
-    /// For how long there has been none.
+    /// Number of steps since the last server.
     away_steps: u32,
 }
 
 impl Worker {
-    /// Serves one connection of QEMU's after the other.
+    /// Serves QEMU's connections one after the other.
     fn run(&mut self, listener: &UnixListener) {
         loop {
             let error = match self.serve(listener) {
@@ -135,7 +136,7 @@ impl Worker {
                 Err(Broken::Over) => return,
                 Err(Broken::Io(error)) => error,
             };
-            // It is about to end and finds its disk gone: nothing that would surprise anybody.
+            // If QEMU is about to end, a missing disk is expected.
             if !self.shared.qemu_ends.load(Ordering::Relaxed) {
                 tracing::error!("disk {}: QEMU's connection to it is closed: {error}", self.disk);
             }
@@ -157,17 +158,17 @@ impl Worker {
         connection.run()
     }
 
-    /// Whether QEMU has waited for a server for long enough.
+    /// Returns whether QEMU has waited for a server for long enough.
     fn must_give_up(&self) -> bool {
         self.away_steps > AWAY_STEPS_MAX || self.shared.qemu_ends.load(Ordering::Relaxed)
     }
 }
 
-/// One connection of QEMU's, and the servers that serve it one after the other.
+/// One connection of QEMU's, and the successive servers that serve it.
 struct Connection<'a> {
     worker: &'a mut Worker,
     front: UnixStream,
-    /// The present server, told all of `record`.
+    /// The present server, which has received all of `record`.
     back: Option<UnixStream>,
     record: Record,
 }
@@ -176,7 +177,7 @@ impl Connection<'_> {
     /// Serves QEMU until it disconnects.
     fn run(mut self) -> Result<(), Broken> {
         loop {
-            // Without a server it is tried again soon.
+            // Without a server, the next attempt follows soon.
             let limit = (self.back.is_none() && !self.connect()?).then_some(STEP);
             let streams = [Some(&self.front), self.back.as_ref()].into_iter().flatten();
             let streams: Vec<_> = streams.map(AsFd::as_fd).collect();
@@ -193,13 +194,13 @@ impl Connection<'_> {
                     }
                     self.record.note(message, reply.as_ref());
                 }
-                // A server says nothing unasked: it has gone.
+                // A server sends nothing unasked, so its connection has ended.
                 Some(_) => self.lost()?,
             }
         }
     }
 
-    /// Has a message of QEMU's answered, by the next server if this one dies over it.
+    /// Forwards a message of QEMU's and returns the answer, from the next server if this one dies before it answers.
     fn ask(&mut self, message: &Message) -> Result<Option<Message>, Broken> {
         loop {
             if let Some(back) = &self.back {
@@ -216,10 +217,10 @@ impl Connection<'_> {
         }
     }
 
-    /// The server's connection has ended.
+    /// Handles the end of the server's connection.
     ///
     /// # Errors
-    /// The server goes on without it.
+    /// The server keeps running without the connection.
     fn lost(&mut self) -> Result<(), Broken> {
         let Some(back) = self.back.take() else { return Ok(()) };
         for _ in 0..END_STEPS_MAX {
@@ -228,20 +229,20 @@ impl Connection<'_> {
             }
             wait(&[], &self.worker.shared.bell, Some(STEP))?;
         }
-        // One that was told to stop listens no more; it may take its time to write back what it holds.
+        // A server that is stopping does not listen any more, but may still be writing back its data.
         match wire::connect(&self.worker.server) {
             Ok(_) => Err(io::Error::other("its server refuses it; see the message before this one").into()),
             Err(_) => Ok(()),
         }
     }
 
-    /// Connects to the next server and tells it all that was said. False if there is none yet.
+    /// Connects to the next server and replays the record to it. Returns false if there is no server yet.
     fn connect(&mut self) -> Result<bool, Broken> {
         self.worker.away_steps = self.worker.away_steps.saturating_add(1);
         let Ok(back) = wire::connect(&self.worker.server) else {
             return Ok(false);
         };
-        // The socket of a dead one may live on for a moment.
+        // The socket of a dead server may exist for a moment longer.
         if listener_has_ended(&back) {
             return Ok(false);
         }

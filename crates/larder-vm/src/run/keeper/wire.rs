@@ -1,4 +1,4 @@
-//! vhost-user messages, taken from one connection and handed to another as they are.
+//! Forwarding of vhost-user messages between two connections, unchanged.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,7 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-/// Takes the next message from `stream`; `None` if it was closed between two.
+/// Receives the next message from `stream`; `None` if it was closed between two messages.
 pub(super) fn receive(stream: &UnixStream, bell: &OwnedFd) -> Result<Option<Message>, Broken> {
     let mut bytes = vec![0; HEADER_BYTES];
     let mut descriptors = Vec::new();
@@ -33,7 +33,7 @@ pub(super) fn receive(stream: &UnixStream, bell: &OwnedFd) -> Result<Option<Mess
     }
 }
 
-/// Fills `bytes`, and adds the descriptors that come along; false if the stream ends before the first byte.
+/// Fills `bytes`, and adds received descriptors; false if the stream ends before the first byte.
 fn fill(bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>, stream: &UnixStream, bell: &OwnedFd) -> Result<bool, Broken> {
     let mut done = 0;
     while done < bytes.len() {
@@ -63,7 +63,7 @@ fn fill(bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>, stream: &UnixStream, b
     Ok(true)
 }
 
-/// Hands a message to `stream`.
+/// Sends a message to `stream`.
 pub(super) fn send(message: &Message, stream: &UnixStream, bell: &OwnedFd) -> Result<(), Broken> {
     let mut done = 0;
     while done < message.bytes().len() {
@@ -78,7 +78,7 @@ pub(super) fn send(message: &Message, stream: &UnixStream, bell: &OwnedFd) -> Re
         match rustix::net::sendmsg(stream, &pieces, &mut control, flags) {
             Ok(count) => done += count,
             Err(Errno::INTR) => {}
-            // Who is to take it does not read.
+            // The receiver does not read, so the socket's buffer is full.
             Err(Errno::AGAIN) => {
                 wait_for(PollFlags::OUT, &[stream.as_fd()], bell, None)?;
             }
@@ -88,7 +88,7 @@ pub(super) fn send(message: &Message, stream: &UnixStream, bell: &OwnedFd) -> Re
     Ok(())
 }
 
-/// A connection to whoever listens at `path`; an error also where the queue of those that wait for it is full.
+/// Connects to the listener at `path`; fails also if its backlog is full.
 pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -98,17 +98,17 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Why nothing more is to be had from a connection.
+/// Reason why a connection cannot be used further.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Broken {
-    /// The bell was rung.
+    /// The eventfd `bell` is readable: the thread must end.
     #[error("it is over")]
     Over,
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Waits until one of `streams` can be read, and gives which; `None` after `limit`.
+/// Waits until one of `streams` is readable, and returns its index; `None` after `limit`.
 pub(super) fn wait(
     streams: &[BorrowedFd<'_>],
     bell: &OwnedFd,
