@@ -1,4 +1,4 @@
-//! seccomp: the system calls of a server at work, and no others.
+//! seccomp: an allow list of the system calls that a running server makes.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use seccompiler::{
 
 use super::{ConfineError, Needs};
 
-/// Allowed whatever their arguments: what they reach is bounded by the descriptors that there are, and by Landlock.
+/// Calls that are allowed with any arguments: the open descriptors and Landlock limit what they can reach.
 #[rustfmt::skip]
 const ALLOWED: &[libc::c_long] = &[
     // Descriptors.
@@ -23,33 +23,33 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_eventfd2, libc::SYS_pipe2, libc::SYS_memfd_create, libc::SYS_timerfd_create, libc::SYS_timerfd_settime,
     libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2, libc::SYS_ppoll,
     libc::SYS_io_uring_enter,
-    // Names: the process's own folders, and what names of hosts are looked up in.
+    // Paths: the process's own directories, and files for host name lookup.
     libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_readlinkat,
     libc::SYS_name_to_handle_at, libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
     libc::SYS_unlinkat, libc::SYS_renameat, libc::SYS_renameat2,
-    // Guest memory is touched for the pager to see.
+    // Timestamps of guest memory files are set to signal the pager.
     libc::SYS_utimensat,
-    // Sockets that are there. None is bound any more.
+    // Existing sockets; bind is not allowed any more.
     libc::SYS_connect, libc::SYS_accept4, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_sendmmsg, libc::SYS_recvfrom,
     libc::SYS_recvmsg, libc::SYS_recvmmsg, libc::SYS_shutdown, libc::SYS_getsockname, libc::SYS_getpeername,
     libc::SYS_getsockopt, libc::SYS_setsockopt,
-    // Memory; mmap and mprotect are below.
+    // Memory; mmap and mprotect have rules below.
     libc::SYS_munmap, libc::SYS_mremap, libc::SYS_madvise, libc::SYS_mincore, libc::SYS_msync, libc::SYS_brk,
     libc::SYS_membarrier,
-    // Threads; clone is below.
+    // Threads; clone has a rule below.
     libc::SYS_futex, libc::SYS_set_robust_list, libc::SYS_rseq, libc::SYS_exit, libc::SYS_exit_group, libc::SYS_gettid,
     libc::SYS_getpid, libc::SYS_sched_yield, libc::SYS_sched_getaffinity, libc::SYS_getcpu, libc::SYS_restart_syscall,
     libc::SYS_rt_sigaction, libc::SYS_rt_sigprocmask, libc::SYS_rt_sigreturn, libc::SYS_rt_sigtimedwait,
     libc::SYS_sigaltstack,
-    // The clock, and what a process may ask of itself.
+    // Clocks, and queries about the process itself.
     libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_clock_gettime, libc::SYS_clock_getres,
     libc::SYS_gettimeofday, libc::SYS_getrandom, libc::SYS_getrusage, libc::SYS_uname, libc::SYS_sysinfo,
     libc::SYS_getuid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getegid,
-    // Refused in the other filter with ENOSYS, which has the C library take clone instead.
+    // The other filter refuses this with ENOSYS, which makes the C library fall back to clone.
     libc::SYS_clone3,
 ];
 
-/// The older forms, which the C library still uses there.
+/// Older calls that the C library still uses on this architecture.
 #[cfg(target_arch = "x86_64")]
 #[rustfmt::skip]
 const ALLOWED_BESIDES: &[libc::c_long] = &[
@@ -60,8 +60,8 @@ const ALLOWED_BESIDES: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_BESIDES: &[libc::c_long] = &[];
 
-/// All that is asked of a descriptor so: whether it blocks, how much is there, whether it is a terminal, and what a block
-/// device is like; and a userfaultfd, by the pager, which hands over the device for that.
+/// Permitted ioctls: non-blocking mode, bytes available, terminal check, and properties of a block device; also
+/// creating a userfaultfd on the device that the pager passes to the server.
 #[rustfmt::skip]
 const IOCTLS: [u64; 9] = [
     libc::FIONBIO, libc::FIONREAD, libc::TCGETS,
@@ -73,8 +73,8 @@ const IOCTLS: [u64; 9] = [
     0xaa00, // USERFAULTFD_IOC_NEW
 ];
 
-/// What is asked of a descriptor by fcntl: its flags, another number for it, locks of open files, and seals of a memfd. Nothing by
-/// which a signal is sent (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE).
+/// Permitted fcntl commands: flags, duplication, locks of open file descriptions, and seals of a memfd. Commands that
+/// cause signals are excluded (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE).
 const FCNTLS: [libc::c_int; 10] = [
     libc::F_DUPFD,
     libc::F_DUPFD_CLOEXEC,
@@ -88,13 +88,13 @@ const FCNTLS: [libc::c_int; 10] = [
     libc::F_ADD_SEALS,
 ];
 
-/// What a thread has, and a process has not.
+/// Clone flags that a thread has, and a process does not.
 const OF_THREADS: u64 = (libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_SIGHAND) as u64;
 
-/// A socket's type, without its flags.
+/// Mask of a socket's type without its flags.
 const TYPE_MASK: u64 = 0xf;
 
-/// The filters, to be applied in this order.
+/// Returns the filters, to be applied in this order.
 pub(super) fn filters(needs: &Needs) -> Result<[BpfProgram; 2], ConfineError> {
     let wrong = |error: seccompiler::BackendError| ConfineError::Calls(error.to_string());
     let rules = rules(needs).map_err(wrong)?;
@@ -111,7 +111,7 @@ pub(super) fn filters(needs: &Needs) -> Result<[BpfProgram; 2], ConfineError> {
     ])
 }
 
-/// Puts them in force for all threads.
+/// Applies the filters to all threads.
 pub(super) fn apply(filters: &[BpfProgram]) -> Result<(), ConfineError> {
     for filter in filters {
         seccompiler::apply_filter_all_threads(filter).map_err(|error| ConfineError::Calls(error.to_string()))?;
@@ -126,20 +126,20 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     for call in ALLOWED.iter().chain(ALLOWED_BESIDES) {
         rules.insert(*call, Vec::new());
     }
-    // Threads alone are made, and no memory can be executed that could not before.
+    // Only threads can be created, and no memory can become executable that was not before.
     let threads = is_masked(0, OF_THREADS, OF_THREADS)?;
     rules.insert(SYS_clone, vec![SeccompRule::new(vec![threads])?]);
     for call in [SYS_mmap, SYS_mprotect] {
         let not_executable = is_masked(2, libc::PROT_EXEC as u64, 0)?;
         rules.insert(call, vec![SeccompRule::new(vec![not_executable])?]);
     }
-    // This process' own.
+    // Only this process's own threads may be signalled.
     let own = is(0, u64::from(std::process::id()))?;
     rules.insert(SYS_tgkill, vec![SeccompRule::new(vec![own.clone()])?]);
-    // Whether two descriptors are of one open file (KCMP_FILE).
+    // Comparison of two descriptors' open file descriptions (KCMP_FILE) within this process.
     let of_own = vec![own, is(1, u64::from(std::process::id()))?, is(2, 0)?];
     rules.insert(SYS_kcmp, vec![SeccompRule::new(of_own)?]);
-    // Names of threads, and reading a limit of one's own.
+    // Setting thread names, and reading own limits.
     let name = is(0, libc::PR_SET_NAME as u64)?;
     rules.insert(SYS_prctl, vec![SeccompRule::new(vec![name])?]);
     let looks = vec![is(0, 0)?, is_long(2, 0)?];
@@ -151,7 +151,7 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
         .map(|it| SeccompRule::new(vec![is(1, *it as u64)?]))
         .collect();
     let mut fcntls = fcntls?;
-    // O_ASYNC would have a signal sent.
+    // O_ASYNC would cause signals.
     let without_signals = is_masked(2, libc::O_ASYNC as u64, 0)?;
     fcntls.push(SeccompRule::new(vec![is(1, libc::F_SETFL as u64)?, without_signals])?);
     rules.insert(SYS_fcntl, fcntls);
@@ -162,11 +162,11 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
         .map(|(family, kind)| SeccompRule::new(vec![is(0, family as u64)?, is_masked(1, TYPE_MASK, kind as u64)?]))
         .collect();
     let sockets = sockets?;
-    // No rule for a call would allow all of it.
+    // An empty list of rules for a call would allow all of it.
     if !sockets.is_empty() {
         rules.insert(SYS_socket, sockets);
     }
-    // Connected to one another, and to nothing else: the pager hands over descriptors by one, and the opener answers on one.
+    // Pairs are connected only to each other: the pager passes descriptors over one, and the opener answers on one.
     let pairs: Result<Vec<_>, _> = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET]
         .into_iter()
         .map(|kind| {
@@ -180,10 +180,10 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     Ok(rules)
 }
 
-/// Families and types of the sockets that are still made.
+/// Returns families and types of the sockets that may still be created.
 fn sockets(needs: &Needs) -> Vec<(i32, i32)> {
-    // Those to the service manager and to the opener are there. A unix socket could be connected to any path, such as another
-    // VM's socket or the journal's.
+    // The sockets to the service manager and to the opener exist already. A new unix socket could be connected to any
+    // path, such as another VM's socket or the journal's.
     let mut all = Vec::new();
     let internet = [libc::AF_INET, libc::AF_INET6];
     if !needs.ports.is_empty() {
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_disk_needs_of_the_network_is_allowed() {
+    fn only_needed_socket_types_are_allowed() {
         let mut needs = Needs::default();
         assert_eq!(sockets(&needs), []);
         let all = rules(&needs).expect("they can be made");

@@ -1,4 +1,4 @@
-//! Landlock: which files, ports and processes are still reachable.
+//! Landlock: the files, ports and processes that remain reachable.
 
 use std::fs::File;
 use std::io;
@@ -12,24 +12,24 @@ use landlock::{
 
 use super::{ConfineError, Needs};
 
-/// What is asked for; an older kernel gives what it has of it.
+/// Requested version; an older kernel applies the part that it supports.
 const WANTED: ABI = ABI::V6;
 
-/// What a name is looked up in; the libraries for that are loaded by then ([`Needs::connect_to`]).
+/// Files used for host name lookup; the libraries for it are loaded by then ([`Needs::connect_to`]).
 const NAMES: [&str; 6] = [
     "/etc/resolv.conf",
     "/etc/hosts",
     "/etc/nsswitch.conf",
     "/etc/host.conf",
     "/etc/gai.conf",
-    // Where systemd puts new ones of what /etc/resolv.conf leads to.
+    // systemd replaces the target of /etc/resolv.conf in this directory.
     "/run/systemd/resolve",
 ];
 
-/// DNS over TCP, for long answers.
+/// Port of DNS over TCP, which long answers need.
 const DNS_PORT: u16 = 53;
 
-/// The restrictions, to be taken upon itself by each thread; `None` if the kernel has no Landlock.
+/// Returns the restrictions, which each thread applies to itself; `None` if the kernel has no Landlock.
 pub(super) fn ruleset(needs: &Needs) -> Result<Option<OwnedFd>, ConfineError> {
     let version = version();
     if let Some(missing) = missing(version) {
@@ -41,7 +41,7 @@ pub(super) fn ruleset(needs: &Needs) -> Result<Option<OwnedFd>, ConfineError> {
     made.map(Option::from)
 }
 
-/// Where programs and their libraries are.
+/// Locations of programs and their libraries.
 const PROGRAMS: [&str; 8] = [
     "/usr",
     "/bin",
@@ -53,8 +53,8 @@ const PROGRAMS: [&str; 8] = [
     "/dev/null",
 ];
 
-/// Has this thread, and what it starts, reach nothing but programs and `file`, which is only read, as far as the kernel's Landlock
-/// can do that.
+/// Restricts this thread, and programs that it starts, to programs and to reading `file`, as far as the kernel's
+/// Landlock supports that.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -85,10 +85,10 @@ pub(super) fn only_programs_and(file: &File) -> io::Result<()> {
     ruleset.restrict_self().map(drop).map_err(io::Error::other)
 }
 
-/// The version of the kernel's Landlock; 0 if it has none, or it is off.
+/// Returns the version of the kernel's Landlock; 0 if it has none, or it is off.
 fn version() -> i64 {
     const VERSION: u32 = 1; // LANDLOCK_CREATE_RULESET_VERSION
-    // SAFETY: with that flag and no attributes the kernel only tells its version.
+    // SAFETY: with that flag and no attributes the kernel only returns its version.
     let version = unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,
@@ -100,7 +100,7 @@ fn version() -> i64 {
     version.max(0)
 }
 
-/// What cannot be kept from a process with that version, for people.
+/// Returns a description of the restrictions that this version lacks, for users.
 fn missing(version: i64) -> Option<&'static str> {
     match version {
         0 => {
@@ -140,7 +140,7 @@ fn make(needs: &Needs, keeps_abstract_sockets: bool) -> Result<RulesetCreated, C
     Ok(ruleset)
 }
 
-/// What may be done where.
+/// Returns the permitted access by path.
 fn rules(needs: &Needs) -> Vec<(PathBuf, BitFlags<AccessFs>)> {
     let own = AccessFs::ReadFile
         | AccessFs::ReadDir
@@ -150,7 +150,7 @@ fn rules(needs: &Needs) -> Vec<(PathBuf, BitFlags<AccessFs>)> {
         | AccessFs::MakeDir
         | AccessFs::RemoveFile;
     let mut rules: Vec<_> = needs.own.iter().map(|path| (path.clone(), own)).collect();
-    // What it may know of itself: its threads, and its open files' locks.
+    // The process may read about itself: its threads, and the locks of its open files.
     let itself = PathBuf::from(format!("/proc/{}", std::process::id()));
     rules.push((itself, AccessFs::ReadFile | AccessFs::ReadDir));
     if needs.looks_up_names {
@@ -159,7 +159,7 @@ fn rules(needs: &Needs) -> Vec<(PathBuf, BitFlags<AccessFs>)> {
     rules
 }
 
-/// `None` if nothing is there: then nothing is needed there, or it cannot be had.
+/// Opens a path for a rule; `None` if it does not exist, and so cannot be accessed later.
 fn place(path: &Path) -> Result<Option<PathFd>, ConfineError> {
     if !path.try_exists().unwrap_or(true) {
         return Ok(None);
@@ -171,7 +171,7 @@ fn place(path: &Path) -> Result<Option<PathFd>, ConfineError> {
     })
 }
 
-/// Whoever has started this process is told how it is on an abstract socket: in some containers.
+/// Returns whether the service manager's notification socket is abstract, which is the case in some containers.
 fn notify_socket_is_abstract() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some_and(|socket| socket.as_encoded_bytes().starts_with(b"@"))
 }
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_executed_and_no_device_or_socket_is_made() {
+    fn rules_never_allow_execution_or_device_nodes() {
         let mut needs = Needs::default();
         needs.have("/run/larder/private/web");
         let rules = rules(&needs);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_older_kernel_lacks_is_told() {
+    fn missing_landlock_features_are_described() {
         assert!((0..6).all(|version| missing(version).is_some()));
         assert_eq!(missing(6), None);
     }

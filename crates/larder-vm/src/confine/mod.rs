@@ -1,23 +1,26 @@
-//! What a process gives up before it reads anything that a guest or an image's author has written: so that a fault in it lets
-//! them have this VM's disks, which the guest had before, and nothing of the host or of other VMs.
+//! Confinement: the rights that a process gives up before it reads anything that a guest or an image's author has
+//! written. After that, a fault in the process gives them access to this VM's disks, which the guest had before, and
+//! to nothing of the host or of other VMs.
 //!
-//! Invariants, of every thread, when [`confine`] has returned:
-//! - It has no capabilities, and can never get any again (`no_new_privs`).
-//! - It can open nothing (Landlock) but what is in folders of its own ([`Needs`]), what its kernel says of the process itself,
-//!   and, if a server is known by a name, what a name is looked up in. All else is opened for it ([`crate::opener`]).
-//! - It can connect to the TCP ports of its disks only, signal nobody, and look into no other process.
-//! - It makes no system calls but those of a server at work (seccomp); others fail with EPERM, so that one that was
-//!   forgotten costs a function, not the VM's disks. No program can be started, and no memory be made executable.
+//! Invariants, for every thread, once [`confine`] has returned:
+//! - It has no capabilities, and can never gain any (`no_new_privs`).
+//! - It can open nothing (Landlock) except files in directories of its own ([`Needs`]), what the kernel shows about
+//!   the process itself, and, if an NBD server is known by name, the files for host name lookup. All other files are
+//!   opened by the opener ([`crate::opener`]).
+//! - It can connect only to the TCP ports of its disks, signal no other process, and inspect none.
+//! - It makes only the system calls of a running server (seccomp); others fail with EPERM, so a forgotten call costs
+//!   a feature, not the VM's disks. No program can be started, and no memory can be made executable.
 //!
-//! A ring of io_uring is restricted when it is made (`larder_block::event_loop`), because the kernel's workers may have
-//! been started before; they run nothing but what a ring may ask for, with the rights of the thread that asks.
+//! An io_uring is restricted when it is created (`larder_block::event_loop`), because the kernel's workers may have
+//! been started before; they execute only the operations that a ring permits, with the rights of the submitting
+//! thread.
 //!
-//! Capabilities and Landlock are each thread's own. A signal has every thread give them up by itself, wherever it is, one
-//! after the other; threads that are started meanwhile inherit what their maker has given up, or are found in the next
-//! round. seccomp takes all threads at once, last.
+//! Capabilities and Landlock are per thread. A signal makes every thread give them up itself, whatever it is doing,
+//! one after the other. Threads that are started meanwhile inherit what their creator has given up, or are found in
+//! the next round. seccomp is applied to all threads at once, last.
 //!
-//! If something cannot be given up, [`confine`] fails, and the process is half confined: it must end. Only Landlock may
-//! be missing, wholly or in part, in an older kernel; that is a warning.
+//! If a right cannot be given up, [`confine`] fails, and the process is partly confined: it must end. Only Landlock
+//! may be missing in an older kernel, wholly or in part; that is logged as a warning.
 
 mod calls;
 mod files;
@@ -32,25 +35,25 @@ use std::path::PathBuf;
 use larder_block::boot;
 use larder_block::event_loop::SocketAddress;
 
-/// What a process needs after it was confined.
+/// Resources that a process needs after it is confined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Folders of its own, in which files are made, read, written, replaced and removed.
+    /// Directories of its own, in which it creates, reads, writes, replaces and removes files.
     own: BTreeSet<PathBuf>,
     /// TCP ports of NBD servers.
     ports: BTreeSet<u16>,
-    /// One of them has a name, which is looked up when the connection is made.
+    /// A server is given by a name, which is looked up when the connection is made.
     looks_up_names: bool,
 }
 
 impl Needs {
-    /// This process has `folder` to itself.
+    /// Adds a directory that belongs to this process alone.
     pub fn have(&mut self, folder: impl Into<PathBuf>) {
         self.own.insert(folder.into());
     }
 
-    /// It connects to an NBD server, by TCP; the opener connects to those on unix sockets. The server's name is looked up once
-    /// now, because no library can be loaded later.
+    /// Adds a TCP connection to an NBD server; the opener makes connections to unix sockets. The server's name is
+    /// looked up once now, because no library can be loaded later.
     pub fn connect_to(&mut self, server: &SocketAddress) {
         let SocketAddress::Tcp { host, port } = server else {
             return;
@@ -58,13 +61,13 @@ impl Needs {
         self.ports.insert(*port);
         if host.parse::<IpAddr>().is_err() {
             self.looks_up_names = true;
-            // Whoever connects says what is wrong.
+            // A later connection reports the error.
             let _ = (host.as_str(), *port).to_socket_addrs();
         }
     }
 }
 
-/// Why a process cannot be confined.
+/// Reason why a process cannot be confined.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfineError {
@@ -86,8 +89,8 @@ pub enum ConfineError {
     Calls(String),
 }
 
-/// Has this thread, and the programs that it starts, reach nothing but programs and `file`, which is only read: what looks at a
-/// file that anybody may have written must not become him.
+/// Restricts this thread, and the programs that it starts, to programs and to reading `file`. A program that parses
+/// an untrusted file must not give its author the rights of this process.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -95,7 +98,8 @@ pub(crate) fn only_programs_and(file: &File) -> io::Result<()> {
     files::only_programs_and(file)
 }
 
-/// Has this process give up all but what it `needs`. Called by one thread, once, when no other one opens anything any more.
+/// Makes this process give up all rights except those that it `needs`. One thread calls it, once, when no other
+/// thread opens files any more.
 ///
 /// # Errors
 /// See [`ConfineError`]; the process must end then.

@@ -1,7 +1,8 @@
-//! Every thread gives up its capabilities and takes the Landlock restrictions upon itself.
+//! Every thread drops its capabilities and applies the Landlock restrictions to itself.
 //!
-//! A thread can do that for itself only, and some sleep in the kernel for ever. So a handler of a signal does it, as libpsx
-//! does for libcap. It makes system calls and touches atomics; nothing that it interrupts is changed.
+//! A thread can do that only for itself, and some threads sleep in the kernel for ever. So a signal handler does it,
+//! as libpsx does for libcap. The handler only makes system calls and uses atomics, so the interrupted code is not
+//! affected.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,24 +15,24 @@ use rustix::thread::gettid;
 
 use super::ConfineError;
 
-/// How long a thread may take. One that waits for a device in the kernel takes no signal meanwhile.
+/// Longest time for a thread to respond. A thread that waits for a device in the kernel handles no signal meanwhile.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The pause between looks whether it has.
+/// Interval between checks for the response.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// No ruleset, no thread, no error.
+/// Value for no ruleset, no thread or no error.
 const NONE: i32 = -1;
 
-/// What the threads take upon themselves.
+/// Landlock ruleset for the threads.
 static RULESET: AtomicI32 = AtomicI32::new(NONE);
-/// The last one that has.
+/// ID of the last thread that has responded.
 static ANSWERED: AtomicI32 = AtomicI32::new(NONE);
-/// What has failed there: a place in [`STEPS`], and the error's number.
+/// Index in [`STEPS`] of a step that has failed in a thread; `FAILED_WITH` is its error number.
 static FAILED_STEP: AtomicI32 = AtomicI32::new(NONE);
 static FAILED_WITH: AtomicI32 = AtomicI32::new(0);
 
-/// What a thread does, in this order: without the first the others need a capability, which the last gives up.
+/// Steps of a thread, in order: without the first one the others need a capability, which the last one drops.
 const STEPS: [&str; 4] = [
     "no_new_privs cannot be set",
     "ambient capabilities cannot be dropped",
@@ -39,10 +40,10 @@ const STEPS: [&str; 4] = [
     "capabilities cannot be dropped",
 ];
 
-/// Capabilities that there may ever be: a set has 64 bits.
+/// Upper bound of capability numbers: a set has 64 bits.
 const CAPABILITIES: libc::c_ulong = 64;
 
-/// Has all threads give up their rights, this one last.
+/// Makes all threads give up their rights, the calling thread last.
 pub(super) fn give_up(ruleset: Option<&OwnedFd>) -> Result<(), ConfineError> {
     let ruleset = ruleset.map_or(NONE, AsRawFd::as_raw_fd);
     RULESET.store(ruleset, Ordering::SeqCst);
@@ -57,7 +58,8 @@ pub(super) fn give_up(ruleset: Option<&OwnedFd>) -> Result<(), ConfineError> {
     }
 }
 
-/// Until a round finds none that has not. Those that are started in between by one that has inherit it.
+/// Signals threads until a round finds no new one. Threads that are started meanwhile by a restricted thread inherit
+/// the restrictions.
 fn have_others() -> Result<(), ConfineError> {
     let own = gettid().as_raw_nonzero().get();
     let mut done = HashSet::from([own]);
@@ -79,7 +81,7 @@ fn have_others() -> Result<(), ConfineError> {
     }
 }
 
-/// A worker of io_uring takes no signals and makes no system calls.
+/// A worker of io_uring handles no signals and makes no system calls.
 fn is_kernels(thread: i32) -> bool {
     let name = name_of(thread);
     name.starts_with("iou-")
@@ -93,14 +95,14 @@ fn name_of(thread: i32) -> String {
 fn have(thread: i32) -> Result<(), ConfineError> {
     let since = Instant::now();
     loop {
-        // SAFETY: a signal to a thread of this process, whose handler is there.
+        // SAFETY: this sends a signal to a thread of this process, whose handler is installed.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, libc::SIGRTMAX()) };
         let error = io::Error::last_os_error();
         match (sent, error.raw_os_error()) {
             (0, _) => break,
-            // It has ended.
+            // The thread has ended.
             (_, Some(libc::ESRCH)) => return Ok(()),
-            // Too many signals of this user's wait.
+            // The user's queue of pending signals is full.
             (_, Some(libc::EAGAIN)) if since.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
             _ => {
                 return Err(ConfineError::Thread {
@@ -111,7 +113,8 @@ fn have(thread: i32) -> Result<(), ConfineError> {
             }
         }
     }
-    // It may end now; one that was just started is only now known for the kernel's.
+    // The thread may end while it is awaited. A thread that has just started may turn out to be a kernel worker only
+    // now, once it has its name.
     while !is_kernels(thread) && ANSWERED.load(Ordering::SeqCst) != thread && is_there(thread) {
         if since.elapsed() > PATIENCE {
             return Err(ConfineError::Silent {
@@ -139,12 +142,13 @@ fn failed(step: usize, source: io::Error, thread: String) -> ConfineError {
     ConfineError::Thread { step, thread, source }
 }
 
-/// The signal is taken, as long as this is there. Nobody else uses it.
+/// The installed signal handler, removed on drop. Nothing else in the process uses this signal.
 struct Taken(libc::sigaction);
 
 impl Taken {
     fn new() -> io::Result<Self> {
-        // SAFETY: zeros are a valid sigaction without flags and with an empty mask; the handler is one of this signature.
+        // SAFETY: zeros are a valid sigaction without flags and with an empty mask; the handler has the required
+        // signature.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
@@ -160,33 +164,34 @@ impl Taken {
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // SAFETY: it is what was there before.
+        // SAFETY: this restores the previous action.
         unsafe { libc::sigaction(libc::SIGRTMAX(), &raw const self.0, std::ptr::null_mut()) };
     }
 }
 
 extern "C" fn handler(_: libc::c_int) {
-    // SAFETY: the place of this thread's errno, which what is interrupted may be about to look at.
+    // SAFETY: this is the address of the thread's errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
     if let Err((step, error)) = give_up_here(RULESET.load(Ordering::SeqCst)) {
         FAILED_WITH.store(error.raw_os_error().unwrap_or(0), Ordering::SeqCst);
         FAILED_STEP.store(step as i32, Ordering::SeqCst);
     }
-    // SAFETY: it has no arguments, and cannot fail.
+    // SAFETY: this call has no arguments, and cannot fail.
     let own = unsafe { libc::syscall(libc::SYS_gettid) };
     ANSWERED.store(own as i32, Ordering::SeqCst);
-    // SAFETY: as above.
+    // SAFETY: this writes to the address of the thread's errno.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// `_LINUX_CAPABILITY_VERSION_3`, and this thread.
+/// Header for `_LINUX_CAPABILITY_VERSION_3`, with thread 0 for the calling one.
 #[repr(C)]
 struct CapabilityHeader {
     version: u32,
     thread: i32,
 }
 
-/// Of the calling thread; where it failed, and with what. It may run in a handler, so it allocates nothing.
+/// Drops the rights of the calling thread; the error has the failed step. It may run in a signal handler, so it
+/// allocates nothing.
 fn give_up_here(ruleset: i32) -> Result<(), (usize, io::Error)> {
     let step = |number: usize, result: libc::c_long| match result {
         0 => Ok(()),
@@ -194,7 +199,7 @@ fn give_up_here(ruleset: i32) -> Result<(), (usize, io::Error)> {
     };
     let zero: libc::c_ulong = 0;
     let one: libc::c_ulong = 1;
-    // SAFETY: each gets numbers, and the last one two structures that are as the kernel has them.
+    // SAFETY: the calls take numbers, and the last one pointers to two structures in the kernel's layout.
     unsafe {
         step(
             0,
@@ -206,7 +211,8 @@ fn give_up_here(ruleset: i32) -> Result<(), (usize, io::Error)> {
             libc::syscall(libc::SYS_prctl, libc::PR_CAP_AMBIENT, clear, zero, zero, zero),
         )?;
         for capability in 0..CAPABILITIES {
-            // Only who has CAP_SETPCAP can. Without capabilities and with no_new_privs it bounds nothing any more.
+            // This requires CAP_SETPCAP. Without capabilities and with no_new_privs, the bounding set has no effect
+            // any more.
             libc::syscall(libc::SYS_prctl, libc::PR_CAPBSET_DROP, capability, zero, zero, zero);
         }
         if ruleset != NONE {

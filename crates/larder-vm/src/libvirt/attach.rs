@@ -1,4 +1,4 @@
-//! What becomes of a domain whose disks Larder is to serve: the VM's file, and the domain's XML.
+//! Plan for serving the disks of a libvirt domain: the VM's file, and the domain's new XML.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::{disks, memory, socket_folder, target, vhost_user_socket};
 use crate::image::{NamedChain, PinnedChain, toml_text};
 use crate::vm::config::{ConfigError, VmConfig};
 
-/// Why a domain cannot have disks of Larder's.
+/// Reason why Larder cannot serve disks of a domain.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum AttachError {
@@ -43,53 +43,53 @@ fn lines(left: &[LeftDisk]) -> String {
     lines.collect()
 }
 
-/// A disk that stays QEMU's.
+/// A disk that stays with QEMU.
 #[derive(Debug, Clone)]
 pub struct LeftDisk {
-    /// What the guest calls it.
+    /// Name of the disk in the guest.
     pub name: String,
-    /// Why.
+    /// Reason why the disk stays with QEMU.
     pub why: String,
 }
 
-/// What the user wishes.
+/// Options of the user.
 #[derive(Debug, Clone, Default)]
 pub struct AttachWish {
-    /// Only these disks, if any are named.
+    /// If not empty, only these disks are attached.
     pub disks: Vec<String>,
-    /// These not, and why.
+    /// Disks that are not attached, with reasons.
     pub without: BTreeMap<String, String>,
-    /// The files that the images of these disks lead to: what the VM's file allows.
+    /// For each disk, the files that its image may lead to, for the VM's file.
     pub chains: BTreeMap<String, PinnedChain>,
-    /// Each disk gets a cache in this folder, of this size as TOML has it.
+    /// Directory for caches of all disks, and size of each cache in TOML syntax.
     pub cache: Option<(PathBuf, String)>,
-    /// The user, and the group, that QEMU is run as, if not as Larder.
+    /// User and group of QEMU, if they differ from Larder's.
     pub qemu: Option<(String, String)>,
 }
 
-/// What is to be done.
+/// A plan for attaching a domain.
 #[derive(Debug)]
 pub struct Plan {
-    /// The domain's name.
+    /// Name of the domain.
     pub name: String,
-    /// Its UUID.
+    /// UUID of the domain.
     pub uuid: String,
-    /// What the VM's file says.
+    /// Text of the VM's file.
     pub file: String,
-    /// What `file` means.
+    /// Parsed form of `file`.
     pub config: VmConfig,
-    /// The domain's new XML.
+    /// New XML of the domain.
     pub xml: String,
-    /// The disks that Larder will serve.
+    /// Disks that Larder will serve.
     pub served: Vec<ServedDisk>,
-    /// The others.
+    /// The other disks.
     pub left: Vec<LeftDisk>,
 }
 
-/// A domain's name and UUID.
+/// Returns a domain's name and UUID.
 ///
 /// # Errors
-/// It lacks one.
+/// One of them is missing.
 pub fn identity(domain: &Element) -> Result<(String, String), AttachError> {
     let of = |what: &'static str| match domain.child(what) {
         Some(found) if !found.text.is_empty() => Ok(found.text.clone()),
@@ -98,13 +98,13 @@ pub fn identity(domain: &Element) -> Result<(String, String), AttachError> {
     let uuid = of("uuid")?;
     match uuid.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-') {
         true => Ok((of("name")?, uuid)),
-        // It becomes the name of a file.
+        // The UUID becomes part of a file name.
         false => Err(AttachError::Lacks { what: "uuid" }),
     }
 }
 
-/// The user and the group that a domain's QEMU is run as: what its own label says, or else its host's, which is in
-/// libvirt's `capabilities`. By name where they have one.
+/// Returns user and group of a domain's QEMU, from the domain's own label, or else from the default in libvirt's
+/// `capabilities`. They are given by name where they have one.
 pub fn user_of_qemu(domain: &Element, capabilities: &Element) -> Option<(String, String)> {
     let mut labels = domain.all("seclabel").filter(|it| it.attribute("model") == Some("dac"));
     let own = labels.find_map(|it| it.child("label"));
@@ -135,7 +135,7 @@ pub fn user_of_qemu(domain: &Element, capabilities: &Element) -> Option<(String,
     Some((user, group))
 }
 
-/// Plans it, for the VM's file that will be at what `path_of` makes of the domain's name.
+/// Plans the change. `path_of` returns the path of the VM's file for the domain's name.
 ///
 /// # Errors
 /// See [`AttachError`].
@@ -184,7 +184,7 @@ pub fn plan(
     })
 }
 
-/// Whether one of the domain's disks has a socket of Larder's for this domain.
+/// Returns a disk of the domain that already has a socket of Larder's for this domain.
 pub fn attached_disk(name: &str, domain: &Element) -> Option<String> {
     let begin = format!("{name}-");
     let mut ours = disks(domain).filter(|disk| {
@@ -208,7 +208,7 @@ fn refuse_attached(name: &str, domain: &Element) -> Result<(), AttachError> {
 
 type Sorted<'a> = (Vec<(ServedDisk, &'a Element)>, Vec<LeftDisk>);
 
-/// Which disks are to be served, and which are left alone.
+/// Sorts the disks into those to be served and those that stay with QEMU.
 fn sorted<'a>(
     domain: &'a Element,
     wish: &AttachWish,
@@ -239,7 +239,7 @@ fn sorted<'a>(
     Ok((served, left))
 }
 
-/// Checks a disk by what reads the VM's file later, so that the file holds no disk that is refused then.
+/// Checks a disk with the parser of the VM's file, so that the file never has a disk that is refused later.
 fn fits_file(path: &Path, file: &str) -> Result<(), String> {
     match VmConfig::parse(path, file) {
         Ok(_) => Ok(()),
@@ -251,7 +251,7 @@ fn fits_file(path: &Path, file: &str) -> Result<(), String> {
     }
 }
 
-/// What the user's wish adds to what the domain says.
+/// Adds the user's options to those from the domain.
 fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
     if let Some(chain) = wish.chains.get(&disk.name) {
         disk.keys.extend(NamedChain::from(chain).keys());

@@ -1,26 +1,26 @@
-//! A domain as it was before Larder served its disks.
+//! Restoring a domain to its state before Larder served its disks.
 //!
-//! The disks and the memory are put back as they were; whatever else is in the domain's XML by now stays. Of the disks
-//! themselves, their place in the machine and in the order of boot stays too.
+//! The disks and the memory are restored; all other changes that were made to the domain's XML since remain. A disk's
+//! address in the machine and its boot order also remain as they are now.
 
 use super::xml::{Edits, Element, XmlError};
 use super::{disks, memory, target, vhost_user_socket};
 
-/// What can be put back.
+/// Result of a restore.
 #[derive(Debug)]
 pub struct Restored {
-    /// The domain's XML then.
+    /// New XML of the domain.
     pub xml: String,
-    /// The disks that are QEMU's again.
+    /// Disks that QEMU serves again.
     pub disks: Vec<String>,
-    /// What the user should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
-/// Puts into `now` what `before` said of the disks that Larder serves, and of the memory.
+/// Restores in `now` what `before` has for the disks that Larder serves, and for the memory.
 ///
 /// # Errors
-/// One of them is no XML.
+/// One of them is not valid XML.
 pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
     let (domain, domain_before) = (Element::parse(now)?, Element::parse(before)?);
     let (mut edits, mut back, mut notes) = (Edits::default(), Vec::new(), Vec::new());
@@ -53,7 +53,7 @@ pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
     })
 }
 
-/// The disk as it was, where it is now.
+/// Returns the disk as it was before, with its present address and boot order.
 fn merged(now: &str, disk: &Element, before: &str, disk_before: &Element) -> String {
     let mut edits = Edits::default();
     for name in ["boot", "address"] {
@@ -66,7 +66,7 @@ fn merged(now: &str, disk: &Element, before: &str, disk_before: &Element) -> Str
             (None, Some(old)) => edits.remove(before, old),
         }
     }
-    // The edits are of the whole text, in which the disk ends as far from the end as before.
+    // The edits apply to the whole text, in which the disk's end keeps its distance from the end of the text.
     let behind = before.len() - disk_before.place.end;
     let changed = edits.apply(before);
     changed[disk_before.place.start..changed.len() - behind].to_owned()
@@ -84,13 +84,13 @@ mod tests {
         let restored = restore(NOW, BEFORE).expect("is XML");
         assert_eq!(restored.xml, BEFORE.replace("<memory>1", "<memory>2"));
         assert_eq!(restored.disks, ["vda"]);
-        // Nothing is left to do.
+        // A second restore has nothing to do.
         let again = restore(&restored.xml, BEFORE).expect("is XML");
         assert_eq!((again.xml, again.disks.len()), (restored.xml, 0));
     }
 
     #[test]
-    fn what_was_changed_of_the_disks_place_stays() {
+    fn changed_boot_order_survives_detach() {
         let now = NOW.replace("order='1'", "order='2'");
         assert_eq!(
             restore(&now, BEFORE).expect("is XML").xml,
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_others_need_stays_shared() {
+    fn memory_needed_by_others_stays_shared() {
         let net = "<interface type='vhostuser'/>\n  </devices>";
         let now = NOW.replace("  </devices>", net);
         let restored = restore(&now, BEFORE).expect("is XML");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_gone_or_changed_by_hand_stays_so() {
+    fn removed_or_edited_disk_is_not_restored() {
         let gone = NOW.replace("dev='vda'", "dev='vdb'");
         let restored = restore(&gone, BEFORE).expect("is XML");
         assert_eq!((restored.xml.as_str(), restored.disks.len()), (gone.as_str(), 0));

@@ -1,8 +1,8 @@
-//! One disk of a domain: whether Larder can serve it, and what it is to Larder.
+//! One disk of a domain: whether Larder can serve it, and with which options.
 //!
-//! Everything in the disk's XML is looked at: what libvirt refuses on a vhost-user disk becomes a key of the VM's file; what
-//! QEMU does with the image and Larder does in its own way goes; what would be lost keeps the disk where it is. What is not
-//! known here might matter, so it does too.
+//! All of the disk's XML is examined. An element that libvirt refuses on a vhost-user disk becomes a key of the VM's
+//! file. An option of how QEMU accesses the image, which Larder does in its own way, is dropped. An option whose
+//! effect would be lost keeps the disk with QEMU, and so does an unknown one, which might matter.
 
 use super::target;
 use super::xml::{Edits, Element, quoted};
@@ -13,22 +13,22 @@ use larder_export::vhost_user::{QUEUES_MAX, Serial};
 /// A disk that Larder is to serve.
 #[derive(Debug, Clone)]
 pub struct ServedDisk {
-    /// What the guest calls it: `vda`.
+    /// Name of the disk in the guest: `vda`.
     pub name: String,
-    /// The image, as the VM's file names it.
+    /// The image, in the notation of the VM's file.
     pub image: String,
-    /// What else the VM's file says of it: keys and values, these as TOML has them.
+    /// Further keys of the VM's file, with values in TOML syntax.
     pub keys: Vec<(&'static str, String)>,
-    /// What the user should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
-    /// The backing files that the domain names, the next one first, if it says anything of them.
+    /// Backing files that the domain names, the next one first; `None` if the domain does not name them.
     pub backing: Option<Vec<NamedImage>>,
 }
 
-/// What Larder makes of a disk.
+/// Converts a disk.
 ///
 /// # Errors
-/// It cannot serve it as it is; why, after the disk's name.
+/// Larder cannot serve the disk as it is; the reason, worded to follow the disk's name.
 pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
     match disk.attribute("device").unwrap_or("disk") {
         "disk" => {}
@@ -83,7 +83,7 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
     Ok(served)
 }
 
-/// Where the image is.
+/// Returns the address of the image.
 fn image(disk: &Element) -> Result<String, String> {
     let kind = disk.attribute("type").unwrap_or("file");
     if kind == "vhostuser" {
@@ -93,7 +93,7 @@ fn image(disk: &Element) -> Result<String, String> {
         .child("source")
         .ok_or("there is nothing in it: it has no <source>")?;
     if let Some(child) = source.children.iter().find(|child| match child.name.as_str() {
-        // Larder has no use for a label, and relabels nothing.
+        // Larder needs no label, and relabels nothing.
         "seclabel" => false,
         "host" => kind != "network",
         _ => true,
@@ -172,7 +172,7 @@ fn nbd(source: &Element) -> Result<String, String> {
     }
 }
 
-/// A part of a URI.
+/// Escapes a part of a URI.
 fn escaped(part: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
     let letters = part.bytes().map(|byte| match plain(byte) {
@@ -182,7 +182,7 @@ fn escaped(part: &str) -> String {
     letters.collect()
 }
 
-/// What `<driver>` says.
+/// Converts `<driver>`.
 fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
     let nothing = Element::default();
     let driver = disk.child("driver").unwrap_or(&nothing);
@@ -195,7 +195,8 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("type", "raw") => {}
             ("type", "qcow2") => format = "qcow2",
             ("type", _) => return refused("Larder reads raw and qcow2 images"),
-            // The front-end's, which stays QEMU's; it must not have more of them than its server offers.
+            // Queues belong to the front-end, which QEMU still provides; it must not use more queues than the server
+            // offers.
             ("queues", queues)
                 if !queues
                     .parse()
@@ -237,7 +238,7 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
         }
     }
     served.keys.push(("format", toml_text(format)));
-    // QEMU's default, unlike Larder's.
+    // QEMU's default differs from Larder's.
     served.keys.push(("discard", toml_text(discard)));
     for child in &driver.children {
         match child.name.as_str() {
@@ -284,7 +285,7 @@ fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String>
             ("logical_block_size", "0" | "512") => {}
             ("logical_block_size", "4096") => served.keys.push(("block-size", value.clone())),
             ("logical_block_size", _) => return Err(format!("its {key} is {value}, and Larder's are 512 and 4096")),
-            // Hints, of which a guest's data does not depend.
+            // These are hints, which do not affect a guest's data.
             ("physical_block_size" | "discard_granularity", _) => served.notes.push(format!("its {key} goes")),
             _ => return Err(format!("its blockio says {key}='{value}', which Larder does not have")),
         }
@@ -292,7 +293,7 @@ fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String>
     Ok(())
 }
 
-/// The files that `<backingStore>` names, each within the one before.
+/// Returns the files that nested `<backingStore>` elements name.
 fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
     let (mut files, mut next) = (Vec::new(), Some(store));
     while let Some(store) = next {
@@ -330,8 +331,8 @@ fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
     Ok(files)
 }
 
-/// Returns the number of queues to say of a disk that says none: QEMU takes one for each processor, and ends if its server
-/// offers fewer.
+/// Returns the number of queues for a disk that gives none, if one is needed: QEMU uses one queue per processor, and
+/// exits if the server offers fewer.
 pub(super) fn queues_to_say(domain: &Element) -> Option<u16> {
     let vcpu = domain.child("vcpu")?;
     let processors = vcpu.attribute("current").unwrap_or(&vcpu.text);
@@ -342,9 +343,9 @@ pub(super) fn queues_to_say(domain: &Element) -> Option<u16> {
     (!fits).then_some(QUEUES_MAX)
 }
 
-/// Makes the disk one that is served on `socket`.
+/// Changes the disk to one that is served on `socket`.
 ///
-/// `queues` is the number that QEMU must be given where the disk says none.
+/// `queues` is the number of queues for a disk that gives none.
 pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u16>, edits: &mut Edits) {
     let mut tag = String::from("<disk type='vhostuser'");
     for (key, value) in &disk.attributes {
@@ -378,7 +379,7 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
             "source" => {
                 let indentation = super::xml::indentation(text, child);
                 let lines = source.replace('\n', &format!("\n{indentation}"));
-                // libvirt reads them in any order.
+                // libvirt accepts the elements in any order.
                 let lines = match old {
                     Some(_) => lines,
                     None => format!("{driver}\n{indentation}{lines}"),
@@ -428,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_is_not_known_is_lost() {
+    fn unknown_or_unsupported_xml_is_refused() {
         let source = "<source file='/a'/>";
         assert!(disk("type='file'", source).is_ok());
         for (attributes, inner) in [
@@ -472,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn backing_files_are_listed_from_the_next_one_on() {
+    fn backing_files_are_listed_in_chain_order() {
         let inner = "<source file='/c'/><backingStore type='file'><format type='qcow2'/><source file='/b'/><backingStore type='block'><format type='raw'/><source dev='/dev/a'/><backingStore/></backingStore></backingStore>";
         let found = disk("type='file'", inner).expect("can be served").backing;
         let named = |path: &str, format| NamedImage {

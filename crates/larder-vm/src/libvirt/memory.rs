@@ -5,10 +5,10 @@ use super::xml::{Edits, Element};
 const SOURCE: &str = "<source type='memfd'/>";
 const ACCESS: &str = "<access mode='shared'/>";
 
-/// Has the domain's memory shared; what that changes goes into `edits`.
+/// Makes the domain's memory shared; the changes are added to `edits`.
 ///
 /// # Errors
-/// The user wants it otherwise, in words for him.
+/// The domain requires private memory; a message for the user.
 pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(), String> {
     refuse_private(domain)?;
     let Some(backing) = domain.child("memoryBacking") else {
@@ -19,7 +19,7 @@ pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(
         edits.add_after(text, before, &all);
         return Ok(());
     };
-    // Huge pages are files by themselves, which can be shared.
+    // Huge pages are files themselves, which can be shared.
     let needs_source = backing.child("hugepages").is_none();
     let mut missing = Vec::new();
     match backing.child("source") {
@@ -46,7 +46,7 @@ pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(
     Ok(())
 }
 
-/// What is said of single parts of the memory goes before what is said of all.
+/// Refuses settings for parts of the memory that override the setting for all of it.
 fn refuse_private(domain: &Element) -> Result<(), String> {
     if domain.child("launchSecurity").is_some() {
         return Err("its memory is encrypted (<launchSecurity>), and Larder has to read it".to_owned());
@@ -71,7 +71,7 @@ fn refuse_private(domain: &Element) -> Result<(), String> {
     }
 }
 
-/// Puts back what `before` said of the memory; what is left as it is, and why, if anything.
+/// Restores the memory's settings from `before`.
 pub(super) fn put_back(text: &str, now: &Element, before: &Element, before_text: &str, edits: &mut Edits) {
     let Some(backing) = now.child("memoryBacking") else {
         return;
@@ -94,7 +94,7 @@ pub(super) fn put_back(text: &str, now: &Element, before: &Element, before_text:
     }
 }
 
-/// Whether something of a domain needs shared memory: whatever another process serves.
+/// Returns whether a device of the domain needs shared memory, because another process serves it.
 pub(super) fn is_needed(domain: &Element) -> bool {
     let Some(devices) = domain.child("devices") else {
         return false;

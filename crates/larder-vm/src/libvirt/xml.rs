@@ -1,7 +1,7 @@
-//! An XML document whose parts know where they are in its text, and changes of that text.
+//! An XML document whose elements know their positions in the text, and edits of that text.
 //!
-//! What is changed is cut out of the text and replaced; what is not never passes through a writer, so it stays as it is,
-//! down to white space.
+//! An edit replaces a range of the text. The rest never passes through an XML writer, so it remains unchanged,
+//! including white space.
 
 use std::ops::Range;
 
@@ -9,10 +9,10 @@ use quick_xml::Reader;
 use quick_xml::escape::resolve_predefined_entity;
 use quick_xml::events::{BytesStart, Event};
 
-/// Elements within elements, at most.
+/// Maximum nesting of elements.
 const DEPTH_MAX: usize = 128;
 
-/// Why a text is no XML that can be used.
+/// Reason why a text cannot be used as XML.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum XmlError {
@@ -24,25 +24,25 @@ pub enum XmlError {
     Empty,
 }
 
-/// An element.
+/// An XML element.
 #[derive(Debug, Clone, Default)]
 pub struct Element {
-    /// With its prefix: `qemu:commandline`.
+    /// Name with its prefix: `qemu:commandline`.
     pub name: String,
-    /// Its attributes, in their order.
+    /// Attributes, in order.
     pub attributes: Vec<(String, String)>,
-    /// The text in it, without that of its children, white space at both ends removed.
+    /// Text of the element without that of its children, trimmed.
     pub text: String,
-    /// The elements in it.
+    /// Child elements.
     pub children: Vec<Element>,
-    /// Where all of it is.
+    /// Range of the element in the text.
     pub place: Range<usize>,
-    /// Where its start tag is.
+    /// Range of its start tag.
     pub tag: Range<usize>,
 }
 
 impl Element {
-    /// Reads the document's element, with all that is in it.
+    /// Parses the root element, with all of its content.
     ///
     /// # Errors
     /// See [`XmlError`].
@@ -122,23 +122,23 @@ impl Element {
         })
     }
 
-    /// The first element in it of that name.
+    /// Returns the first child with this name.
     pub fn child(&self, name: &str) -> Option<&Self> {
         self.all(name).next()
     }
 
-    /// All elements in it of that name.
+    /// Returns all children with this name.
     pub fn all(&self, name: &str) -> impl Iterator<Item = &Self> {
         self.children.iter().filter(move |child| child.name == name)
     }
 
-    /// What an attribute says.
+    /// Returns the value of an attribute.
     pub fn attribute(&self, name: &str) -> Option<&str> {
         let found = self.attributes.iter().find(|(key, _)| key == name);
         found.map(|(_, value)| value.as_str())
     }
 
-    /// All of it, as it is written.
+    /// Returns the element's source text.
     pub fn written<'a>(&self, text: &'a str) -> &'a str {
         &text[self.place.clone()]
     }
@@ -150,22 +150,22 @@ fn say(open: &mut [Element], part: &str) {
     }
 }
 
-/// Changes of a text.
+/// Edits of a text.
 #[derive(Debug, Default)]
 pub struct Edits(Vec<(Range<usize>, String)>);
 
 impl Edits {
-    /// Whether there are none.
+    /// Returns whether there are no edits.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Puts something in the place of something else. No two places may have something in common.
+    /// Replaces a range. Ranges must not overlap.
     pub fn replace(&mut self, place: Range<usize>, by: impl Into<String>) {
         self.0.push((place, by.into()));
     }
 
-    /// Takes an element away, and the white space before it with its line.
+    /// Removes an element, with the indentation and line break before it.
     pub fn remove(&mut self, text: &str, element: &Element) {
         let before = &text[..element.place.start];
         let start = match before.trim_end_matches([' ', '\t']) {
@@ -175,13 +175,13 @@ impl Edits {
         self.replace(start..element.place.end, "");
     }
 
-    /// Puts something into lines of its own behind an element, each with that one's indentation.
+    /// Inserts lines after an element, each with the element's indentation.
     pub fn add_after(&mut self, text: &str, element: &Element, lines: &str) {
         let end = element.place.end;
         self.replace(end..end, below(lines, indentation(text, element)));
     }
 
-    /// Puts something into lines of its own before an element's end; it must not be one of `<name/>`.
+    /// Inserts lines before an element's end tag; the element must not have the form `<name/>`.
     pub fn add_into(&mut self, text: &str, element: &Element, lines: &str) {
         let inner = indentation(text, element).to_owned() + "  ";
         let end = match element.children.last() {
@@ -191,9 +191,10 @@ impl Edits {
         self.replace(end..end, below(lines, &inner));
     }
 
-    /// The text with all changes made.
+    /// Returns the text with all edits applied.
     pub fn apply(mut self, text: &str) -> String {
-        // What is put in at a place comes before what goes from there on; what is put in twice stays in its order.
+        // An insertion precedes a replacement that starts at the same position; insertions at one position keep their
+        // order.
         self.0.sort_by_key(|(place, _)| (place.start, place.end));
         let (mut changed, mut at) = (String::with_capacity(text.len()), 0);
         for (place, by) in self.0 {
@@ -206,12 +207,12 @@ impl Edits {
     }
 }
 
-/// Lines, each on a new one and indented.
+/// Returns each line on a new line with this indentation.
 fn below(lines: &str, indentation: &str) -> String {
     lines.lines().map(|line| format!("\n{indentation}{line}")).collect()
 }
 
-/// The white space before an element, if there is nothing else before it in its line.
+/// Returns the white space before an element, if it is the first on its line.
 pub fn indentation<'a>(text: &'a str, element: &Element) -> &'a str {
     let before = &text[..element.place.start];
     let line = before.rfind('\n').map_or(0, |at| at + 1);
@@ -222,7 +223,7 @@ pub fn indentation<'a>(text: &'a str, element: &Element) -> &'a str {
     }
 }
 
-/// A value as it stands between single quotes.
+/// Returns a value in single quotes, escaped.
 pub fn quoted(value: &str) -> String {
     let mut text = String::with_capacity(value.len() + 2);
     text.push('\'');
@@ -247,7 +248,7 @@ mod tests {
     const TEXT: &str = "<?xml version='1.0'?>\n<!-- mine -->\n<a x='1 &lt; 2' y=\"&#x41;\">\n  <b> one &amp; <!-- no --> two </b>\n  <c:d/>\n  <b/>\n</a>\n";
 
     #[test]
-    fn what_is_read_knows_where_it_is() {
+    fn parsed_elements_have_positions() {
         let a = Element::parse(TEXT).expect("is XML");
         assert_eq!((a.attribute("x"), a.attribute("y")), (Some("1 < 2"), Some("A")));
         let names: Vec<&str> = a.children.iter().map(|child| child.name.as_str()).collect();
@@ -258,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_changed_changes() {
+    fn edits_leave_other_text_unchanged() {
         let a = Element::parse(TEXT).expect("is XML");
         let mut edits = Edits::default();
         edits.remove(TEXT, a.child("c:d").expect("is there"));
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_xml_is_refused_and_no_depth_is_too_much() {
+    fn invalid_and_too_deep_xml_is_refused() {
         for text in [
             "",
             "x",
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_quoted_as_it_is_read() {
+    fn quoted_value_parses_back() {
         let value = "a'b\"c<d>&e\tf\ng";
         let read = Element::parse(&format!("<a x={}/>", quoted(value))).expect("is XML");
         assert_eq!(read.attribute("x"), Some(value));

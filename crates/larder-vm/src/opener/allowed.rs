@@ -1,4 +1,4 @@
-//! What an opener opens for its server: what the VM's file names, each for what it is used for.
+//! Access policy of an opener: the files that the VM's file names, each for its purpose.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,30 +14,31 @@ use crate::listen::Access as SocketAccess;
 use crate::read_group::read_group;
 use crate::vm::config::VmConfig;
 
-/// What may be done with one file.
+/// Permitted operations on one file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Use {
-    /// It is written.
+    /// The file may be written.
     write: bool,
-    /// It is made where it is not there, claimed where it is a device, and removed if what it was made for fails.
+    /// The file may be created if missing, claimed if it is a device, and removed if the operation that created it
+    /// fails.
     make: bool,
 }
 
-/// All that a VM's file names.
+/// Everything that a VM's file names.
 #[derive(Debug, Default)]
 pub(super) struct Allowed {
     files: BTreeMap<PathBuf, Use>,
-    /// The disks, by what tells them from others.
+    /// The disks' images, for checks by disk identity.
     pub(super) images: Vec<ImageAddress>,
     /// Sockets of NBD servers.
     connected: Vec<PathBuf>,
-    /// Folders of certificates.
+    /// Directories of certificates.
     certificates: Vec<PathBuf>,
-    /// Sockets that the server listens on, and for whom.
+    /// Sockets on which the server listens, with their permissions.
     sockets: Vec<(PathBuf, SocketAccess)>,
     pub(super) control: PathBuf,
     pub(super) name: String,
-    /// The UUID of the libvirt domain that it is.
+    /// UUID of the VM's libvirt domain.
     pub(super) uuid: Option<String>,
 }
 
@@ -117,7 +118,7 @@ impl Allowed {
         let Some(tls) = &uri.tls else { return };
         match &tls.certificates {
             Some(folder) => self.certificates.push(absolute(folder)),
-            // Those that the host trusts.
+            // The certificates that the host trusts are used.
             None => {
                 let lists = HOST_AUTHORITIES.map(|path| (PathBuf::from(path), Use::default()));
                 self.files.extend(lists);
@@ -147,8 +148,10 @@ impl Allowed {
                 .is_some_and(|folder| self.certificates.iter().any(|it| it == folder))
     }
 
+    /// Checks that a file may be opened.
+    ///
     /// # Errors
-    /// The VM's file does not name it, or for something else.
+    /// The VM's file does not name the file, or not for this purpose.
     pub(super) fn open(&self, path: &Path, access: Access) -> io::Result<()> {
         let how = self.use_of(path)?;
         match access {
@@ -160,8 +163,10 @@ impl Allowed {
         }
     }
 
+    /// Checks that a file may be created.
+    ///
     /// # Errors
-    /// It is no cache of the VM's file.
+    /// The file is not a cache in the VM's file.
     pub(super) fn make(&self, path: &Path) -> io::Result<()> {
         match self.use_of(path)?.make {
             true => Ok(()),
@@ -169,8 +174,10 @@ impl Allowed {
         }
     }
 
+    /// Checks that a socket may be connected to.
+    ///
     /// # Errors
-    /// It is no socket of an NBD server of the VM's file.
+    /// The path is not the socket of an NBD server in the VM's file.
     pub(super) fn connect(&self, path: &Path) -> io::Result<()> {
         match self.connected.contains(&absolute(path)) {
             true => Ok(()),
@@ -178,17 +185,17 @@ impl Allowed {
         }
     }
 
-    /// Returns for whom the server listens there.
+    /// Returns the permissions of a socket on which the server listens.
     ///
     /// # Errors
-    /// It is no socket of the VM's file.
+    /// The path is not a socket in the VM's file.
     pub(super) fn listen(&self, path: &Path) -> io::Result<SocketAccess> {
         let found = self.sockets.iter().find(|(socket, _)| *socket == absolute(path));
         let (_, access) = found.ok_or_else(|| denied(path, "the VM's file names no socket there"))?;
         Ok(*access)
     }
 
-    /// Whether it is an image of the VM's.
+    /// Returns whether an image belongs to the VM.
     pub(super) fn has_image(&self, image: &ImageAddress) -> bool {
         self.images.contains(image)
     }
@@ -208,7 +215,7 @@ cache-size = "1G"
 "#;
 
     #[test]
-    fn each_file_is_opened_for_what_it_is_used_for() {
+    fn files_are_opened_for_their_purpose_only() {
         let config = VmConfig::parse(Path::new("/etc/larder/vms/web.toml"), TEXT).expect("is right");
         let allowed = Allowed::of(&config);
         let opens = |path: &str, access| allowed.open(Path::new(path), access).is_ok();

@@ -1,4 +1,4 @@
-//! The server's end.
+//! The server's side of the opener.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +20,7 @@ use crate::image::journal::Folder;
 #[derive(Debug)]
 pub struct Helper {
     channel: OwnedFd,
-    /// It is root's, and opens files for all services of the host.
+    /// The opener runs as root, and serves all services of the host.
     pub(crate) is_of_service: bool,
 }
 
@@ -31,17 +31,17 @@ pub(crate) fn helper() -> Option<&'static Helper> {
     HELPER.get().map(|helper| &**helper)
 }
 
-/// Starts an opener for the VM that `file` describes, with this process's rights. From now on this process gets at files by it
-/// alone, for good.
+/// Starts an opener for the VM that `file` describes, with this process's rights. From now on this process accesses
+/// files only through the opener, permanently.
 ///
 /// # Errors
-/// It cannot be started.
+/// The opener cannot be started.
 pub fn start(file: &Path) -> io::Result<()> {
     let (ours, theirs) = pair()?;
     let mut command = Command::new("/proc/self/exe");
     command.arg0("larder").arg("open").arg(std::path::absolute(file)?);
     command.stdin(Stdio::from(theirs)).stdout(Stdio::null());
-    // It ends when the other end of its socket is closed, and is not waited for.
+    // The child ends when the other end of its socket is closed, and is not waited for.
     command.spawn()?;
     have(Helper {
         channel: ours,
@@ -50,11 +50,11 @@ pub fn start(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The same by the opener of the host's services, which listens on `socket`, and opens what the file of this process's service
-/// names.
+/// Connects to the opener of the host's services on `socket`. That opener opens the files that the file of this
+/// process's service names.
 ///
 /// # Errors
-/// It cannot be connected to.
+/// The socket cannot be connected to.
 pub fn connect(socket: &Path) -> io::Result<()> {
     let channel = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     rustix::net::connect(&channel, &SocketAddrUnix::new(socket)?)?;
@@ -99,23 +99,25 @@ impl Helper {
         }
     }
 
-    /// Opens the file of the VM.
+    /// Opens the VM's file.
     ///
     /// # Errors
-    /// The host's.
+    /// Opening fails.
     pub(crate) fn vm_file(&self) -> io::Result<File> {
         Ok(self.ask_for_file(&Request::VmFile)?.into())
     }
 
-    /// Listens on a unix socket of the VM's, for whom its file says. The socket's file is removed when this process has ended.
+    /// Listens on a unix socket of the VM, with the permissions in the VM's file. The socket's file is removed when
+    /// this process has ended.
     ///
     /// # Errors
-    /// The text says why.
+    /// A message for the user.
     pub(crate) fn listen(&self, path: &Path) -> io::Result<OwnedFd> {
         self.ask_for_file(&Request::Listen(PathBytes::of(path)))
     }
 
-    /// Asks whether the process at the other end of a connection to a disk may use it; why not, if it may not.
+    /// Checks whether the process at the other end of a connection to a disk may use the disk; the inner error is the
+    /// reason why not.
     ///
     /// # Errors
     /// The opener has ended.
@@ -127,7 +129,7 @@ impl Helper {
         }
     }
 
-    /// Removes the file of such a socket.
+    /// Removes the file of a socket on which this process listened.
     ///
     /// # Errors
     /// The opener has ended.
@@ -135,7 +137,7 @@ impl Helper {
         self.ask(&Request::StopListening(PathBytes::of(path)), None).map(drop)
     }
 
-    /// Removes the note of the VM's name.
+    /// Removes the registration of the VM's name.
     ///
     /// # Errors
     /// The opener has ended.
@@ -143,18 +145,18 @@ impl Helper {
         self.ask(&Request::ForgetName, None).map(drop)
     }
 
-    /// Notes where the VM's control socket is, for those who look for it by the VM's name, until this process has ended.
+    /// Registers the VM's control socket under the VM's name, until this process has ended.
     ///
     /// # Errors
-    /// The host's.
+    /// Registration fails.
     pub(crate) fn note_name(&self) -> io::Result<()> {
         self.ask(&Request::NoteName, None).map(drop)
     }
 
-    /// Whether it is noted that the VM is on another host.
+    /// Returns whether the VM is marked as being on another host.
     ///
     /// # Errors
-    /// The host's.
+    /// The file system does not answer that.
     pub(crate) fn is_away(&self) -> io::Result<bool> {
         match self.ask(&Request::IsAway, None)? {
             (Answer::Is(is_away), _) => Ok(is_away),
@@ -162,18 +164,18 @@ impl Helper {
         }
     }
 
-    /// Notes that the VM is on another host, and why, or that it is on this one.
+    /// Marks the VM as being on another host, with a reason, or removes the mark.
     ///
     /// # Errors
-    /// The host's.
+    /// Writing or removing the marker fails.
     pub(crate) fn set_away(&self, why: Option<&str>) -> io::Result<()> {
         self.ask(&Request::SetAway(why.map(str::to_owned)), None).map(drop)
     }
 
-    /// Returns the folders in which others may keep a journal of an image of the VM's.
+    /// Returns the directories in which other processes may keep a journal of an image of the VM.
     ///
     /// # Errors
-    /// The image is not the VM's.
+    /// The image does not belong to the VM.
     pub(crate) fn journal_folders(&self, image: &ImageAddress) -> io::Result<Vec<Folder>> {
         match self.ask(&Request::Journals(Image::of(image)), None)? {
             (Answer::Folders(folders), _) => Ok(folders.into_iter().map(Folder::from).collect()),
@@ -181,18 +183,18 @@ impl Helper {
         }
     }
 
-    /// Returns the paths of the notes of caches that others have used with a disk of the VM's of this identity.
+    /// Returns the paths of the state files of caches that other processes have used with a disk of this identity.
     ///
     /// # Errors
-    /// The disk is not the VM's.
+    /// The disk does not belong to the VM.
     pub(crate) fn notes_of_caches(&self, disk: &[u8]) -> io::Result<Vec<PathBuf>> {
         self.ask_for_paths(&Request::Notes(disk.to_vec()))
     }
 
-    /// Notes beside one of those notes that the disk is used without the cache.
+    /// Marks beside one of those state files that the disk is used without the cache.
     ///
     /// # Errors
-    /// The host's.
+    /// Writing fails.
     pub(crate) fn mark_used(&self, note: &Path) -> io::Result<()> {
         self.ask(&Request::MarkUsed(PathBytes::of(note)), None).map(drop)
     }
@@ -202,7 +204,7 @@ fn unexpected() -> io::Error {
     io::Error::other("the process that opens files for this server has answered something else")
 }
 
-/// Gets at files by the helper.
+/// Accesses files through the helper.
 struct ByHelper(Arc<Helper>);
 
 impl Opener for ByHelper {
@@ -272,7 +274,7 @@ impl Opener for ByHelper {
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
         match self.0.ask(&Request::LockOwner(kind.into()), Some(file)) {
             Ok((Answer::Owner(owner), _)) => owner.into(),
-            // As one that cannot be inspected.
+            // The owner counts as one that cannot be inspected.
             _ => LockOwner::Running,
         }
     }

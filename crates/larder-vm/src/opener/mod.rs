@@ -1,21 +1,22 @@
-//! The opener of a confined server: a process with the rights of whoever has started the server, which opens for it what its
-//! VM's file names, and nothing else.
+//! The opener of a confined server: a process with the rights of the user who started the server, which opens for the
+//! server the files that the VM's file names, and nothing else.
 //!
-//! The server gives up its rights before it reads a header, a cache, a journal or a request of a guest ([`crate::confine`]).
-//! What it opens from then on, at its start, when its VM's file is read again, or when the VM comes from another host, comes from
-//! the opener. It reads the VM's file itself, so a server that was taken over can ask for what it has already, and no more.
+//! The server gives up its rights before it reads a header, a cache, a journal or a request of a guest
+//! ([`crate::confine`]). All files that it opens after that come from the opener: at its start, when the VM's file is
+//! reloaded, or when the VM arrives from another host. The opener reads the VM's file itself, so a compromised server
+//! can request only what it has already.
 //!
 //! Invariants of the opener:
 //! - It reads the VM's file, and nothing that a guest or an image's author has written.
-//! - It opens a file only for what the VM's file has it used for: a backing file is never opened to be written.
-//! - As root it follows no symbolic link that belongs to another user, who could lead it anywhere.
-//! - It ends when its server does. Sockets that it has made for the server are removed then.
+//! - It opens a file only for the purpose that the VM's file gives it: a backing file is never opened for writing.
+//! - As root it follows no symbolic link of another user, who could make it lead anywhere.
+//! - It ends when its server does. Sockets that it has created for the server are removed then.
 //!
-//! A service (`larder@NAME.service`) is a user of its own, and has no rights to begin with. Its opener is root's
-//! (`larder-open@.service`, one for each server), and tells by the control group of the process that has connected which service
-//! it is.
+//! A service (`larder@NAME.service`) has a user of its own, and no rights to begin with. Its opener runs as root
+//! (`larder-open@.service`, one for each server), and identifies the service by the control group of the connected
+//! process.
 //!
-//! It is a process of its own, so that a server that was taken over cannot change it, and the signal that ends a server does not
+//! It is a separate process, so that a compromised server cannot change it, and a signal that ends a server does not
 //! end it first.
 
 mod allowed;

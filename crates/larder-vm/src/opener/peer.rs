@@ -1,4 +1,4 @@
-//! Which service a server is.
+//! Identification of the service to which a server belongs.
 
 use std::fs;
 use std::io;
@@ -10,17 +10,17 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use crate::vm::config;
 
-/// How the unit of a VM's server is called.
+/// Prefix and suffix of the unit name of a VM's server.
 const UNIT: (&str, &str) = ("larder@", ".service");
 
-/// Returns the file of the VM whose service the process at the other end of `channel` belongs to, as the kernel tells: a service
-/// cannot leave its control group.
+/// Returns the file of the VM whose service the process at the other end of `channel` belongs to, according to the
+/// kernel: a service cannot leave its control group.
 ///
 /// # Errors
-/// It belongs to no such service, or has ended.
+/// The process belongs to no such service, or has ended.
 pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
     let peer = rustix::net::sockopt::socket_peercred(channel)?;
-    // Its number is its own as long as it runs: another one may have it afterwards.
+    // The process ID is valid only while the process runs; afterwards another process may get it.
     let process = pidfd_open(peer.pid, PidfdFlags::empty())?;
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", peer.pid))?;
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -39,8 +39,9 @@ pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
     config::path_of(Path::new(name)).map_err(io::Error::other)
 }
 
-/// Returns the VM whose service's control group a line of `/proc/PID/cgroup` names: of the second version, or systemd's own of the
-/// first. Above it are slices of the system alone: other groups may be made by users, or by programs in containers.
+/// Returns the VM whose service's control group a line of `/proc/PID/cgroup` names, in cgroup v2 or in systemd's own
+/// v1 hierarchy. All parent groups must be slices of the system: users, or programs in containers, may create other
+/// groups.
 fn service_of(line: &str) -> Option<&str> {
     let mut parts = line.splitn(3, ':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_systems_services_have_a_file() {
+    fn only_system_services_have_vm_file() {
         let of = service_of;
         assert_eq!(
             of("0::/system.slice/system-larder.slice/larder@my-web.service"),

@@ -1,4 +1,4 @@
-//! The opener's end.
+//! The opener's side of the protocol.
 
 use std::fs::File;
 use std::io;
@@ -22,41 +22,42 @@ use crate::vm::config::VmConfig;
 use crate::vm::find::Noted;
 use crate::vm::front_end::refuse_of_others;
 
-/// Requests that are under way at once, at most: one for each file of a file server that gives no answer, and those of all other
-/// disks. `larder-open@.service` allows as many threads.
+/// Maximum number of concurrent requests: it allows one for each file of a file server that does not answer, and
+/// those of all other disks. `larder-open@.service` allows as many threads.
 const UNDER_WAY_MAX: usize = 1024;
 
-/// Links that a path leads through, at most, as the kernel has it.
+/// Maximum number of symbolic links on a path, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// The folder of names of devices that may be looked through.
+/// The only directory of device names that may be searched.
 const DEVICE_NAMES: &str = "/dev/disk/by-id";
 
-/// What an opener knows and keeps.
+/// State of an opener.
 struct Server {
     /// The VM's file.
     file: PathBuf,
-    /// The process that asks.
+    /// Process ID of the server.
     client: Option<u32>,
     allowed: Mutex<Known>,
-    /// Sockets that were made for it; their files go with this.
+    /// Sockets that were created for the server; dropping them removes their files.
     sockets: Mutex<Vec<SocketFile>>,
     noted: Mutex<Option<Noted>>,
     under_way: Mutex<usize>,
     fewer: Condvar,
 }
 
-/// What the VM's file said when it was like this.
+/// Policy from the VM's file, and the fingerprint of the file at that time.
 #[derive(Default)]
 struct Known {
     stamp: Option<(u64, u64, i64, i64)>,
     allowed: Arc<Allowed>,
 }
 
-/// Opens files for the server at the other end of `channel`, as long as it is there: what `file` names, which describes a VM.
+/// Opens files for the server at the other end of `channel` until it disconnects. `file` is the VM's file, which
+/// gives the policy.
 ///
 /// # Errors
-/// The file is wrong, or the socket is broken.
+/// The file is invalid, or the socket is broken.
 pub fn serve(channel: &OwnedFd, file: &Path) -> io::Result<()> {
     let client = rustix::net::sockopt::socket_peercred(channel).ok();
     let server = Arc::new(Server {
@@ -70,7 +71,7 @@ pub fn serve(channel: &OwnedFd, file: &Path) -> io::Result<()> {
     });
     while let Some((request, descriptors)) = receive::<Request>(channel)? {
         let mut descriptors = descriptors.into_iter();
-        // Without a socket for the answer nobody waits for it.
+        // Without a socket for the answer, no client waits for it.
         let Some(reply) = descriptors.next() else { continue };
         let file = descriptors.next();
         server.begin();
@@ -88,7 +89,7 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Server {
-    /// Waits until not too many requests are under way.
+    /// Waits until the number of concurrent requests is below the limit.
     fn begin(&self) {
         let mut under_way = held(&self.under_way);
         while *under_way >= UNDER_WAY_MAX {
@@ -112,7 +113,7 @@ impl Server {
             }
         };
         let descriptors: Vec<BorrowedFd<'_>> = descriptor.iter().map(AsFd::as_fd).collect();
-        // The server may have gone.
+        // The server may have ended.
         if let Err(error) = send(reply.as_fd(), &answer, &descriptors) {
             tracing::debug!("{what}: the answer did not arrive: {error}");
         }
@@ -181,7 +182,7 @@ impl Server {
             Request::DiskCounters(device) => Ok((Answer::Text(Itself.disk_counters(device)?.to_string()), None)),
             Request::Blkid => {
                 let file = given()?;
-                // This thread answers this request, and no other.
+                // This thread handles only this request.
                 only_programs_and(&file)?;
                 Ok((Itself.blkid(&file)?.into(), None))
             }
@@ -258,7 +259,8 @@ impl Server {
         }
     }
 
-    /// What the VM's file says. While somebody is changing it, and it is wrong, what it said before.
+    /// Returns the policy of the VM's file. While the file is being edited and is invalid, the previous policy
+    /// applies.
     fn allowed(&self) -> io::Result<Arc<Allowed>> {
         let mut known = held(&self.allowed);
         let found = self.file.metadata()?;
@@ -291,13 +293,13 @@ impl Server {
         }
     }
 
-    /// Whether others may keep a journal of an image of the VM's there.
+    /// Returns whether another process may keep a journal of an image of the VM at this path.
     fn is_journal(&self, path: &Path) -> io::Result<bool> {
         let allowed = self.allowed()?;
         Ok(allowed.images.iter().any(|image| journal::may_be_at(image, path)))
     }
 
-    /// Whether it is a note of a cache that others have used with a disk of the VM's.
+    /// Returns whether this is the state file of a cache that another process has used with a disk of the VM.
     fn is_note(&self, path: &Path) -> io::Result<bool> {
         let allowed = self.allowed()?;
         let mut notes = allowed.images.iter().flat_map(notes_of_image);
@@ -305,7 +307,7 @@ impl Server {
     }
 }
 
-/// The path of what is open, wherever it is by now.
+/// Returns a path to an open file, independent of its name.
 fn by_number(file: &File) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
@@ -318,7 +320,7 @@ fn open(path: &Path, access: Access, by: NamedBy) -> io::Result<File> {
     }
 }
 
-/// The folder of something that is to be made or removed, and its path by that.
+/// Opens the parent directory of a path that is to be created or removed; returns it with the path relative to it.
 fn place_of_new(path: &Path) -> io::Result<(File, PathBuf)> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -332,7 +334,8 @@ fn place_of_new(path: &Path) -> io::Result<(File, PathBuf)> {
     Ok((folder, place))
 }
 
-/// Finds what is at `path`. For root no link on the way belongs to another user, who could lead it elsewhere at any time.
+/// Opens a path with `O_PATH`. For root, no link on the way may belong to another user, who could change it at any
+/// time.
 fn find(path: &Path, by: NamedBy) -> io::Result<File> {
     if !rustix::process::geteuid().is_root() || by == NamedBy::Header {
         return Itself.open(path, Access::Look, by);
@@ -385,7 +388,7 @@ fn find(path: &Path, by: NamedBy) -> io::Result<File> {
     Ok(at)
 }
 
-/// The names in a path, the last one first.
+/// Returns the names in a path, the last one first.
 fn components(path: &Path) -> Vec<PathBuf> {
     let names = path.components().filter_map(|component| match component {
         Component::Normal(name) => Some(PathBuf::from(name)),
@@ -405,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn root_follows_its_own_links_and_nobody_elses() {
+    fn root_follows_only_links_of_root() {
         if !rustix::process::geteuid().is_root() {
             return;
         }

@@ -1,8 +1,8 @@
-//! What a server asks its opener, and what it is answered.
+//! Protocol between a server and its opener.
 //!
-//! A request is one message of a `SOCK_SEQPACKET` socket: JSON, and with it the descriptor of a socket for the answer, and of a
-//! file where the request is about one. The answer is one message on that socket: JSON, and descriptors. So many requests can be
-//! under way, each of which may take as long as a file server does.
+//! A request is one message on a `SOCK_SEQPACKET` socket: JSON, with the descriptor of a socket for the answer, and
+//! that of a file if the request concerns one. The answer is one message on that socket: JSON, and descriptors. So
+//! several requests can be in flight, each of which may take as long as a file server does.
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,13 +24,13 @@ use serde::{Deserialize, Serialize};
 use crate::image::ImageAddress;
 use crate::image::journal::Folder;
 
-/// The longest message in bytes: one with a few paths.
+/// Maximum length of a message in bytes: enough for a few paths.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
-/// Descriptors that come with a message at most.
+/// Maximum number of descriptors in a message.
 const DESCRIPTORS_MAX: usize = 2;
 
-/// A path, which need not be text.
+/// A path, which need not be UTF-8.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PathBytes(Vec<u8>);
 
@@ -44,7 +44,7 @@ impl PathBytes {
     }
 }
 
-/// What is asked. Each is described where the server asks it.
+/// A request. Its variants correspond to the methods of the client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     VmFile,
@@ -79,7 +79,7 @@ pub(super) enum Request {
     MarkUsed(PathBytes),
 }
 
-/// An image's address.
+/// Address of an image.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Image {
     Path(PathBytes),
@@ -102,7 +102,7 @@ impl Image {
     }
 }
 
-/// [`Access`] in a message.
+/// Serialised form of [`Access`].
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Access")]
 enum AccessName {
@@ -112,7 +112,7 @@ enum AccessName {
     Claim,
 }
 
-/// [`LockKind`] in a message.
+/// Serialised form of [`LockKind`].
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) enum Lock {
     Ofd(Option<i64>),
@@ -140,28 +140,28 @@ impl From<Lock> for LockKind {
     }
 }
 
-/// What is answered.
+/// An answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
-    /// It is done; what was asked for comes with it, if it is a file or socket.
+    /// The request succeeded; a requested file or socket is in the message.
     Done,
-    /// Yes or no.
+    /// A boolean.
     Is(bool),
-    /// Paths; one where one was asked for.
+    /// Paths; exactly one if one was requested.
     Paths(Vec<PathBytes>),
     /// A text.
     Text(String),
-    /// [`Blkid`].
+    /// Serialised form of [`Blkid`].
     Blkid {
         status: Option<i32>,
         said: String,
         complaint: String,
     },
-    /// [`LockOwner`].
+    /// Serialised form of [`LockOwner`].
     Owner(Owner),
-    /// Folders of journals.
+    /// Directories of journals.
     Folders(Vec<JournalFolder>),
-    /// It cannot be done: the host's error, or why not.
+    /// The request failed, with a system error or another reason.
     Failed {
         errno: Option<i32>,
         is_denied: bool,
@@ -169,7 +169,7 @@ pub(super) enum Answer {
     },
 }
 
-/// [`LockOwner`] in a message.
+/// Serialised form of [`LockOwner`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Owner {
     Running,
@@ -197,7 +197,7 @@ impl From<Owner> for LockOwner {
     }
 }
 
-/// A folder in which others keep journals.
+/// A directory in which other processes keep journals.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct JournalFolder {
     path: PathBytes,
@@ -247,7 +247,7 @@ impl From<io::Error> for Answer {
 }
 
 impl Answer {
-    /// What was answered, or why it cannot be done.
+    /// Returns the answer, or the error in it.
     pub(super) fn result(self) -> io::Result<Self> {
         match self {
             Self::Failed { errno: Some(errno), .. } => Err(io::Error::from_raw_os_error(errno)),
@@ -263,7 +263,7 @@ impl Answer {
     }
 }
 
-/// Whom a path was chosen by, in a message.
+/// Converts the serialised form of [`NamedBy`].
 pub(super) fn named_by(by_header: bool) -> NamedBy {
     match by_header {
         true => NamedBy::Header,
@@ -271,7 +271,7 @@ pub(super) fn named_by(by_header: bool) -> NamedBy {
     }
 }
 
-/// Returns two sockets that are connected to one another, for messages.
+/// Returns a pair of connected sockets for messages.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     Ok(pair)
@@ -299,7 +299,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, message: &impl Serialize, descriptors
     }
 }
 
-/// Takes one message; `None` if the other end was closed.
+/// Receives one message; `None` if the other end was closed.
 pub(super) fn receive<T: DeserializeOwned>(socket: &impl AsFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];

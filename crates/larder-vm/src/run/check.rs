@@ -1,9 +1,11 @@
-//! Whether disks can be served, found out before anything is started.
+//! Check whether disks can be served, before anything is started.
 //!
-//! Each image is opened as its server will open it; all are held open together, so that an image that is named twice is
-//! found. What the disks hold is not written to. An NBD server is not asked: some end after their first client.
+//! Each image is opened as its server will open it. All of them are held open at the same time, so an image that is
+//! named twice is detected. The content of the disks is not changed. No NBD server is contacted, because some exit
+//! after their first client.
 //!
-//! The files stay open, with QEMU's locks, in what is found ([`Hold`]), so nobody gets between the check and the servers.
+//! The files of the disks stay open, with QEMU's locks, in the result ([`Hold`]), so no other process can open them
+//! between the check and the servers.
 
 use larder_block::Loop;
 use larder_block::backend::file::{HeldFile, OpenError};
@@ -21,7 +23,7 @@ use crate::image::{self, ImageAddress, ImageError};
 use crate::limits::LimitsTextError;
 use crate::wish::DiskWish;
 
-/// Why a disk cannot be served.
+/// Reason why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CheckError {
@@ -45,8 +47,8 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// Returns whether the reason remains once no other process uses the image: it is in the image itself, and not in its
-    /// state during that use.
+    /// Returns whether the reason remains after the image's present user is gone: it concerns the image itself, not
+    /// its state during that use.
     pub fn outlasts_its_user(&self) -> bool {
         fn is_of_image(error: &ImageError) -> bool {
             match error {
@@ -73,20 +75,20 @@ impl CheckError {
     }
 }
 
-/// What was found.
+/// Result of the check.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// What stands in the way; nothing if all disks can be served.
+    /// Problems; empty if all disks can be served.
     pub problems: Vec<CheckError>,
-    /// Images of `-drive` that QEMU can read and Larder cannot, and why.
+    /// Images of `-drive` that QEMU can read and Larder cannot, with reasons.
     pub left: Vec<(ImageAddress, Reason)>,
-    /// The disks of which not all can be said, because there is an NBD server in them.
+    /// Disks that could not be checked completely, because they include an NBD server.
     pub unchecked: Vec<ImageAddress>,
-    /// The files of the disks that can be served.
+    /// Files of the disks that can be served.
     pub holds: Vec<Hold>,
 }
 
-/// Tries every disk, each with where it is given.
+/// Checks every disk; each is given with its source.
 pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
     let mut found = Findings::default();
     if disks.is_empty() {
@@ -131,7 +133,7 @@ pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
     found
 }
 
-/// Whether nothing is wrong, but for an NBD server that was not asked.
+/// Returns whether the only obstacle is an NBD server that was not contacted.
 fn ends_at_a_server(error: &ImageError) -> bool {
     match error {
         ImageError::NotAsked { .. } => true,
@@ -140,8 +142,8 @@ fn ends_at_a_server(error: &ImageError) -> bool {
     }
 }
 
-/// Returns why QEMU serves a disk that Larder refuses, if it does. What QEMU refuses as well is a problem, and so is
-/// whatever a killed server or a cache has of the disk: QEMU would not know of it.
+/// Returns the reason why Larder refuses a disk that QEMU can serve. What QEMU refuses as well is a problem, and so
+/// is data of the disk in a killed server's journal or in a cache: QEMU would not see it.
 fn only_qemus(error: &CheckError) -> Option<String> {
     match error {
         CheckError::Image {
@@ -193,7 +195,7 @@ fn is_held_here(error: &CheckError) -> bool {
     )
 }
 
-/// Whether both are the same file, by whatever name.
+/// Returns whether both are the same file, under any name.
 fn is_same(one: &DiskWish, other: &DiskWish) -> bool {
     let file = |disk: &DiskWish| match &disk.image {
         ImageAddress::Path(path) => std::fs::canonicalize(path).ok(),
@@ -224,7 +226,7 @@ async fn open(
     })
 }
 
-/// `; ` and what the user can write to have it otherwise, in the words of the place that the disk is given by.
+/// Returns advice on how to resolve an error, after `; `, in the notation of the disk's source.
 pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'static str {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
     let is_in_file = given_by == GivenBy::File;

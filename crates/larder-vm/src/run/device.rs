@@ -1,4 +1,4 @@
-//! QEMU's virtio-blk devices, and the vhost-user-blk device that takes the place of each.
+//! QEMU's virtio-blk devices, and the vhost-user-blk devices that replace them.
 
 use super::drive::{Reason, reason};
 use super::keyval::{KeyValues, parse_bool};
@@ -17,18 +17,19 @@ const KEPT: &[&str] = &[
     "x-pcie-lnkctl-init", "x-pcie-lnksta-dllla", "x-pcie-pm-init", "x-ats-page-aligned",
 ];
 
-/// virtio-blk's default; vhost-user-blk's is 128.
+/// virtio-blk's default queue size; vhost-user-blk's is 128.
 const QUEUE_SIZE: u16 = 256;
 
-/// `num-queues` of QEMU's that stands for as many as there are processors.
+/// Value of QEMU's `num-queues` for one queue per processor.
 const QUEUES_AUTO: u64 = u16::MAX as u64;
 
-/// Whether `driver` is one of QEMU's virtio-blk devices.
+/// Returns whether `driver` is one of QEMU's virtio-blk devices.
 pub fn is_virtio_blk(driver: &str) -> bool {
     driver == "virtio-blk" || driver.starts_with("virtio-blk-")
 }
 
-/// The vhost-user-blk device for a virtio-blk device. `virtio-blk` itself is whatever the machine's virtio bus needs.
+/// Returns the vhost-user-blk device for a virtio-blk device. `virtio-blk` itself depends on the machine's virtio
+/// bus.
 fn driver_for(driver: &str, bus: VirtioBus) -> Option<&'static str> {
     match (driver, bus) {
         ("virtio-blk-pci", _) | ("virtio-blk", VirtioBus::Pci) => Some("vhost-user-blk-pci"),
@@ -39,10 +40,10 @@ fn driver_for(driver: &str, bus: VirtioBus) -> Option<&'static str> {
     }
 }
 
-/// The device that takes the place of `device`; what it says of the disk itself goes into `disk`.
+/// Returns the device that replaces `device`; properties of the disk itself are moved to `disk`.
 ///
 /// # Errors
-/// Why it must stay as it is.
+/// The reason why the device cannot be replaced.
 pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
     let driver = device.get("driver").unwrap_or_default();
     let Some(new_driver) = driver_for(driver, bus) else {
@@ -54,7 +55,7 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
     for (key, value) in device.iter() {
         match (key, value) {
             ("driver" | "drive", _) => {}
-            // How QEMU would do the work that Larder does now.
+            // These properties tune QEMU's own I/O, which Larder does now.
             ("ioeventfd" | "iothread" | "request-merging" | "x-data-plane" | "seg-max-adjust", _) => {}
             ("account-failed" | "account-invalid" | "backend_defaults" | "report-discard-granularity", _) => {}
             ("scsi" | "iommu_platform", _) if parse_bool(value) == Some(false) => {}
@@ -62,7 +63,7 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
             ("logical_block_size", _) => disk.block_size = Some(in_range(key, value, parse_size(value, 1))?),
             ("serial", _) => disk.serial = Some(value.to_owned()),
             ("share-rw", _) => disk.share = parse_bool(value) == Some(true),
-            // Each is carried over once it is complete.
+            // These two are added by `complete`.
             ("num-queues", _) => {
                 disk.queues = match parse_number(value) {
                     Some(QUEUES_AUTO) => None,
@@ -77,7 +78,7 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
     complete(new, disk)
 }
 
-/// A number that fits where it goes; QEMU is left to refuse any other.
+/// Converts a number to the target type; QEMU reports numbers that do not fit.
 fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, Reason> {
     let fit = number.and_then(|number| T::try_from(number).ok());
     fit.map_or_else(
@@ -86,10 +87,10 @@ fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Res
     )
 }
 
-/// A device for a disk that the command line does not mention.
+/// Returns a device for a disk that the command line does not mention.
 ///
 /// # Errors
-/// The machine has no virtio bus that vhost-user-blk fits.
+/// The machine has no virtio bus that vhost-user-blk supports.
 pub fn create(disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
     let Some(driver) = driver_for("virtio-blk", bus) else {
         return reason("QEMU has no vhost-user-blk device for this machine");
@@ -97,7 +98,8 @@ pub fn create(disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyV
     complete(KeyValues::of("driver", driver).with("chardev", chardev), disk)
 }
 
-/// Adds the numbers that the device and the disk's server share. A disk that its server would refuse stays with QEMU.
+/// Adds the numbers that the device and the disk's server must agree on. A disk that its server would refuse stays
+/// with QEMU.
 fn complete(device: KeyValues, disk: &mut DiskWish) -> Result<KeyValues, Reason> {
     let queue_size = *disk.queue_size.get_or_insert(QUEUE_SIZE);
     if let Err(error) = disk.check() {
@@ -125,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_stay_and_those_of_the_disk_move_to_it() {
+    fn device_keeps_properties_except_those_of_disk() {
         let device = "virtio-blk-pci,drive=d0,id=disk0,addr=05.0,bootindex=1,serial=S1,num-queues=4,iothread=io0,\
                       share-rw=on,packed=on,logical_block_size=4096";
         let (new, disk) = replaced(device, VirtioBus::Pci).expect("is replaced");
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_device_fits_the_machine() {
+    fn replacement_device_fits_machine() {
         let driver = |device, bus| replaced(device, bus).map(|(new, _)| new.split(',').next().unwrap_or("").to_owned());
         assert_eq!(
             driver("virtio-blk", VirtioBus::Pci),
@@ -157,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_property_that_would_be_lost_is_a_reason_to_leave_the_device_alone() {
+    fn unsupported_property_leaves_device_to_qemu() {
         for property in ["write-cache=off", "werror=stop", "iommu_platform=on", "secs=63"] {
             let left = replaced(&format!("virtio-blk-pci,drive=d0,{property}"), VirtioBus::Pci).expect_err(property);
             assert!(left.contains(property), "{left}");

@@ -1,9 +1,9 @@
-//! The disks of a command line: which of them Larder serves, and by which device of QEMU's the guest sees each.
+//! The disks of a command line: which of them Larder serves, and which QEMU device represents each in the guest.
 //!
-//! The guest numbers its disks (vda, vdb, ...) by their PCI addresses, which QEMU gives out in the order in which it
-//! makes the devices: first those of `-device`, then those of `-drive if=virtio`. So a `-device` is replaced where it
-//! stands, and drives become devices at the end of the command line, in their order. Where some drives are served and
-//! others stay with QEMU, the latter are spelled out as the device that QEMU would have made of them, at their place.
+//! The guest numbers its disks (vda, vdb, ...) by their PCI addresses, which QEMU assigns in the order in which it
+//! creates the devices: first those of `-device`, then those of `-drive if=virtio`. So a `-device` is replaced in
+//! place, and drives become devices at the end of the command line, in their order. If some drives are served and
+//! others stay with QEMU, the latter are replaced by the device that QEMU would have created, in their place.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -22,15 +22,15 @@ use crate::image::ImageAddress;
 use crate::wish::DiskWish;
 use larder_export::vhost_user::QUEUES_MAX;
 
-/// What the rewriting needs to know besides the command line.
+/// Context of the rewriting, in addition to the command line.
 pub(super) struct DiskContext<'a> {
     pub(super) machine: &'a Machine,
     pub(super) version: QemuVersion,
-    /// The folder of the sockets.
+    /// Directory of the sockets.
     pub(super) sockets: &'a Path,
-    /// Images that were found to be nothing for Larder, and why.
+    /// Images that Larder cannot serve, with reasons.
     pub(super) left: &'a [(ImageAddress, Reason)],
-    /// The reason to leave every drive with QEMU.
+    /// Reason to leave every drive with QEMU, if there is one.
     pub(super) none: Option<Reason>,
 }
 
@@ -73,17 +73,17 @@ struct Disks<'a> {
     outcomes: Vec<Outcome>,
 }
 
-/// What became of a disk.
+/// Result for one disk.
 struct Outcome {
     image: String,
-    /// Which of the guest's virtio disks it is, if it is one.
+    /// Index among the guest's virtio disks, if it is one.
     position: Option<usize>,
     text: String,
     served: bool,
 }
 
 impl Disks<'_> {
-    /// `-device virtio-blk-...,drive=ID` with its `-drive if=none,id=ID`.
+    /// Replaces `-device virtio-blk-...,drive=ID` with its `-drive if=none,id=ID`.
     fn replace_devices(&mut self, line: &mut Rewrite, drives: &[Drive]) {
         let devices = Device::all(line);
         for device in &devices {
@@ -146,7 +146,7 @@ impl Disks<'_> {
         }
     }
 
-    /// `-drive if=virtio`.
+    /// Replaces `-drive if=virtio`.
     fn replace_virtio_drives(&mut self, line: &mut Rewrite, drives: &[Drive]) {
         let drives: Vec<&Drive> = drives
             .iter()
@@ -209,7 +209,7 @@ impl Disks<'_> {
         }
     }
 
-    /// What is no virtio disk, nor has a device.
+    /// Leaves with QEMU all drives that are not virtio disks and have no device.
     fn leave_the_rest(&mut self, drives: &[Drive]) {
         let rest = drives
             .iter()
@@ -219,7 +219,7 @@ impl Disks<'_> {
         }
     }
 
-    /// `--disk`.
+    /// Adds a disk of `--disk`.
     fn add(&mut self, line: &mut Rewrite, disk: &DiskWish) -> Result<(), PlanError> {
         let image = disk.image.clone();
         if self.snapshot && !disk.read_only {
@@ -239,7 +239,7 @@ impl Disks<'_> {
         format!("larder-chr-{}", self.served.len())
     }
 
-    /// Takes the disk up; the arguments that attach it.
+    /// Adds a served disk; returns the arguments that attach it.
     fn serve(
         &mut self,
         disk: DiskWish,
@@ -253,7 +253,7 @@ impl Disks<'_> {
             .with("id", self.next_chardev())
             .with("path", socket.to_string_lossy());
         let (reconnect, delay) = self.context.version.reconnect();
-        // QEMU takes a queue for each processor by itself, but fails if that is more than we offer.
+        // By default QEMU uses one queue per processor, but fails if the server offers fewer.
         if new.get("num-queues").is_none() && self.context.machine.processors > u64::from(QUEUES_MAX) {
             new.push("num-queues", QUEUES_MAX.to_string());
         }
@@ -276,7 +276,7 @@ impl Disks<'_> {
         ]
     }
 
-    /// Tells why it stays with QEMU, once.
+    /// Records why a drive stays with QEMU, once.
     fn leave(&mut self, drive: &Drive, position: Option<usize>, reason: &Reason) {
         if drive.is_told.replace(true) {
             return;
@@ -309,7 +309,7 @@ impl Disks<'_> {
     }
 }
 
-/// What a disk was before it was served, and what its drive said in vain.
+/// Describes the disk before the change, and the options of its drive that have no effect.
 fn was_before(was: &str, drive: &KeyValues) -> String {
     match needless(drive).as_slice() {
         [] => format!("({was})"),
@@ -323,7 +323,7 @@ fn is_cd_drive(driver: &str) -> bool {
     driver.ends_with("-cd")
 }
 
-/// Why a drive without a device is not among the guest's virtio disks, and what would make it one.
+/// Returns why a drive without a device is not one of the guest's virtio disks, with advice.
 fn why_no_virtio_disk(drive: &Drive) -> Reason {
     let as_virtio = "-drive file=...,if=virtio has it served, as a vd... in the guest";
     let text = match (drive.source, drive.options.get("if")) {
@@ -339,7 +339,7 @@ fn why_no_virtio_disk(drive: &Drive) -> Reason {
     Reason(text)
 }
 
-/// The ids that QEMU gives to virtio drives without one: by `index=`, or the lowest that is free.
+/// Returns the IDs that QEMU assigns to virtio drives without one: by `index=`, or the lowest free index.
 fn ids_by_qemu(drives: &[&Drive]) -> Vec<String> {
     let mut taken: Vec<u64> = Vec::new();
     let ids = drives.iter().map(|drive| {
@@ -357,11 +357,12 @@ fn ids_by_qemu(drives: &[&Drive]) -> Vec<String> {
     ids.collect()
 }
 
-/// What QEMU makes of `-drive if=virtio`, said in two options, the second of which has its place among the devices.
+/// Replaces `-drive if=virtio` by the two options to which QEMU expands it; the second one keeps the order of
+/// devices.
 fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
     let given = line.arguments()[drive.index].value().map(OsStr::to_owned);
     let argument = match (drive.source, given) {
-        // Of a key that is given twice the last counts.
+        // The last value of a repeated key is used.
         (Source::DriveInBytes, Some(mut bytes)) => {
             bytes.push(format!(",if=none,id={id}"));
             Argument::option_of_bytes("drive", bytes)
@@ -381,7 +382,7 @@ fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
     ));
 }
 
-/// The names that the guest will give to its virtio disks, as long as they can be told.
+/// The names that the guest will give to its virtio disks, as long as they can be predicted.
 #[derive(Default)]
 struct GuestNames {
     count: usize,
@@ -389,13 +390,13 @@ struct GuestNames {
 }
 
 impl GuestNames {
-    /// The position of one more disk.
+    /// Returns the index of one more disk.
     fn next(&mut self) -> usize {
         self.count += 1;
         self.count - 1
     }
 
-    /// Some disk has a place of its own choice.
+    /// Records that names cannot be predicted, because a disk has an address of the user's choice.
     fn give_up(&mut self) {
         self.unknown = true;
     }
@@ -406,7 +407,7 @@ impl GuestNames {
     }
 }
 
-/// The socket of the disk at `index` lies in the folder of the sockets.
+/// Returns the longest path that a disk's socket in the directory of the sockets can have.
 pub(super) fn longest_socket(sockets: &Path) -> PathBuf {
     sockets.join("disk-999.server")
 }

@@ -1,8 +1,8 @@
-//! What a run takes up on this host, and gives back: a private folder for its sockets, and files of RAM. Nobody can
-//! guess their names and be there first.
+//! The resources of a run on this host: a private directory for its sockets, and files of RAM. Their names cannot be
+//! guessed, so no other user can create them first.
 //!
-//! Each is locked (flock) for as long as its run lives. What a run that was killed left behind is known by its name, by
-//! the process number in it, and by the lock that nobody holds any more; the next run removes it.
+//! Each is locked (flock) as long as its run lives. The remains of a killed run are recognised by their name, by the
+//! process ID in it, and by the free lock; the next run removes them.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read};
@@ -19,10 +19,10 @@ use super::ram::RamFile;
 use crate::listen::SOCKET_PATH_BYTES_MAX;
 use crate::runtime_folder::{self, runtime_folder};
 
-/// Where guests' RAM lies: the one tmpfs that every Linux has.
+/// Directory of guests' RAM: the tmpfs that every Linux has.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// Why a run cannot have what it needs.
+/// Reason why a run cannot get its resources.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LeaseError {
@@ -51,28 +51,28 @@ pub enum LeaseError {
     PrivateFile { path: PathBuf },
 }
 
-/// Where this run's things are to lie; nothing is made yet.
+/// Paths of a run's resources, before they are created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// The private folder, for the sockets.
+    /// Private directory for the sockets.
     pub folder: PathBuf,
-    /// The path of the first file of RAM.
+    /// Path of the first file of RAM.
     pub ram: PathBuf,
 }
 
 impl Places {
-    /// For commands that the user is to start by hand: names that no run tidies up.
+    /// Chooses paths for commands that the user starts manually; no run cleans them up.
     ///
     /// # Errors
-    /// There are no random numbers, or the folder's path is too long for sockets.
+    /// There are no random numbers, or the directory's path is too long for sockets.
     pub fn for_commands(guest: &str) -> Result<Self, LeaseError> {
         Self::named(&format!("larder-{guest}-{}", random()?))
     }
 
-    /// For a guest of this name, run by this process.
+    /// Chooses paths for a guest of this name, run by this process.
     ///
     /// # Errors
-    /// There are no random numbers, or the folder's path is too long for sockets.
+    /// There are no random numbers, or the directory's path is too long for sockets.
     pub fn choose(guest: &str) -> Result<Self, LeaseError> {
         let pid = std::process::id();
         Self::named(&format!("larder-{guest}-{pid}-{}", random()?))
@@ -90,7 +90,7 @@ impl Places {
     }
 }
 
-/// Eight digits.
+/// Returns eight random hexadecimal digits.
 fn random() -> Result<String, LeaseError> {
     let mut bytes = [0; 4];
     let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
@@ -98,7 +98,7 @@ fn random() -> Result<String, LeaseError> {
     Ok(format!("{:08x}", u32::from_ne_bytes(bytes)))
 }
 
-/// What a run has taken up. Gone when this is dropped.
+/// The resources of a run, which are removed when this is dropped.
 #[derive(Debug)]
 pub struct Lease {
     _folder: Held,
@@ -106,7 +106,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Makes the folder and the files, after removing what dead runs left beside them.
+    /// Creates the directory and the files, after removing the remains of dead runs next to them.
     ///
     /// # Errors
     /// See [`LeaseError`]; nothing is left behind then.
@@ -123,10 +123,10 @@ impl Lease {
         })
     }
 
-    /// Whether there is what it takes; nothing is made.
+    /// Checks the requirements of a plan, without creating anything.
     ///
     /// # Errors
-    /// There is not.
+    /// A requirement is not met.
     pub fn check(plan: &Plan) -> Result<(), LeaseError> {
         for path in &plan.folders {
             if !path.is_dir() {
@@ -137,7 +137,8 @@ impl Lease {
     }
 }
 
-/// Whether the RAM fits in what is free now. Other guests may still claim what they have not touched.
+/// Checks that the RAM fits into the space that is free now. Other guests may still claim space that they have not
+/// touched.
 fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
     let needed = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
     let Some(folder) = files.first().and_then(|file| file.path.parent()) else {
@@ -151,7 +152,7 @@ fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
     if needed > free {
         return Err(LeaseError::NoRoom {
             needed: ByteLen::new(needed),
-            // For people; what is needed does not fit in that either.
+            // Rounded down for the message; what is needed exceeds the rounded value as well.
             free: ByteLen::new(free & !((1 << 20) - 1)),
             folder: folder.to_owned(),
         });
@@ -159,7 +160,7 @@ fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
     Ok(())
 }
 
-/// A file or folder that is locked, and removed when this is dropped.
+/// A file or directory that is locked, and removed when this is dropped.
 #[derive(Debug)]
 struct Held {
     path: PathBuf,
@@ -167,7 +168,7 @@ struct Held {
 }
 
 impl Held {
-    /// A folder that only this user can enter.
+    /// Creates a directory that only this user can enter.
     fn folder(path: &Path) -> Result<Self, LeaseError> {
         let make = || {
             if let Some(parent) = path.parent() {
@@ -183,7 +184,7 @@ impl Held {
         })
     }
 
-    /// A file that only this user can open, of the full size but without any memory yet.
+    /// Creates a file that only this user can open, of full size but without allocated memory.
     fn file(file: &RamFile) -> Result<Self, LeaseError> {
         let make = || {
             let made = OpenOptions::new()
@@ -210,7 +211,7 @@ impl Held {
     }
 }
 
-/// Locks what was opened at `path`, if nobody else has.
+/// Locks the file opened at `path`, unless another process has locked it.
 fn lock(path: &Path, opened: io::Result<File>) -> io::Result<Held> {
     let lock = opened?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -228,7 +229,7 @@ impl Drop for Held {
     }
 }
 
-/// Removes what runs that are dead left in `folder`.
+/// Removes the remains of dead runs in `folder`.
 fn remove_stale(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else {
         return;
@@ -242,12 +243,13 @@ fn remove_stale(folder: &Path) {
         if !dead || !is_ours(&entry.path()) {
             continue;
         }
-        // A run in another PID namespace may live: it has the lock. Otherwise it goes when this is dropped.
+        // A run in another PID namespace may be alive: then it has the lock. Otherwise dropping the lock removes the
+        // file.
         drop(lock(&entry.path(), File::open(entry.path())));
     }
 }
 
-/// The process number in the name of something that a run made: `larder-NAME-PID-RANDOM`, `larder-NAME-PID-RANDOM.2`.
+/// Returns the process ID in a name of a run's resource: `larder-NAME-PID-RANDOM`, `larder-NAME-PID-RANDOM.2`.
 fn pid_in(name: &str) -> Option<u32> {
     let parts: Vec<&str> = name.split('-').collect();
     let ["larder", _, pid, random] = parts[..] else {
@@ -259,7 +261,7 @@ fn pid_in(name: &str) -> Option<u32> {
     pid.parse().ok()
 }
 
-/// Whether it is a file or folder of this user's, and no link to anything.
+/// Returns whether the path is a file or directory of this user's, and not a symbolic link.
 fn is_ours(path: &Path) -> bool {
     let Ok(found) = fs::symlink_metadata(path) else {
         return false;
@@ -292,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_leaves_nothing_behind() {
+    fn dropped_lease_removes_its_resources() {
         let folder = tempfile::tempdir().expect("a folder");
         let places = Places {
             folder: folder.path().join("run/larder-run-1"),
@@ -318,9 +320,9 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_run_left_is_removed_and_nothing_else() {
+    fn only_remains_of_dead_runs_are_removed() {
         let folder = tempfile::tempdir().expect("a folder");
-        // Above every process number.
+        // Larger than every process ID.
         let dead = 1_u32 << 30;
         let alive = std::process::id();
         let keep = [
@@ -353,8 +355,9 @@ mod tests {
         drop(held);
     }
 
+    /// Lack of space and private files are reported before anything is created.
     #[test]
-    fn too_little_room_and_private_files_are_told_before_anything_is_made() {
+    fn lease_checks_before_it_creates_anything() {
         let folder = tempfile::tempdir().expect("a folder");
         let places = Places {
             folder: folder.path().join("larder-run-1"),
