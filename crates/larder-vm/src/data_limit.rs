@@ -1,36 +1,38 @@
-//! The limit of a server's private memory (`RLIMIT_DATA`): what its disks may use, so that a fault by which a guest or an image
-//! has the server take more and more memory ends in this server, and not in the host's OOM killer.
+//! Limit of a server's private memory (`RLIMIT_DATA`), computed from the bounds of its disks. If a fault lets a guest
+//! or an image make the server allocate without bound, the server is aborted, instead of the host's OOM killer being
+//! invoked.
 //!
-//! The limit of a control group (`MemoryMax=`) is no substitute: guest memory that the server touches first is charged to the
-//! server's group. `RLIMIT_DATA` counts private writable mappings: the heap and the stacks, whether they have been touched or not.
+//! The limit of a control group (`MemoryMax=`) is no substitute: guest memory that the server touches first is
+//! charged to the server's group. `RLIMIT_DATA` counts private writable mappings: the heap and the stacks, whether
+//! they have been touched or not.
 //!
 //! Invariants:
-//! - Each layer whose memory depends on a size that is not known before confinement takes a [`Share`] before it allocates: the
-//!   limit has room for it. All else is in the sum with which the limit is set ([`enforce`]).
+//! - Each layer whose memory depends on a size that is not known before confinement takes a [`Share`] before it
+//!   allocates, which raises the limit. All other memory is in the sum with which the limit is set ([`enforce`]).
 //! - The limit never falls: memory that a layer has freed may still be in the heap.
-//! - Only the soft limit is set, so that a later share can raise it. It is never raised past the soft limit that the process was
-//!   started with.
+//! - Only the soft limit is set, so that a later share can raise it. It is never raised past the soft limit that the
+//!   process was started with.
 //!
-//! What a guest asks for comes from bounded pools, all of which are in the sum, so no request fails by the limit. An allocation
-//! past it aborts the process, and the next one goes on with the guest. A server that was taken over can raise the limit, and can
-//! take shared memory, which the limit does not count.
+//! Requests of guests use bounded pools, all of which are in the sum, so no request fails because of the limit. An
+//! allocation past it aborts the process, and the next process continues to serve the guest. A compromised server can
+//! raise the limit, and can allocate shared memory, which the limit does not count.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What all shares take together, and the limit once there is one.
+/// Sum of all shares, and the limit once it is set.
 struct State {
-    /// Bytes of the shares that are there.
+    /// Sum of the existing shares, in bytes.
     shared: u64,
     limit: Option<Limit>,
 }
 
 struct Limit {
-    /// Bytes that are allowed besides shares.
+    /// Allowed bytes in addition to shares.
     base: u64,
-    /// What the limit was last raised to, if the process was not started with a lower one.
+    /// Value to which the limit was last raised, if the process was not started with a lower one.
     wanted: u64,
     /// The limits that the process was started with.
     before: Rlimit,
@@ -42,12 +44,12 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of private memory that a layer may use, as long as this exists.
+/// Bytes of private memory that a layer may use as long as this exists.
 #[derive(Debug)]
 pub(crate) struct Share(u64);
 
 impl Share {
-    /// Makes room for `bytes`.
+    /// Raises the limit by `bytes`.
     pub(crate) fn new(bytes: u64) -> Self {
         let mut state = state();
         state.shared = state.shared.saturating_add(bytes);
@@ -66,7 +68,7 @@ impl Drop for Share {
 }
 
 impl State {
-    /// Raises the limit to what the shares need by now.
+    /// Raises the limit to the present sum of the shares.
     fn raise(&mut self) -> io::Result<()> {
         let Some(limit) = &mut self.limit else { return Ok(()) };
         let wanted = limit.base.saturating_add(self.shared);
@@ -94,7 +96,7 @@ impl Limit {
     }
 }
 
-/// Limits this process's private memory to `base` bytes and what the shares take, now and later.
+/// Limits this process's private memory to `base` bytes and the shares, present and future.
 ///
 /// # Errors
 /// The kernel refuses; there is no limit then.

@@ -57,7 +57,7 @@ pub struct DiskConfig {
     pub options: ImageOptions,
     /// Exports of the disk.
     pub exports: ExportsConfig,
-    /// Whether the disk can move between hosts with its VM.
+    /// Mobility of the disk between hosts, with its VM.
     pub moves: Moves,
     /// Longest time for which the thread spins for new work before it sleeps.
     pub poll_max: Duration,
@@ -86,7 +86,7 @@ impl std::fmt::Debug for OnOpen {
     }
 }
 
-/// Whether a disk can move between hosts.
+/// Mobility of a disk between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Moves {
     /// The disk never moves.

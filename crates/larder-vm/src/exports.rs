@@ -441,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn non_loopback_port_without_tls_is_refused() {
+    fn public_port_without_tls_is_refused() {
         assert!(matches!(
             bind_tcp("0.0.0.0", 0, false),
             Err(ExportError::Insecure { .. })

@@ -118,11 +118,11 @@ pub struct ImageOptions {
     pub read_only: bool,
     /// Allow other processes to use the image at the same time.
     pub share: bool,
-    /// Which process locks the image against other users, unless `share` is set.
+    /// Process that locks the image against other users, unless `share` is set.
     pub claim: Claim,
     /// Role of a file that is opened as raw bytes.
     pub role: Role,
-    /// Whether the host's page cache is used.
+    /// Use of the host's page cache.
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
     pub keep_space: bool,

@@ -1,5 +1,5 @@
-//! What whoever starts this process hands to it, systemd as a rule: sockets that it listens on for us, and front-ends'
-//! connections that the process before this one has left ([`larder_export::vhost_user::takeover`]).
+//! Descriptors inherited from the service manager, usually systemd: sockets on which it listens for this process, and
+//! front-ends' connections that the previous process has left ([`larder_export::vhost_user::takeover`]).
 
 use std::ffi::OsStr;
 use std::io;
@@ -17,22 +17,22 @@ use rustix::net::SocketAddrUnix;
 use crate::image::ImageAddress;
 use crate::listen::resolve;
 
-/// All of it.
+/// The inherited descriptors.
 #[derive(Clone, Debug, Default)]
 pub struct Inherited {
-    /// Listening sockets, by their paths.
+    /// Listening sockets, by path.
     sockets: Arc<Vec<(PathBuf, OwnedFd)>>,
     store: Option<Arc<Store>>,
-    /// The process before this one has left something.
+    /// The previous process has left at least one descriptor.
     has_left: bool,
 }
 
 impl Inherited {
-    /// Takes over `files`, each with its name in `$LISTEN_FDNAMES`. Connections are kept for the next process by the
-    /// `manager` of this service, a socket connected to `$NOTIFY_SOCKET`.
+    /// Takes over `files`, each with its name in `$LISTEN_FDNAMES`. The `manager` of this service, a socket connected
+    /// to `$NOTIFY_SOCKET`, stores connections for the next process.
     ///
     /// # Errors
-    /// One of them is neither what a process before this one has left, nor a unix socket that listens on a path.
+    /// A file is neither a descriptor from a previous process, nor a unix socket that listens on a path.
     pub fn new(files: Vec<(String, OwnedFd)>, manager: Option<UnixDatagram>) -> io::Result<Self> {
         let (mut sockets, mut left) = (Vec::new(), Vec::new());
         for (name, file) in files {
@@ -50,12 +50,12 @@ impl Inherited {
         })
     }
 
-    /// Whether the process before this one has left a front-end's connection: a guest waits for its disk.
+    /// Returns whether the previous process has left a front-end's connection: a guest is waiting for its disk.
     pub fn has_connections(&self) -> bool {
         self.has_left
     }
 
-    /// The socket that listens on `path`.
+    /// Returns the socket that listens on `path`.
     ///
     /// # Errors
     /// The process is out of descriptors.
@@ -65,19 +65,19 @@ impl Inherited {
         found.map(|(_, socket)| socket.try_clone()).transpose()
     }
 
-    /// Whether one listens on `path`.
+    /// Returns whether a socket listens on `path`.
     pub fn has(&self, path: &Path) -> bool {
         let path = resolve(path);
         self.sockets.iter().any(|(at, _)| resolve(at) == path)
     }
 
-    /// Where sockets listen.
+    /// Returns the paths of the sockets.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.sockets.iter().map(|(path, _)| path.as_path())
     }
 
-    /// Where the connection of the disk of this name, with this image, is kept; `None` if nobody keeps anything, or the
-    /// name is longer than systemd has them.
+    /// Returns where the connection of this disk, with this image, is stored; `None` if there is no service manager,
+    /// or the name is too long for systemd.
     pub fn kept(&self, disk: &str, image: &ImageAddress) -> Option<Keeping> {
         const NAME_BYTES_MAX: usize = 200;
         let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
@@ -96,7 +96,7 @@ impl Inherited {
         })
     }
 
-    /// Lets go what was left of disks that are not there any more.
+    /// Closes the connections of disks that no longer exist.
     pub fn forget_rest(&self) {
         let names = self.store.as_ref().map(|store| store.forget_rest());
         for name in names.unwrap_or_default() {

@@ -1,7 +1,8 @@
 //! The directory in which `larder migrate` remembers the certificates of other hosts.
 //!
-//! Root's is its own: `/var/lib/larder-migrate`, as `/var/lib/larder` belongs to the user of the services. A process that
-//! gives up root for another user has one in it which is that user's, and which root makes.
+//! Root's directory is separate: `/var/lib/larder-migrate`, because `/var/lib/larder` belongs to the user of the
+//! services. A process that gives up root for another user has a subdirectory, which belongs to that user and is
+//! created by root.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -15,13 +16,13 @@ use crate::image::state_folder;
 use crate::runtime_folder::{is_ours_alone, make};
 use crate::user::{self, UserError};
 
-/// Root's.
+/// Root's directory.
 const OF_ROOT: &str = "/var/lib/larder-migrate";
 
-/// What is not root's alone.
+/// Directory that does not belong to root alone.
 const OF_SERVICES: &str = "/var/lib/larder";
 
-/// Why there is no such directory.
+/// Reason why there is no such directory.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum KnownHostsError {
@@ -33,11 +34,11 @@ pub enum KnownHostsError {
     User(#[from] UserError),
 }
 
-/// Makes the directory, unless it is there: that of this process's user, or for root that of the user with this name, whom
-/// the process is to become.
+/// Creates the directory, unless it exists, and returns it: that of this process's user, or for root that of the user
+/// with this name, to whom the process is about to switch.
 ///
 /// # Errors
-/// It cannot be made, or is not that user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub fn known_hosts_directory(user: Option<&str>) -> Result<PathBuf, KnownHostsError> {
     let directory = place().ok_or(KnownHostsError::Nowhere)?;
     let failed = |path: &Path| {
@@ -49,13 +50,13 @@ pub fn known_hosts_directory(user: Option<&str>) -> Result<PathBuf, KnownHostsEr
         made.map_err(failed(above))?;
     }
     make(&directory, 0o700).map_err(failed(&directory))?;
-    // What was there before may be another user's to write to.
+    // Another user may be able to write to a directory that existed before.
     is_ours_alone(&directory).map_err(failed(&directory))?;
     let user = user.map(user::find).transpose()?;
     match user.filter(|user| user.uid.as_raw() != geteuid().as_raw()) {
         None => Ok(directory),
         Some(user) => {
-            // That user has to reach the one in it.
+            // That user must be able to reach the subdirectory.
             fs::set_permissions(&directory, Permissions::from_mode(0o711)).map_err(failed(&directory))?;
             let of_user = directory.join(format!("of-{}", user.uid));
             make_for(&of_user, user.uid.as_raw(), user.gid.as_raw()).map_err(failed(&of_user))?;
@@ -64,13 +65,13 @@ pub fn known_hosts_directory(user: Option<&str>) -> Result<PathBuf, KnownHostsEr
     }
 }
 
-/// Makes a directory of another user's in one of root's.
+/// Creates a directory for another user in one of root's.
 fn make_for(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(directory) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let found = fs::symlink_metadata(directory)?;
-            // Root's own is of a process that was killed before the next step.
+            // A directory that still belongs to root was left by a process that was killed before the next step.
             let is_known = found.uid() == uid || found.uid() == geteuid().as_raw();
             if !found.is_dir() || !is_known || found.mode() & 0o022 != 0 {
                 return Err(io::Error::other("it is there, and no directory of that user alone"));

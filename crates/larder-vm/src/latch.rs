@@ -1,10 +1,10 @@
-//! Something that a disk's thread waits to be told by another one.
+//! A value that another thread sets, and that a disk's thread can wait for.
 
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
-/// A word that is said for good, on any thread.
+/// A value that can be set on any thread, and never becomes unset.
 #[derive(Clone, Debug)]
 pub struct Latch<T>(Arc<Mutex<State<T>>>);
 
@@ -24,19 +24,19 @@ impl<T> Default for Latch<T> {
 }
 
 impl<T: Copy> Latch<T> {
-    /// Says it. The last word counts.
+    /// Sets the value, replacing an earlier one.
     pub fn set(&self, word: T) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.said = Some(word);
         state.waiting.drain(..).for_each(Waker::wake);
     }
 
-    /// What has been said.
+    /// Returns the value, if it is set.
     pub fn get(&self) -> Option<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).said
     }
 
-    /// Completes once something has been said.
+    /// Completes once the value is set.
     pub async fn is_set(&self) {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn all_names_of_a_limit_are_equivalent() {
+    fn all_limit_names_are_equivalent() {
         let same = |names: &[&str]| {
             let found: Vec<_> = names.iter().map(|name| LimitName::find(name)).collect();
             assert!(

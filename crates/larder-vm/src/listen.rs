@@ -1,4 +1,4 @@
-//! Unix sockets to listen on, made and removed with care.
+//! Listening unix sockets, with safe creation and removal of their files.
 
 mod acl;
 mod words;
@@ -20,13 +20,13 @@ pub use words::{group_of, mode_of, user_of};
 
 use crate::opener::helper;
 
-/// The longest path of a unix socket, in bytes (`sun_path` less its final zero).
+/// The longest path of a unix socket, in bytes (`sun_path` without its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// Clients of a private socket that wait to be taken.
+/// Backlog of a private socket.
 const BACKLOG: i32 = 128;
 
-/// Why a socket cannot be listened on.
+/// Reason why a socket cannot be listened on.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ListenError {
@@ -50,21 +50,21 @@ fn folder_hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// Who may connect to a socket.
+/// Permissions of a socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// The mode of its file, whatever the umask; 0777 less the umask if not given.
+    /// Mode of its file, independent of the umask; if unset, 0777 less the umask.
     pub mode: Option<u32>,
-    /// The user whose it becomes.
+    /// User who becomes the owner.
     pub owner: Option<u32>,
-    /// The group.
+    /// Group of the file.
     pub group: Option<u32>,
-    /// A further group whose members may connect; the process that listens restricts their requests.
+    /// A further group whose members may connect; the listening process restricts their requests.
     pub readers: Option<u32>,
 }
 
 impl Access {
-    /// Whom the umask lets.
+    /// Permissions according to the umask.
     pub const UMASK: Self = Self {
         mode: None,
         owner: None,
@@ -72,23 +72,23 @@ impl Access {
         readers: None,
     };
 
-    /// The user that made it, and root.
+    /// Permissions for the creating user and root.
     pub const OWNER: Self = Self {
         mode: Some(0o600),
         ..Self::UMASK
     };
 
-    /// Returns the same access with a group of readers added.
+    /// Returns the same permissions with a group of readers added.
     #[must_use]
     pub fn with_readers(self, readers: Option<u32>) -> Self {
         Self { readers, ..self }
     }
 
-    /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for. Where the
-    /// maker may not give it away, it stays his, and the others may connect.
+    /// Applies the permissions to the file of a bound socket, to which only its creator can connect so far. If the
+    /// process may not change the owner, the owner remains, and an access control list lets the others connect.
     ///
-    /// Another user may own the folder, and put a link to a file of ours there at any time: what is given away is the file
-    /// that was opened, and only a socket that this process has made.
+    /// Another user may own the directory, and replace the file by a link to one of our files at any time. So the
+    /// change applies to the file that was opened, and only if it is a socket that this process has created.
     fn apply(self, of_socket: &Path) -> io::Result<()> {
         if self == Self::UMASK {
             return Ok(());
@@ -99,7 +99,7 @@ impl Access {
         if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
             return Err(io::Error::other("another process has put something else there"));
         }
-        // The name of the file itself, wherever it is by now.
+        // This path leads to the open file itself, even after a rename.
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         if self.owner.is_some() || self.group.is_some() {
             match std::os::unix::fs::chown(&path, self.owner, self.group) {
@@ -117,7 +117,7 @@ impl Access {
                 ..self
             };
             if let Err(error) = acl::give(&path, readers_only) {
-                // All other users have their access.
+                // All other users have their access already.
                 tracing::warn!(
                     "{}: cannot grant access to the group of readers: {error}",
                     of_socket.display()
@@ -140,16 +140,17 @@ fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
         return given(UnixListener::bind(path)?);
     };
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // The file gets the mode that the socket has when it is bound, less the umask: nobody else can connect at any time.
+    // The file gets the mode of the socket at the time of bind, less the umask: no other user can connect at any
+    // time.
     rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode & 0o600))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
     given(socket.into())
 }
 
-/// Two paths that are one, if there are any among `places`: each is a path with what it is for.
+/// Returns two of the `places` that have the same path, if there are any. Each place is a path and its purpose.
 ///
-/// What stands for a folder is resolved where the folder exists.
+/// Symbolic links in the directory of a path are resolved if the directory exists.
 pub fn same_place<'a, T>(places: &'a [(T, &Path)]) -> Option<(&'a T, &'a T)> {
     let resolved: Vec<PathBuf> = places.iter().map(|(_, path)| resolve(path)).collect();
     (1..places.len()).find_map(|later| {
@@ -166,34 +167,34 @@ pub(crate) fn resolve(path: &Path) -> PathBuf {
     }
 }
 
-/// A unix socket that this process listens on.
+/// A unix socket on which this process listens.
 pub struct Listening {
-    /// The socket, for the loop.
+    /// The socket, for the event loop.
     pub descriptor: OwnedFd,
-    /// Its file goes with this.
+    /// Its file, which is removed when this is dropped.
     pub file: ListeningFile,
 }
 
-/// The file of a socket that is listened on, which goes when this is dropped.
+/// The file of a listening socket, which is removed when this is dropped.
 pub enum ListeningFile {
-    /// Of this process's own.
+    /// A file created by this process.
     Own(SocketFile),
-    /// The opener has made it.
+    /// A file created by the opener.
     Openers(OpenersFile),
 }
 
-/// The file of a socket that the opener has made.
+/// The file of a socket that the opener has created.
 pub struct OpenersFile(PathBuf);
 
 impl Drop for OpenersFile {
     fn drop(&mut self) {
-        // It goes with the opener in any case.
+        // The opener removes the file at its own end in any case.
         let _ = helper().map(|helper| helper.stop_listening(&self.0));
     }
 }
 
 impl Listening {
-    /// Listens on `path`, by the opener if this process has one.
+    /// Listens on `path`, through the opener if this process has one.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -217,16 +218,17 @@ impl Listening {
     }
 }
 
-/// A listening unix socket whose file goes when this is dropped.
+/// A listening unix socket whose file is removed when this is dropped.
 pub struct SocketFile {
     listener: UnixListener,
     path: PathBuf,
-    /// Which file it is, lest a successor's is removed.
+    /// Inode of the file, so that a successor's file is not removed.
     inode: Option<u64>,
 }
 
 impl SocketFile {
-    /// Listens on `path`, for whom the umask lets. A socket file that a dead process left there is replaced.
+    /// Listens on `path`, with permissions according to the umask. A socket file that a dead process left there is
+    /// replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -234,7 +236,7 @@ impl SocketFile {
         Self::bind_for(path, Access::UMASK)
     }
 
-    /// The same, for others.
+    /// Listens on `path` with the permissions `access`. A socket file that a dead process left there is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -251,7 +253,7 @@ impl SocketFile {
             if !is_dead(&path) {
                 return Err(ListenError::Taken { path });
             }
-            // It is our turn to replace it.
+            // The turn is held, so no other process replaces it at the same time.
             let _ = fs::remove_file(&path);
         }
         match listen(&path, access) {
@@ -264,24 +266,24 @@ impl SocketFile {
         }
     }
 
-    /// Removes a socket's file whose maker is dead, if it has been there for longer than `kept`.
+    /// Removes the socket file of a dead process, if it is older than `kept`.
     pub fn remove_dead(path: &Path, kept: Duration) {
         let is_old = fs::symlink_metadata(path).is_ok_and(|found| {
             let age = found.modified().ok().and_then(|made| made.elapsed().ok());
             found.file_type().is_socket() && age.is_some_and(|age| age > kept)
         });
-        // Another may have come by the time of the second look.
+        // Another process may have replaced the file before the second check.
         if is_old
             && is_dead(path)
             && let Ok(_turn) = Turn::take(path)
             && is_dead(path)
         {
-            // It may be somebody else's, who removes it.
+            // The removal fails if another user has created the new file, and then removes it.
             let _ = fs::remove_file(path);
         }
     }
 
-    /// The listening descriptor, for the loop.
+    /// Returns a duplicate of the listening descriptor, for the event loop.
     ///
     /// # Errors
     /// The process is out of descriptors.
@@ -289,14 +291,14 @@ impl SocketFile {
         Ok(self.listener.try_clone()?.into())
     }
 
-    /// Where it is.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Whether nobody listens on the socket there any more: its maker is dead. One that lets others wait is alive, and is not
-/// waited for.
+/// Returns whether the listener of a socket is dead. A listener with a full backlog is alive, and this call does not
+/// wait for it.
 pub(crate) fn is_dead(path: &Path) -> bool {
     let connected = || {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -309,15 +311,16 @@ pub(crate) fn is_dead(path: &Path) -> bool {
     }
 }
 
-/// Held by the one process that looks at a socket's path, replaces what is stale there, and listens: two that found the
-/// same stale socket would otherwise remove each other's. It is a locked file beside the socket, gone with this.
+/// Exclusive right to inspect a socket's path, replace a stale file there, and listen: two processes that found the
+/// same stale socket would otherwise remove each other's. It is a lock file next to the socket, removed when this is
+/// dropped.
 struct Turn {
     path: PathBuf,
-    /// The lock goes when it is closed, after the file has gone.
+    /// The lock is released when this is closed, after the file was removed.
     _file: File,
 }
 
-/// How long another process' turn may last.
+/// Longest wait for another process's turn.
 const TURN_MAX: Duration = Duration::from_secs(5);
 
 impl Turn {
@@ -341,7 +344,8 @@ impl Turn {
                 .open(&path)
                 .map_err(failed)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // Whoever had it before us has removed it; then somebody else may have made and locked another one.
+                // The previous holder may have removed the file; then another process may have created and locked a
+                // new one.
                 Ok(()) if is_at(&file, &path) => return Ok(Self { path, _file: file }),
                 Ok(()) => {}
                 Err(_) if Instant::now() > give_up => {
@@ -363,25 +367,25 @@ fn is_at(file: &File, path: &Path) -> bool {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        // One that stays is in nobody's way.
+        // A lock file that remains does no harm.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Whether the process that listens, or listened, at the other end has ended. Its socket may outlive it for a moment:
-/// the kernel takes a killed process' io_uring apart in the background, and the ring's wait for connections holds the
-/// socket.
+/// Returns whether the process that listens, or listened, at the other end has ended. Its socket may exist for a
+/// moment longer: the kernel tears down a killed process's io_uring in the background, and the ring's pending accept
+/// holds the socket.
 pub(crate) fn listener_has_ended(stream: &UnixStream) -> bool {
     let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else {
         return false;
     };
     match fs::read_to_string(format!("/proc/{}/stat", peer.pid)) {
-        // "PID (NAME) STATE ...": killed, and not waited for yet.
+        // "PID (NAME) STATE ...": a killed process that is not reaped yet.
         Ok(stat) => stat
             .rsplit(')')
             .next()
             .is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
-        // Those of other users may not be shown (ProtectProc=).
+        // Processes of other users may be hidden (ProtectProc=).
         Err(error) => {
             let is_gone = rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH);
             is_gone && error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists()
@@ -395,11 +399,11 @@ fn inode_of(found: &fs::Metadata) -> u64 {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Without it a successor's could be removed, if it comes between the look and the removal.
+        // Without the turn, a successor's file could be removed, if it is created between the check and the removal.
         let _turn = Turn::take(&self.path);
         let ours = fs::symlink_metadata(&self.path).ok().map(|found| inode_of(&found)) == self.inode;
         if ours && self.inode.is_some() {
-            // It may be gone already.
+            // The file may not exist any more.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -411,9 +415,9 @@ mod tests {
 
     use super::*;
 
-    /// Whoever owns the folder may swap what is in it while a socket is given away.
+    /// The owner of the directory may replace its entries while the permissions of a socket are changed.
     #[test]
-    fn nothing_but_the_socket_is_given_away() {
+    fn permissions_change_only_on_socket() {
         use std::sync::atomic::{AtomicBool, Ordering};
 
         let folder = tempfile::tempdir().expect("a folder");
@@ -425,7 +429,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
-                    // Either may not be there at the time.
+                    // Either file may be missing at this time.
                     let _ = std::os::unix::fs::symlink(&victim, &link);
                     let _ = fs::rename(&link, &socket);
                 }
@@ -445,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    fn only_stale_socket_is_replaced() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
         drop(UnixListener::bind(&path).expect("binds"));
@@ -457,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn only_sockets_of_the_dead_that_are_old_enough_are_removed() {
+    fn only_old_dead_sockets_are_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let [dead, live, file] = ["dead", "live", "file"].map(|name| folder.path().join(name));
         drop(UnixListener::bind(&dead).expect("binds"));
@@ -473,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_and_long_paths_are_refused() {
+    fn invalid_socket_paths_are_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("file");
         fs::write(&path, "mine").expect("writes");
@@ -489,8 +493,9 @@ mod tests {
         assert!(matches!(SocketFile::bind(&nowhere), Err(ListenError::Os { .. })));
     }
 
+    /// Exactly one of many processes that find a stale socket replaces it.
     #[test]
-    fn of_many_that_find_a_stale_socket_one_replaces_it_and_the_others_leave_it_alone() {
+    fn one_process_replaces_stale_socket() {
         const MANY: usize = 8;
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");

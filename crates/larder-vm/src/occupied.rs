@@ -1,13 +1,15 @@
-//! Data of other programs on a file, device or export that is about to become a cache, a swap cache or a slow store.
+//! Detection of foreign data on a file, device or export that is about to become a cache, a swap cache or a slow
+//! store.
 //!
-//! Larder overwrites all of it, so it is refused unless both checks pass, before the first write:
+//! Larder overwrites all of it, so it is refused unless both checks succeed, before the first write:
 //!
 //! 1. Its first MiB is zeros.
-//! 2. `blkid` of util-linux finds no label anywhere on it. Members of md 1.0, ZFS pools, DRBD and some RAID controllers have
-//!    theirs at the end, and the backup of a partition table stands there, too.
+//! 2. `blkid` of util-linux finds no label anywhere on it. Members of md 1.0, ZFS pools, DRBD and some RAID
+//!    controllers have their labels at the end, and the backup of a partition table is there as well.
 //!
-//! A block device is claimed before that (`FileOptions::exclusive`), so nothing else begins to use it meanwhile. A check that
-//! cannot be made refuses. A file that was just made, or has nothing but holes, needs none.
+//! A block device is claimed before that (`FileOptions::exclusive`), so no other program begins to use it meanwhile.
+//! If a check cannot be performed, the device is refused. A file that was just created, or has only holes, needs no
+//! check.
 
 use std::fs::File;
 use std::io::{self, Seek as _, Write as _};
@@ -20,22 +22,22 @@ use rustix::fs::MemfdFlags;
 
 use crate::image::ImageAddress;
 
-/// How much of the beginning must be zeros.
+/// Number of bytes at the beginning that must be zeros.
 pub(crate) const BEGINNING: u64 = 1 << 20;
 
-/// What `blkid` is given of each end of an export: no label that it knows lies farther inside.
+/// Number of bytes of each end of an export that `blkid` examines: no label that it knows is farther inside.
 const ENDS: u64 = 4 << 20;
 
-/// Why nothing may be written to it.
+/// Reason why a device must not be written to.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Occupied {
-    /// Bytes of no known form.
+    /// Data of an unknown format.
     #[error("its first MiB is not empty")]
     Data,
-    /// What `blkid` finds.
+    /// A label that `blkid` recognises.
     #[error("{0} is on it")]
     Label(String),
-    /// It may be occupied.
+    /// The check failed, so there may be data.
     #[error("whether something of others is on it cannot be found out: {0}")]
     Unknown(String),
 }
@@ -49,7 +51,7 @@ impl Occupied {
 /// Checks an open device.
 ///
 /// # Errors
-/// It must not be overwritten.
+/// The device must not be overwritten.
 pub(crate) async fn check(on: &Loop, device: &Rc<dyn BlockDevice>, address: &ImageAddress) -> Result<(), Occupied> {
     if !begins_with_zeros(device).await.map_err(Occupied::unknown)? {
         return Err(Occupied::Data);
@@ -65,16 +67,16 @@ pub(crate) async fn check(on: &Loop, device: &Rc<dyn BlockDevice>, address: &Ima
     probed.map_err(Occupied::unknown)?
 }
 
-/// Whether the first MiB is zeros, or all of a smaller device.
+/// Returns whether the first MiB, or all of a smaller device, is zeros.
 ///
 /// # Errors
-/// It cannot be read.
+/// The device cannot be read.
 pub(crate) async fn begins_with_zeros(device: &Rc<dyn BlockDevice>) -> Result<bool, IoError> {
     let len = device.geometry().size.get().min(BEGINNING);
     Ok(is_zero(&read(device, 0, len).await?))
 }
 
-/// What a user does to have it used all the same.
+/// Returns how a user can clear the file or device, so that it can be used.
 pub(crate) fn how_to_clear(is_file: bool) -> &'static str {
     match is_file {
         true => "remove it",
@@ -82,10 +84,10 @@ pub(crate) fn how_to_clear(is_file: bool) -> &'static str {
     }
 }
 
-/// Checks a file or block device that is not opened as a disk.
+/// Checks a file or block device that is not open as a disk.
 ///
 /// # Errors
-/// It must not be overwritten.
+/// The file must not be overwritten.
 pub(crate) fn check_file(file: File) -> Result<(), Occupied> {
     let mut beginning = vec![0; BEGINNING as usize];
     let mut has = 0;
@@ -108,19 +110,19 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 async fn read(device: &Rc<dyn BlockDevice>, at: u64, len: u64) -> Result<AlignedBuf, IoError> {
-    // A MiB or a few.
+    // The length is at most a few MiB, so it fits.
     let mut bytes = AlignedBuf::zeroed(len as usize);
     device.read(ByteOffset::new(at), ReadBuf::new(&mut bytes)).await?;
     Ok(bytes)
 }
 
-/// A sparse file in memory that has the ends of an export, as far as labels reach, at their offsets.
+/// Returns a sparse file in memory with the ends of an export, as far as labels reach, at their offsets.
 async fn ends_of(device: &Rc<dyn BlockDevice>) -> Result<File, Occupied> {
     let size = device.geometry().size.get();
     let file = rustix::fs::memfd_create("larder-ends", MemfdFlags::CLOEXEC);
     let mut file = File::from(file.map_err(Occupied::unknown)?);
     file.set_len(size).map_err(Occupied::unknown)?;
-    // A multiple of every block size.
+    // This offset is a multiple of every block size.
     let end = size.saturating_sub(ENDS) / ENDS * ENDS;
     for (at, len) in [(0, size.min(ENDS)), (end, size - end)] {
         let bytes = read(device, at, len).await.map_err(Occupied::unknown)?;
@@ -130,7 +132,7 @@ async fn ends_of(device: &Rc<dyn BlockDevice>) -> Result<File, Occupied> {
     Ok(file)
 }
 
-/// Asks `blkid` what is on a file.
+/// Runs `blkid` on a file.
 fn probe(file: &File) -> Result<(), Occupied> {
     let answer = opener().blkid(file).map_err(Occupied::unknown)?;
     match answer.status {
@@ -146,7 +148,7 @@ fn probe(file: &File) -> Result<(), Occupied> {
     }
 }
 
-/// The labels in `blkid`'s answer. Of an empty partition it reports only the partition's own entry.
+/// Returns the labels in the output of `blkid`. For an empty partition it reports only the partition's own entry.
 fn labels(said: &str) -> Option<String> {
     let value = |key: &str| {
         let mut lines = said.lines().filter_map(|line| line.split_once('='));

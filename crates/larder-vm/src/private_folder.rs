@@ -1,9 +1,9 @@
-//! The folders that the process of one VM has to itself: no process of another VM may reach them, once it is confined
+//! Private directories of the process of one VM: once confined, no process of another VM can access them
 //! ([`crate::confine`]).
 //!
 //! ```text
-//! RUNTIME/private/NAME-HASH/    journals, what notes of caches said lately, which queues were not taken back
-//! STATE/private/NAME-HASH/      notes of caches
+//! RUNTIME/private/NAME-HASH/    journals, memory copies of caches' state files, queues that were not taken back
+//! STATE/private/NAME-HASH/      state files of caches
 //! ```
 
 use std::ffi::OsStr;
@@ -23,10 +23,10 @@ struct Folders {
 
 static OWN: OnceLock<Folders> = OnceLock::new();
 
-/// Gives this process folders of its own, for good, and makes them.
+/// Gives this process its own directories, permanently, and creates them.
 ///
 /// # Errors
-/// The one in the host's memory cannot be made, or is not this user's alone.
+/// The one in the host's memory cannot be created, or other users can write to it.
 pub(crate) fn have(mark: &OsStr) -> io::Result<()> {
     let runtime = runtime_folder();
     let named = |path: &Path, error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
@@ -37,10 +37,10 @@ pub(crate) fn have(mark: &OsStr) -> io::Result<()> {
     make(&own)?;
     let state = state_folder().map(|folder| folder.join(FOLDER).join(mark));
     if let Some(state) = &state {
-        // Whoever needs it says that it is not there.
+        // If this fails, a later use of the directory reports the error.
         let _ = make_lasting(state);
     }
-    // One process serves one VM.
+    // This cannot be set twice, since one process serves one VM.
     let _ = OWN.set(Folders { runtime: own, state });
     Ok(())
 }
@@ -52,17 +52,18 @@ fn make_lasting(folder: &Path) -> io::Result<()> {
     runtime_folder::is_ours_alone(folder)
 }
 
-/// Returns this process's own folder in the host's memory, if it has one.
+/// Returns this process's own directory in the host's memory, if it has one.
 pub(crate) fn runtime() -> Option<&'static Path> {
     OWN.get().map(|own| own.runtime.as_path())
 }
 
-/// Returns this process's own folder that outlives the host's restarts, if it has one.
+/// Returns this process's own directory that survives a reboot, if it has one.
 pub(crate) fn state() -> Option<&'static Path> {
     OWN.get().and_then(|own| own.state.as_deref())
 }
 
-/// Returns the folders of all VMs below the runtime or state folder of a user, as far as this process may see them.
+/// Returns the directories of all VMs below a user's runtime or state directory, as far as this process may list
+/// them.
 pub(crate) fn all_in(above: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(above.join(FOLDER)).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).collect()

@@ -1,16 +1,16 @@
 //! The group whose members may read the state of all VMs of the host, and change nothing.
 //!
-//! The package creates the group; on a host without it there are no readers. A process that listens on a control socket
-//! grants the group access to the socket's file, and refuses every request of a reader that is not a read
+//! The package creates the group; on a host without it there are no readers. A process that listens on a control
+//! socket grants the group access to the socket's file, and refuses every request of a reader that is not a read
 //! ([`crate::control`]). Commands that members run find the sockets of the host ([`crate::vm::find`]).
 
 use nix::unistd::Group;
 use rustix::process::{getegid, geteuid, getgroups};
 
-/// The name of the group.
+/// Name of the group.
 pub const READ_GROUP: &str = "larder-read";
 
-/// Returns the number of the group, if this host has the group.
+/// Returns the ID of the group, if it exists on this host.
 pub fn read_group() -> Option<u32> {
     let found = Group::from_name(READ_GROUP).inspect_err(|error| {
         tracing::warn!("cannot look up the group {READ_GROUP}, so its members have no access: {error}");
@@ -20,8 +20,8 @@ pub fn read_group() -> Option<u32> {
 
 /// Returns whether the user of this process is a member of the group; false for root, which needs no group.
 ///
-/// In a user namespace the kernel reports only the groups that are mapped there, so a service with `PrivateUsers=yes` needs
-/// the group as its `Group=`.
+/// In a user namespace the kernel reports only the groups that are mapped there, so a service with `PrivateUsers=yes`
+/// needs the group as its `Group=`.
 pub(crate) fn is_reader() -> bool {
     let Some(readers) = (!geteuid().is_root()).then(read_group).flatten() else {
         return false;

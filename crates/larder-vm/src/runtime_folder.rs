@@ -1,6 +1,7 @@
-//! The user's folder for what is of no use once the host has restarted: sockets and journals.
+//! The user's runtime directory, for files that are useless after a reboot: sockets and journals.
 //!
-//! Its name can be guessed, so it must be the user's own, and no other's to write to, before anything in it is trusted.
+//! Its name can be guessed, so it must belong to the user, and be writable by no other, before anything in it is
+//! trusted.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -13,10 +14,11 @@ use rustix::process::geteuid;
 
 use crate::read_group::is_reader;
 
-/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the
-/// services'), `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
+/// Returns the path of the runtime directory: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root
+/// (`/run/larder-root` if the services own that), `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that
+/// is on tmpfs. All processes of a user get the same one. It is not created.
 pub fn runtime_folder() -> PathBuf {
-    // It may be a list, of which the first will do.
+    // The variable may be a list; its first entry is used.
     let of_service = std::env::var("RUNTIME_DIRECTORY").ok();
     let of_service = of_service
         .as_deref()
@@ -39,8 +41,9 @@ pub fn runtime_folder() -> PathBuf {
     }
 }
 
-/// Where sockets are of which nothing is said: the user's own folder; for root that of the services which systemd runs as a
-/// user of their own (`larder@.service`), if it is there: root asks them, and writes their files.
+/// Returns the default directory of sockets: the user's own runtime directory. For root it is that of the services
+/// that systemd runs with a user of their own (`larder@.service`), if it exists, because root sends requests to them
+/// and writes their files.
 pub fn socket_folder() -> PathBuf {
     let is_service = helper().is_some_and(|helper| helper.is_of_service);
     match is_service || geteuid().is_root() && is_of_services() {
@@ -49,7 +52,8 @@ pub fn socket_folder() -> PathBuf {
     }
 }
 
-/// The runtime folders of the host's services that are a user of their own each: the VM's name, the folder, and whose it is.
+/// Returns the runtime directories of the host's services that have a user of their own: VM name, directory and
+/// owner.
 pub(crate) fn of_vms() -> Vec<(String, PathBuf, u32)> {
     let entries = fs::read_dir(OF_VMS).into_iter().flatten().flatten();
     let folder = |entry: fs::DirEntry| {
@@ -60,7 +64,8 @@ pub(crate) fn of_vms() -> Vec<(String, PathBuf, u32)> {
     entries.filter_map(folder).collect()
 }
 
-/// Where the sockets are of the processes that manage the memory of VMs: a folder of its own, `/run/larder-memory` for root.
+/// Returns the directory for sockets of processes that manage the memory of VMs, which is separate:
+/// `/run/larder-memory` for root.
 pub(crate) fn memory_folder() -> PathBuf {
     match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
         true => PathBuf::from(OF_MEMORY),
@@ -68,10 +73,10 @@ pub(crate) fn memory_folder() -> PathBuf {
     }
 }
 
-/// The folder in which pagers claim memory while they detach. It is made if it is not there.
+/// Returns the directory in which pagers reserve memory while they detach, and creates it if necessary.
 ///
 /// # Errors
-/// It cannot be made, or is not this user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub(crate) fn detach_ledger_folder() -> io::Result<PathBuf> {
     let memory = memory_folder();
     if let Some(above) = memory.parent().filter(|above| *above == runtime_folder()) {
@@ -83,7 +88,7 @@ pub(crate) fn detach_ledger_folder() -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Where the sockets are of the processes that move VMs: a folder of its own, `/run/larder-moves` for root.
+/// Returns the directory for sockets of processes that move VMs, which is separate: `/run/larder-moves` for root.
 pub(crate) fn moves_folder() -> PathBuf {
     match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
         true => PathBuf::from(OF_MOVES),
@@ -91,11 +96,11 @@ pub(crate) fn moves_folder() -> PathBuf {
     }
 }
 
-/// Where libvirt's hook notes what it has started: a folder that nobody else can write to, `/run/larder-hook` for root. It is
-/// made if it is not there.
+/// Returns the directory in which libvirt's hook records the processes that it has started, and creates it if
+/// necessary. No other user can write to it; it is `/run/larder-hook` for root.
 ///
 /// # Errors
-/// It cannot be made, or is not this user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub fn hook_folder() -> io::Result<PathBuf> {
     let folder = match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
         true => PathBuf::from(OF_HOOK),
@@ -109,12 +114,13 @@ pub fn hook_folder() -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// The folders of such sockets that concern this user, as of those of memory.
+/// Returns the directories, among those that this user can use, of the sockets of processes that move VMs.
 pub(crate) fn moves_folders() -> Vec<PathBuf> {
     with_the_host_s(moves_folder(), OF_MOVES)
 }
 
-/// Returns the user's own folder, and root's too for the user of the host's services and for members of the read group.
+/// Returns the user's own directory; for the user of the host's services and for members of the read group also
+/// root's.
 fn with_the_host_s(own: PathBuf, of_root: &str) -> Vec<PathBuf> {
     let is_concerned = !geteuid().is_root() && (runtime_folder() == Path::new(OF_SYSTEM) || is_reader());
     let other = is_concerned.then(|| PathBuf::from(of_root));
@@ -122,10 +128,10 @@ fn with_the_host_s(own: PathBuf, of_root: &str) -> Vec<PathBuf> {
     std::iter::once(own).chain(other).collect()
 }
 
-/// Where those that move VMs keep what one that comes after them must know; it is made if it is not there.
+/// Returns the directory in which movers keep state for their successors, and creates it if necessary.
 ///
 /// # Errors
-/// It cannot be made, or is not this user's alone.
+/// The directory cannot be created, or other users can write to it.
 pub fn migration_folder() -> io::Result<PathBuf> {
     let above = runtime_folder();
     let named = |path: &Path, error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
@@ -135,29 +141,29 @@ pub fn migration_folder() -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Those that are the host's and not an ordinary user's, as far as they are there, and whose they are: root's, or that
-/// user's whom root lets run services.
+/// Returns the existing runtime directories of the host, with their owners. The owner is root, or the user as whom
+/// root runs services.
 pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
     let whose = |path: &'static str| Some((PathBuf::from(path), user_of(path)?));
     [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
 }
 
-/// Returns where the services of version 0.1 kept their journals, which were one user, and that user; in a folder that is root's
-/// now nobody else has made it.
+/// Returns the directory in which the services of version 0.1 kept their journals, and their common user. It is in a
+/// directory that now belongs to root, so no other user can have created it.
 pub(crate) fn of_former_services() -> Option<(PathBuf, u32)> {
     let of_journals = format!("{OF_SYSTEM}/journals");
     let user = user_of(&of_journals).filter(|user| *user != 0)?;
     (user_of(OF_SYSTEM) == Some(0)).then(|| (PathBuf::from(OF_SYSTEM), user))
 }
 
-/// The folders of such sockets that concern this user: the user's own, and root's for the user of the host's services and
-/// for members of the read group.
+/// Returns the directories of the sockets of processes that manage memory: the user's own, and root's for the user of
+/// the host's services and for members of the read group.
 pub(crate) fn memory_folders() -> Vec<PathBuf> {
     with_the_host_s(memory_folder(), OF_MEMORY)
 }
 
-/// The folders in which VMs are noted that concern this user: the user's own, and for root and members of the read group
-/// those of the host.
+/// Returns the runtime directories with registered VMs that this user can use: the user's own, and for root and
+/// members of the read group those of the host.
 pub(crate) fn vm_folders() -> Vec<PathBuf> {
     let of_the_host = [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter(|_| is_reader());
     let own = [socket_folder(), runtime_folder()].into_iter();
@@ -166,14 +172,14 @@ pub(crate) fn vm_folders() -> Vec<PathBuf> {
     all
 }
 
-/// In it each service that is a user of its own has its runtime folder.
+/// Directory with the runtime directories of the services that have a user of their own.
 const OF_VMS: &str = "/run/larder-vm";
 
-/// Lets every user list a folder of the host in `/run`, so that members of the read group find the sockets. A service may
-/// have created the folder with a strict umask. The files in the folder keep their modes.
+/// Lets every user list a directory of the host in `/run`, so that members of the read group find the sockets. A
+/// service may have created the directory with a strict umask. The files in the directory keep their modes.
 ///
 /// # Errors
-/// The folder belongs to another user.
+/// The directory belongs to another user.
 pub(crate) fn let_others_list(folder: &Path) -> io::Result<()> {
     let of_the_host = [OF_SYSTEM, OF_ROOT_BESIDE, OF_MEMORY, OF_MOVES];
     match of_the_host.iter().any(|above| folder.starts_with(above)) {
@@ -182,19 +188,19 @@ pub(crate) fn let_others_list(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Root's, or that of the services.
+/// Runtime directory of root, or of the services.
 pub(crate) const OF_SYSTEM: &str = "/run/larder";
 
-/// Of the processes that manage memory, which are root's.
+/// Directory for the sockets of processes that manage memory, which run as root.
 const OF_MEMORY: &str = "/run/larder-memory";
 
-/// Of the processes that move VMs, likewise.
+/// Directory for the sockets of processes that move VMs, which run as root.
 const OF_MOVES: &str = "/run/larder-moves";
 
-/// Of libvirt's hook, which is root's.
+/// Directory of libvirt's hook, which runs as root.
 const OF_HOOK: &str = "/run/larder-hook";
 
-/// Root's where that one is the services'.
+/// Runtime directory of root if the services own the other one.
 const OF_ROOT_BESIDE: &str = "/run/larder-root";
 
 fn is_of_services() -> bool {
@@ -206,10 +212,10 @@ fn user_of(folder: &str) -> Option<u32> {
     found.is_dir().then(|| found.uid())
 }
 
-/// Makes a folder, with `mode` less the umask, unless it is there. The one above it must exist.
+/// Creates a directory, with `mode` less the umask, unless it exists. Its parent must exist.
 ///
 /// # Errors
-/// It cannot be made, or what is there is not this user's alone.
+/// The directory cannot be created, or other users can write to the existing one.
 pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
     match DirBuilder::new().mode(mode).create(folder) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => is_ours_alone(folder),
@@ -217,10 +223,10 @@ pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
     }
 }
 
-/// Whether a folder is this user's, and no other's to write to.
+/// Checks that a directory belongs to this user, and that no other user can write to it.
 ///
 /// # Errors
-/// It is not.
+/// The directory belongs to another user, or others can write to it.
 pub fn is_ours_alone(folder: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(folder)?;
     if !found.is_dir() {
@@ -235,7 +241,7 @@ pub fn is_ours_alone(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a folder is in the host's memory.
+/// Returns whether a directory is in the host's memory.
 pub(crate) fn is_on_tmpfs(folder: &Path) -> bool {
     rustix::fs::statfs(folder).is_ok_and(|found| is_tmpfs(&found))
 }
@@ -247,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_others_can_write_to_is_not_used() {
+    fn directory_writable_by_others_is_refused() {
         let place = tempfile::tempdir().expect("a folder");
         let folder = place.path().join("larder");
         make(&folder, 0o700).expect("makes it");

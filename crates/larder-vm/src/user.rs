@@ -1,13 +1,14 @@
-//! Becoming another user, once all that takes root is open: so that whoever takes this process over by a fault in it has
-//! what that user has, and no more.
+//! Switch to another user, once everything that requires root is open. An attacker who takes over this process by a
+//! fault in it then has the rights of that user only.
 //!
-//! Invariant: when [`become_user`] has returned, every thread is that user's, with his groups and without capabilities, and
-//! neither it nor a program that it starts gets others again (`no_new_privs` of the calling thread and those that it makes).
-//! If a step fails the process may be half of one and half of the other: it must end.
+//! Invariant: when [`become_user`] has returned, every thread has that user's ID, the user's groups and no
+//! capabilities, and neither it nor a program that it starts gains other rights again (`no_new_privs` of the calling
+//! thread and of threads that it creates). If a step fails, the process may have a mixture of both users' rights: it
+//! must end.
 
 use nix::unistd::{Uid, User, initgroups, setresgid, setresuid};
 
-/// Why a process cannot become a user.
+/// Reason why a process cannot switch to a user.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum UserError {
@@ -25,7 +26,7 @@ pub enum UserError {
     },
 }
 
-/// The user with this name or number.
+/// Returns the user with this name or number.
 pub(crate) fn find(name: &str) -> Result<User, UserError> {
     let found = match name.parse() {
         Ok(number) => User::from_uid(Uid::from_raw(number)),
@@ -39,7 +40,7 @@ pub(crate) fn find(name: &str) -> Result<User, UserError> {
         .ok_or_else(|| UserError::Unknown { name: name.to_owned() })
 }
 
-/// Makes this process that of the user with this name or number, for good, and returns his number.
+/// Switches this process permanently to the user with this name or number; returns the user's ID.
 ///
 /// # Errors
 /// See [`UserError`]; after [`UserError::Step`] the process must end.
@@ -57,7 +58,7 @@ pub fn become_user(name: &str) -> Result<u32, UserError> {
             return Err(UserError::NotRoot { name: name.to_owned() });
         }
         let account = std::ffi::CString::new(user.name.as_str()).map_err(|_| UserError::Unknown { name: user.name })?;
-        // The C library has all threads do it, in this order: without root the first two cannot be done.
+        // The C library applies these to all threads. The order matters: the first two require root.
         initgroups(&account, user.gid).map_err(step("his groups cannot be taken on"))?;
         setresgid(user.gid, user.gid, user.gid).map_err(step("his group cannot be taken on"))?;
         setresuid(user.uid, user.uid, user.uid).map_err(step("root cannot be given up"))?;

@@ -1,4 +1,4 @@
-//! `larder libvirt attach` on paper: whatever it writes, `larder vm` reads.
+//! Tests of the plan of `larder libvirt attach`: `larder vm` can read every file that it produces.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use larder_vm::listen::SOCKET_PATH_BYTES_MAX;
 use larder_vm::vm::config::VmConfig;
 use proptest::prelude::*;
 
-/// An attribute or an element of a disk, left out half of the time.
+/// Generates an attribute or an element of a disk, which is absent half of the time.
 fn part(key: &'static str, values: &'static str) -> impl Strategy<Value = String> {
     prop::option::of(values).prop_map(move |value| match (value, key.strip_prefix('<')) {
         (None, _) => String::new(),
@@ -48,12 +48,12 @@ fn disk() -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn attached_disk_is_never_refused_later(
+    fn attached_disk_has_valid_vm_file(
         disks in prop::collection::vec(disk(), 1..4),
         processors in prop::sample::select(vec![1_u16, 64, 65, 400]),
         name in "[a-z]{1,12}|[a-z]{70,110}",
     ) {
-        // libvirt lets no two disks have the same name.
+        // libvirt does not allow two disks with the same name.
         let disks = disks.into_iter().enumerate();
         let disks: Vec<String> = disks.map(|(number, disk)| disk.replace("dev='", &format!("dev='v{number}"))).collect();
         let xml = format!(

@@ -1,4 +1,4 @@
-//! `larder run` on paper: QEMU's command line in, what is started out.
+//! Tests of the plan of `larder run`: from QEMU's command line to the processes that are started.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,share=on,mem-path=/dev/shm/larder-vm-1 \
                    -machine memory-backend=larder-ram";
 
-/// A disk that is served.
+/// A disk that Larder can serve.
 const DRIVE: &str = "-drive file=/a,if=virtio,format=raw,discard=on";
 
 fn setting(version: QemuVersion) -> Setting<'static> {
@@ -48,7 +48,7 @@ fn is_change(plan: &Plan, parts: &[&str]) -> bool {
         .any(|change| parts.iter().all(|part| change.contains(part)))
 }
 
-/// The arguments that stand for the disk of that number.
+/// Returns the arguments that represent the disk with this number.
 fn disk(number: usize, more: &str) -> String {
     format!(
         "-chardev socket,id=larder-chr-{number},path=/run/larder/larder-run-1/disk-{number}.sock,reconnect=1 \
@@ -57,7 +57,7 @@ fn disk(number: usize, more: &str) -> String {
 }
 
 #[test]
-fn a_virtio_drive_becomes_a_vhost_user_disk() {
+fn virtio_drive_becomes_vhost_user_disk() {
     let drive = "file=/srv/vm.raw,if=virtio,format=raw,cache=none,discard=unmap";
     let plan = planned(&format!("qemu-system-x86_64 -drive {drive} -m 128"));
     let expected = format!("qemu-system-x86_64 -m 128 {} {RAM}", disk(0, "queue-size=256"));
@@ -74,7 +74,7 @@ fn a_virtio_drive_becomes_a_vhost_user_disk() {
 }
 
 #[test]
-fn reconnecting_is_asked_for_as_each_qemu_wants_it() {
+fn reconnect_option_fits_qemu_version() {
     let line = words("qemu-system-x86_64 -drive file=/a,if=virtio,format=raw");
     for (version, option) in [
         (QemuVersion(9, 1), ",reconnect=1 "),
@@ -86,7 +86,7 @@ fn reconnecting_is_asked_for_as_each_qemu_wants_it() {
 }
 
 #[test]
-fn a_device_keeps_its_place_and_its_properties() {
+fn device_keeps_position_and_properties() {
     let plan = planned(
         "qemu-system-x86_64 -device virtio-blk-pci,drive=d1,id=root,bootindex=1,serial=S1,addr=07.0 \
          -device virtio-rng-pci -drive if=none,id=d1,file=/srv/a.raw,format=raw,discard=on -s",
@@ -95,15 +95,16 @@ fn a_device_keeps_its_place_and_its_properties() {
     let expected = format!("qemu-system-x86_64 {device} -device virtio-rng-pci -s {RAM}");
     assert_eq!(command_line(&plan.qemu), expected);
     assert_eq!(plan.disks[0].disk.serial.as_deref(), Some("S1"));
-    // It has a place of its own choice, so the guest's name for it is not promised.
+    // The device has an address of the user's choice, so the guest's name for it is not predicted.
     assert!(is_change(
         &plan,
         &["disk /srv/a.raw: served over vhost-user-blk (was -device virtio-blk-pci"]
     ));
 }
 
+/// A qcow2 drive is served, and options that only tune QEMU's cache are reported as not needed.
 #[test]
-fn a_qcow2_drive_is_served_and_what_tunes_qemus_cache_is_said_not_to_be_needed() {
+fn qcow2_tuning_options_are_reported_unneeded() {
     let drive = "file=/srv/vm.qcow2,if=virtio,format=qcow2,l2-cache-size=8M,cache-clean-interval=60";
     let plan = planned(&format!("kvm -drive {drive} -drive file=/b,if=virtio,discard=on"));
     assert_eq!(plan.disks.len(), 2);
@@ -125,7 +126,7 @@ fn a_qcow2_drive_is_served_and_what_tunes_qemus_cache_is_said_not_to_be_needed()
 }
 
 #[test]
-fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
+fn qemus_disks_keep_their_order() {
     let plan = planned(
         "qemu-system-x86_64 -drive file=/a.raw,if=virtio,format=raw \
          -drive file=/b.vmdk,if=virtio,format=vmdk,cache=none -drive file=/c.raw,if=virtio,format=raw",
@@ -148,8 +149,8 @@ fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
     assert!(is_change(&plan, &["/c.raw", " as vdc"]));
 }
 
-/// Command lines with one disk that stays with QEMU, and what the line on it says: the image, the reason, and what would
-/// have it served.
+/// Command lines with one disk that stays with QEMU, and parts of the message about it: the image, the reason, and
+/// advice.
 const STAYING: [(&str, &[&str]); 39] = [
     (
         "-drive file=nbd://b/c,if=virtio",
@@ -284,8 +285,9 @@ const STAYING: [(&str, &[&str]); 39] = [
     ),
 ];
 
+/// Each disk that stays with QEMU causes one message with the reason, and the command line does not change.
 #[test]
-fn every_disk_that_stays_has_one_line_with_the_reason_and_the_command_line_stays_as_it_is() {
+fn disk_left_with_qemu_is_explained() {
     for (line, parts) in STAYING {
         let line = format!("qemu-system-x86_64 {line} -m lots");
         let plan = planned(&line);
@@ -301,7 +303,7 @@ fn every_disk_that_stays_has_one_line_with_the_reason_and_the_command_line_stays
 }
 
 #[test]
-fn a_disk_whose_name_is_no_text_stays_with_qemu_at_its_place_and_is_told() {
+fn non_utf8_drive_stays_with_qemu() {
     let bytes = |more: &str| [b"file=/b\xff", more.as_bytes()].concat();
     let odd = |more: &str| -> OsString { std::os::unix::ffi::OsStringExt::from_vec(bytes(more)) };
     let mut line = words("kvm -drive file=/a,if=virtio,format=raw,discard=on -drive");
@@ -326,7 +328,7 @@ fn a_disk_whose_name_is_no_text_stays_with_qemu_at_its_place_and_is_told() {
 }
 
 #[test]
-fn firmware_and_empty_drives_are_no_disks() {
+fn firmware_and_empty_drives_are_ignored() {
     let line = "-drive if=pflash,format=raw,readonly=on,file=/ovmf -drive media=cdrom,if=ide -pflash /ovmf \
                 -blockdev driver=file,node-name=fw,filename=/ovmf -machine q35,pflash0=fw";
     let plan = planned(&format!("kvm {line}"));
@@ -334,7 +336,7 @@ fn firmware_and_empty_drives_are_no_disks() {
 }
 
 #[test]
-fn a_short_option_for_a_virtio_disk_keeps_its_place_among_the_others() {
+fn short_option_keeps_disk_order() {
     let line = words("qemu-system-aarch64 -M virt -hda /a -drive file=/b,if=virtio,format=raw,discard=on,index=1");
     let served = plan(&line, &[], &setting(QemuVersion(7, 2))).expect("can be planned");
     assert!(is_change(&served, &["disk /a: served", "as vda (was -hda)"]));
@@ -357,7 +359,7 @@ fn a_short_option_for_a_virtio_disk_keeps_its_place_among_the_others() {
 }
 
 #[test]
-fn a_disk_with_a_server_of_its_own_counts_among_the_guests_disks() {
+fn external_server_disk_takes_guest_name() {
     let plan = planned(&format!(
         "kvm -chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c {DRIVE}"
     ));
@@ -365,13 +367,13 @@ fn a_disk_with_a_server_of_its_own_counts_among_the_guests_disks() {
 }
 
 #[test]
-fn what_larder_does_not_read_is_told() {
+fn readconfig_causes_warning() {
     let plan = planned("kvm -readconfig vm.cfg");
     assert!(is_change(&plan, &["-readconfig vm.cfg", "not read"]));
 }
 
 #[test]
-fn more_disks_come_last() {
+fn additional_disks_come_last() {
     let extra = [parse_disk("/x.raw,serial=X,queues=2").expect("is right")];
     let plan = try_plan("kvm -drive file=/a,if=virtio,format=raw,discard=on", &extra).expect("can be planned");
     let first = disk(0, "queue-size=256");
@@ -384,7 +386,7 @@ fn more_disks_come_last() {
 }
 
 #[test]
-fn the_device_is_one_that_the_machine_has() {
+fn vhost_user_device_fits_machine() {
     let extra = [DiskWish::new(ImageAddress::Path("/x".into()))];
     let plan = try_plan("qemu-system-x86_64 -M microvm", &extra).expect("can be planned");
     assert!(command_line(&plan.qemu).contains("-device vhost-user-blk,chardev=larder-chr-0,"));
@@ -400,13 +402,13 @@ fn the_device_is_one_that_the_machine_has() {
 }
 
 #[test]
-fn no_more_queues_are_asked_for_than_are_offered() {
+fn queue_count_is_bounded_by_server() {
     let plan = planned("kvm -smp 128 -drive file=/a,if=virtio,format=raw,discard=on");
     assert!(command_line(&plan.qemu).contains(",queue-size=256,num-queues=64 "));
 }
 
 #[test]
-fn ram_becomes_a_shared_named_file_of_the_size_that_was_asked_for() {
+fn ram_file_has_requested_size() {
     for (option, bytes) in [
         ("", 128_u64 << 20),
         ("-m 512", 512 << 20),
@@ -435,7 +437,7 @@ fn ram_of_unknown_size_is_refused() {
         let result = try_plan(&format!("{line} {DRIVE}"), &[]);
         assert!(matches!(result, Err(PlanError::RamSize { .. })), "{result:?}");
     }
-    // QEMU knows the size; a disk of `--disk` is more than QEMU alone would do.
+    // QEMU knows the size; but a disk of `--disk` requires Larder to know it as well.
     let line = format!("qemu-system-ppc64 {DRIVE}");
     let plan = planned(&line);
     assert_eq!(command_line(&plan.qemu), command_line(&words(&line)));
@@ -445,7 +447,7 @@ fn ram_of_unknown_size_is_refused() {
     assert_eq!(result, Err(PlanError::NoRamSize));
 }
 
-/// The device and the server of a disk agree on its queues, in whichever way QEMU lets their numbers be written.
+/// The device and the server of a disk agree on its queues, in every notation of numbers that QEMU accepts.
 #[test]
 fn server_has_queues_of_its_device() {
     for (given, queues, queue_size) in [
@@ -464,7 +466,7 @@ fn server_has_queues_of_its_device() {
 }
 
 #[test]
-fn ram_that_is_shared_already_stays_as_it_is() {
+fn shared_ram_is_left_unchanged() {
     for line in [
         "kvm -m 1G -object memory-backend-memfd,id=r,size=1G,share=on -machine q35,memory-backend=r",
         "kvm -m 1G -object memory-backend-memfd,id=r,size=1G -M memory-backend=r",
@@ -478,7 +480,7 @@ fn ram_that_is_shared_already_stays_as_it_is() {
 }
 
 #[test]
-fn every_private_part_of_the_ram_is_shared() {
+fn all_private_ram_becomes_shared() {
     let plan = planned(&format!(
         "kvm -m 2G,slots=2,maxmem=4G -object memory-backend-ram,id=a,size=1G,host-nodes=0,policy=bind \
          -object memory-backend-ram,id=b,size=1G,share=on -numa node,memdev=a -numa node,memdev=b {DRIVE}"
@@ -494,7 +496,7 @@ fn every_private_part_of_the_ram_is_shared() {
 }
 
 #[test]
-fn huge_pages_stay_where_they_are() {
+fn huge_pages_stay_in_their_directory() {
     let plan = planned(&format!("kvm -m 128 -mem-path /dev/hugepages -mem-prealloc {DRIVE}"));
     let ram = RAM.replace("/dev/shm/larder-vm-1", "/dev/hugepages");
     let disk = disk(0, "queue-size=256");
@@ -512,7 +514,7 @@ fn huge_pages_stay_where_they_are() {
 }
 
 #[test]
-fn what_cannot_work_is_refused() {
+fn impossible_command_lines_are_refused() {
     assert_eq!(try_plan("", &[]), Err(PlanError::NoCommand));
     assert_eq!(try_plan("kvm -daemonize", &[]), Err(PlanError::Daemonize));
     let extra = [parse_disk("/x.raw").expect("is right")];
@@ -521,20 +523,20 @@ fn what_cannot_work_is_refused() {
 }
 
 #[test]
-fn questions_to_qemu_are_passed_on() {
+fn help_options_are_passed_on() {
     for question in ["kvm -help", "kvm --version", "kvm -h"] {
         assert_eq!(command_line(&planned(question).qemu), question);
     }
 }
 
 #[test]
-fn the_guests_name_can_be_part_of_a_files_name() {
+fn guest_name_becomes_valid_file_name() {
     assert_eq!(guest_name(&words("kvm -name guest=web/1,process=x")), "web_1");
     assert_eq!(guest_name(&words("kvm -name db")), "db");
     assert_eq!(guest_name(&words("kvm -m 1")), "vm");
 }
 
-/// Options that are none of Larder's business, with values that look as if they were.
+/// Generates options that do not concern Larder, with values that look as if they did.
 fn unrelated() -> impl Strategy<Value = Vec<String>> {
     let fixed = |words: &[&str]| Just(words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
     let with = |name: &'static str| move |value: String| vec![name.to_owned(), value];
@@ -556,7 +558,7 @@ fn unrelated() -> impl Strategy<Value = Vec<String>> {
 
 proptest! {
     #[test]
-    fn unrelated_arguments_come_out_untouched_and_in_order(
+    fn unrelated_arguments_keep_order_and_text(
         before in prop::collection::vec(unrelated(), 0..6),
         after in prop::collection::vec(unrelated(), 0..6),
     ) {
@@ -596,7 +598,7 @@ proptest! {
     }
 
     #[test]
-    fn no_command_line_makes_it_panic(line in prop::collection::vec(
+    fn arbitrary_command_lines_never_panic(line in prop::collection::vec(
         "-drive|-device|-m|-object|-machine|-numa|-smp|-name|[a-z=,.:{}0-9-]{0,16}|memory-backend-[a-z]{3}\
          |virtio-blk-pci,drive=a|if=none,id=a,file=b",
         1..10,
@@ -607,7 +609,7 @@ proptest! {
 }
 
 #[test]
-fn memory_within_a_budget_is_shared_without_any_disk_and_has_a_pager() {
+fn budget_shares_ram_and_adds_pager() {
     let budget = |size: &str| MemoryWish {
         swap: Some(SwapConfig {
             address: "/ssd/swap".parse().expect("a path"),
@@ -637,7 +639,7 @@ fn memory_within_a_budget_is_shared_without_any_disk_and_has_a_pager() {
         "memory attach --pid 4711 --wait --budget=67108864 --swap-cache=/ssd/swap --swap-size=4294967296 \
          --prefetch=off --control /run/larder/larder-run-1/memory.sock"
     );
-    // Of memory of which nothing is known only the least can be said.
+    // Without knowing anything about the memory, only the minimum can be checked.
     let error = with("qemu-system-x86_64 -m 8G", &budget("64MiB")).expect_err("is too small");
     assert!(
         error.to_string().contains("68 MiB is the least for memory of 8 GiB"),

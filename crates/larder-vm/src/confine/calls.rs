@@ -27,7 +27,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_readlinkat,
     libc::SYS_name_to_handle_at, libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
     libc::SYS_unlinkat, libc::SYS_renameat, libc::SYS_renameat2,
-    // Timestamps of guest memory files are set to signal the pager.
+    // The timestamp of a guest memory file is set to notify the pager.
     libc::SYS_utimensat,
     // Existing sockets; bind is not allowed any more.
     libc::SYS_connect, libc::SYS_accept4, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_sendmmsg, libc::SYS_recvfrom,
@@ -61,7 +61,7 @@ const ALLOWED_BESIDES: &[libc::c_long] = &[
 const ALLOWED_BESIDES: &[libc::c_long] = &[];
 
 /// Permitted ioctls: non-blocking mode, bytes available, terminal check, and properties of a block device; also
-/// creating a userfaultfd on the device that the pager passes to the server.
+/// creating a userfaultfd, which the pager does in this process, on a device that it passes for that.
 #[rustfmt::skip]
 const IOCTLS: [u64; 9] = [
     libc::FIONBIO, libc::FIONREAD, libc::TCGETS,

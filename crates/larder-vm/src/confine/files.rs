@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_never_allow_execution_or_device_nodes() {
+    fn rules_allow_no_execution_or_devices() {
         let mut needs = Needs::default();
         needs.have("/run/larder/private/web");
         let rules = rules(&needs);

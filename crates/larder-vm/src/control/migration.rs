@@ -29,12 +29,12 @@ pub type MigrationInquiry = Arc<dyn Migration>;
 pub struct MigrationState {
     /// The VM's name; if it is unknown, the name of its QEMU's socket.
     pub vm: String,
-    /// Whether the VM moves away from this host or to it.
+    /// Direction of the move, as seen from this host.
     pub direction: Direction,
     /// Socket of the local QEMU: its monitor, or the socket of its migration stream.
     pub qemu: String,
-    /// Whether Larder controls both QEMUs (`larder migrate`), or only carries the stream between them (`larder
-    /// migrate send`).
+    /// `true` if Larder controls both QEMUs (`larder migrate`), `false` if it only carries the stream between them
+    /// (`larder migrate send`).
     pub whole: bool,
     /// The other host, if it is known.
     pub peer: Option<String>,

@@ -29,8 +29,7 @@ pub struct ServerState {
     pub version: String,
     /// Process ID.
     pub pid: u32,
-    /// Whether the process has given up all rights that it does not need any more (`--confine`), and can open no
-    /// file.
+    /// The process has given up all rights that it does not need any more (`--confine`), and can open no file.
     #[serde(default)]
     pub confined: bool,
     /// Start of the process, in milliseconds since 1970 (UTC).
@@ -68,12 +67,12 @@ pub struct DiskState {
     /// Serial number in the guest.
     #[serde(default)]
     pub serial: String,
-    /// Whether writes are refused.
+    /// Writes are refused.
     pub read_only: bool,
-    /// Whether other processes may use the image at the same time.
+    /// Other processes may use the image at the same time.
     #[serde(default)]
     pub shared: bool,
-    /// Whether the image is closed because the VM is on another host, or was there last.
+    /// The image is closed because the VM is on another host, or was there last.
     #[serde(default)]
     pub away: bool,
     /// Time of this report: nanoseconds since the disk was opened.
@@ -105,7 +104,7 @@ pub struct ExportsState {
 pub struct VhostUserState {
     /// Path of the socket; for an inherited socket `fd` and its number.
     pub socket: String,
-    /// Whether a front-end, such as QEMU, is connected.
+    /// A front-end, such as QEMU, is connected.
     pub connected: bool,
 }
 
@@ -214,7 +213,7 @@ pub struct CacheState {
     pub file: String,
     /// Write policy, as in `--cache-mode`.
     pub mode: String,
-    /// Whether the cache works.
+    /// State of the cache.
     pub state: CacheHealth,
     /// Size of the cache's device in bytes.
     pub size: u64,
@@ -368,7 +367,7 @@ impl Latency {
     }
 }
 
-/// Whether a cache works.
+/// State of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheHealth {

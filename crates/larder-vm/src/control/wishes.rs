@@ -163,7 +163,7 @@ pub struct CacheReplacement {
     /// Size in bytes of a new file; `null`: that of the old cache.
     #[serde(default)]
     pub size: Option<u64>,
-    /// Whether dirty data in the old cache may be lost.
+    /// Dirty data in the old cache may be lost.
     #[serde(default)]
     pub lose_dirty: bool,
 }

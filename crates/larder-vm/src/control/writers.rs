@@ -186,7 +186,7 @@ mod tests {
 
     /// A group may write only if the mode permits it, and readers never by their group.
     #[test]
-    fn writers_follow_from_mode_owner_and_group() {
+    fn writers_follow_mode_owner_and_group() {
         for (access, groups, everyone) in [
             (access(0o600, None, None), &[][..], false),
             (access(0o660, None, Some(7)), &[7], false),

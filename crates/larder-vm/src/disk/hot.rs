@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_round_trip_and_bad_text_is_rejected() {
+    fn range_text_round_trips_or_fails() {
         let ranges = [ByteRange::new(17 * UNIT, 3 * UNIT), ByteRange::new(0, UNIT)];
         let text = text_of(&ranges);
         assert_eq!(text, "17+3,0+1");

@@ -196,7 +196,8 @@ pub(super) struct Cached {
     pub(super) used: Used,
 }
 
-/// Where a disk may have been used since a cache of it was closed here, or since its server was killed.
+/// Place and time of the last use of a disk, relative to a cache of it that was closed here or whose server was
+/// killed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Used {
     /// The disk is being opened, and its files show whether it was used.

@@ -763,7 +763,7 @@ mod tests {
 
     /// A state file parses back as written; cut off anywhere, or with a wrong field, it is rejected.
     #[test]
-    fn state_file_parses_back_and_rejects_torn_text() {
+    fn torn_cache_state_file_is_rejected() {
         for noted in [noted(None), noted(Some(&[])), noted(Some(&[(0, 512), (4096, 8192)]))] {
             let text = noted.text();
             assert_eq!(Noted::parse(&text), Some(noted), "{text}");

@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn renamed_file_keeps_identity_copy_does_not() {
+    fn only_renamed_file_keeps_identity() {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let at = |name: &str| folder.path().join(name);
         std::fs::write(at("a"), [1]).expect("a file");
@@ -361,7 +361,7 @@ mod tests {
 
     /// A change soon after the last recorded fingerprint is attributed to the disk's own server.
     #[test]
-    fn changes_soon_after_fingerprint_count_as_own() {
+    fn change_soon_after_fingerprint_is_own() {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let path = folder.path().join("a");
         let file = std::fs::File::create(&path).expect("a file");

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stepped_clock_never_makes_late_change_early() {
+    fn clock_step_never_hides_late_change() {
         let window = 970..=1030;
         // Timestamp of the file, step, the clock now, and whether the change was within the window.
         for (time, step, now, wanted) in [

@@ -92,8 +92,7 @@ pub(super) struct Journals {
     pub(super) left: Option<(PathBuf, Left)>,
 }
 
-/// Finds out what a killed server has left of an image, without changing anything. No process should have the image
-/// open.
+/// Finds the journal that a killed server has left, without changing anything. No process should have the image open.
 ///
 /// # Errors
 /// The image cannot be accessed.

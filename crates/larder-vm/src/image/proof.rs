@@ -34,8 +34,9 @@ impl Proof {
         self.has_export = true;
     }
 
-    /// Returns what is proven about the disk since its `files` had the fingerprints `then`, during the host boot with
-    /// the ID `boot`, in one of these `uses` of the disk. After a reboot of the host the fingerprints alone count.
+    /// Checks for foreign writes since the disk's `files` had the fingerprints `then`, during the host boot with the
+    /// ID `boot`, in one of these `uses` of the disk; returns the verdict. After a reboot of the host the
+    /// fingerprints alone count.
     pub(super) fn verdict(&self, files: &[DiskFile], then: &[FileStamp], boot: Option<u128>, uses: &[u64]) -> Verdict {
         if files.len() != then.len() || files.len() != self.files.len() {
             return Verdict::Changed;

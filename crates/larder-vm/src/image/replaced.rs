@@ -172,7 +172,7 @@ mod tests {
 
     /// A record parses back as written; cut off anywhere, or with an unknown word, it is rejected.
     #[test]
-    fn record_parses_back_and_rejects_torn_text() {
+    fn torn_replacement_record_is_rejected() {
         let replaced = Replaced {
             disk: b"raw file x".to_vec(),
             new: b"/ssd/new".to_vec(),

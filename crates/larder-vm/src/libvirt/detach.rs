@@ -80,7 +80,7 @@ mod tests {
     const NOW: &str = "<domain type='kvm'>\n  <name>web</name>\n  <memory>2</memory>\n  <memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>\n  <devices>\n    <disk type='vhostuser' device='disk'>\n      <source type='unix' path='/run/larder/web-vda.sock'/>\n      <target dev='vda' bus='virtio'/>\n      <boot order='1'/>\n    </disk>\n  </devices>\n</domain>\n";
 
     #[test]
-    fn only_disks_and_memory_are_put_back() {
+    fn detach_restores_disks_and_memory_only() {
         let restored = restore(NOW, BEFORE).expect("is XML");
         assert_eq!(restored.xml, BEFORE.replace("<memory>1", "<memory>2"));
         assert_eq!(restored.disks, ["vda"]);
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_or_edited_disk_is_not_restored() {
+    fn edited_disk_is_not_restored() {
         let gone = NOW.replace("dev='vda'", "dev='vdb'");
         let restored = restore(&gone, BEFORE).expect("is XML");
         assert_eq!((restored.xml.as_str(), restored.disks.len()), (gone.as_str(), 0));

@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn backing_files_are_listed_in_chain_order() {
+    fn backing_files_keep_chain_order() {
         let inner = "<source file='/c'/><backingStore type='file'><format type='qcow2'/><source file='/b'/><backingStore type='block'><format type='raw'/><source dev='/dev/a'/><backingStore/></backingStore></backingStore>";
         let found = disk("type='file'", inner).expect("can be served").backing;
         let named = |path: &str, format| NamedImage {

@@ -1,4 +1,5 @@
-//! Access control lists of files (`acl(5)`): how a file is given to another user by who may not give it away.
+//! Access control lists of files (`acl(5)`), with which a process that may not change a file's owner gives other
+//! users access.
 //!
 //! The layout is the kernel's (`linux/posix_acl_xattr.h`): a version, then entries in the order of their tags.
 
@@ -24,10 +25,11 @@ const OTHER: u16 = 0x20;
 /// The permissions that `connect` needs, and those that go with it.
 const READ_WRITE: u16 = 6;
 
-/// Of an entry that names nobody.
+/// ID in an entry that names no user or group.
 const NOBODY: u32 = u32::MAX;
 
-/// Gives the owner and the group what the file's mode would give them if it were theirs, and the readers what `connect` needs.
+/// Gives owner and group the access that the file's mode would give them if the file were theirs, and readers the
+/// access that `connect` needs.
 pub(super) fn give(path: &Path, access: Access) -> io::Result<()> {
     let mode = match access.mode {
         Some(mode) => mode,
@@ -40,7 +42,7 @@ pub(super) fn give(path: &Path, access: Access) -> io::Result<()> {
 fn list(mode: u32, access: Access) -> Vec<u8> {
     let bits = |shift: u32| (mode >> shift & 7) as u16;
     let (user, group, other) = (bits(6), bits(3), bits(0));
-    // The maker's own group has nothing of what is another one's.
+    // The creator's own group has no access to a file that is meant for another group.
     let own_group = if access.group.is_some() { 0 } else { group };
     let readers = access.readers.filter(|readers| access.group != Some(*readers));
     let entries = [

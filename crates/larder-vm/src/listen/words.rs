@@ -1,4 +1,4 @@
-//! Parses the mode, owner and group of a socket.
+//! Parsers for the mode, owner and group of a socket.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ pub fn mode_of(text: &str) -> Result<u32, String> {
         .ok_or_else(|| "give an octal mode in quotes that has at least 0600, as in \"0660\"".to_owned())
 }
 
-/// Parses the name or the number of a user.
+/// Parses the name or the ID of a user.
 ///
 /// # Errors
 /// There is no such user.
@@ -25,7 +25,7 @@ pub fn user_of(text: &str) -> Result<u32, String> {
     })
 }
 
-/// Parses the name or the number of a group.
+/// Parses the name or the ID of a group.
 ///
 /// # Errors
 /// There is no such group.
@@ -35,7 +35,7 @@ pub fn group_of(text: &str) -> Result<u32, String> {
     })
 }
 
-/// Names that were looked up: a confined process, which is sent its file again, cannot look them up again.
+/// Results of name lookups: a confined process that reloads its file cannot look them up again.
 static KNOWN: Mutex<BTreeMap<(&str, String), u32>> = Mutex::new(BTreeMap::new());
 
 fn id_of(

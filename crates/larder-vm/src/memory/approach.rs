@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn pid_file_names_live_process_or_none() {
+    fn pid_file_names_only_live_process() {
         let us = this_process();
         assert_eq!(found(&format!("{}\n", us.pid.as_raw_pid())), Ok(Some(us)));
         assert_eq!(found(""), Ok(None));
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn pid_file_on_disk_must_be_open() {
+    fn disk_pid_file_must_be_open() {
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder on a disk");
         let path = folder.path().join("pid");
         let us = this_process();

@@ -215,7 +215,7 @@ cache-size = "1G"
 "#;
 
     #[test]
-    fn files_are_opened_for_their_purpose_only() {
+    fn files_open_only_for_their_purpose() {
         let config = VmConfig::parse(Path::new("/etc/larder/vms/web.toml"), TEXT).expect("is right");
         let allowed = Allowed::of(&config);
         let opens = |path: &str, access| allowed.open(Path::new(path), access).is_ok();

@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn first_restart_is_immediate_then_backs_off() {
+    fn first_restart_is_immediate_then_delayed() {
         let mut backoff = Backoff::default();
         let mut next = |lived| backoff.died(Duration::from_millis(lived)).as_millis();
         assert_eq!([next(3), next(3), next(3), next(3)], [0, 100, 200, 400]);

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn device_keeps_properties_except_those_of_disk() {
+    fn only_disk_properties_leave_device() {
         let device = "virtio-blk-pci,drive=d0,id=disk0,addr=05.0,bootindex=1,serial=S1,num-queues=4,iothread=io0,\
                       share-rw=on,packed=on,logical_block_size=4096";
         let (new, disk) = replaced(device, VirtioBus::Pci).expect("is replaced");

@@ -155,8 +155,8 @@ fn is_qcow2_option(key: &str) -> bool {
 fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
     match (key, parse_bool(value)) {
         _ if is_tuning(key) => Ok(()),
-        // These values match Larder's behaviour; Larder deletes no snapshots, and the guest cannot notice what else
-        // is freed.
+        // These values match Larder's behaviour; Larder deletes no snapshots, and the guest cannot notice other
+        // discards.
         ("pass-discard-request", Some(true)) | ("discard-no-unref", Some(false)) => Ok(()),
         ("pass-discard-snapshot" | "pass-discard-other", Some(_)) => Ok(()),
         ("pass-discard-request" | "discard-no-unref", _) => reason(format!(
@@ -208,7 +208,7 @@ mod tests {
 
     /// qcow2 images and images without a format are served; options that only tune QEMU's driver have no effect.
     #[test]
-    fn qcow2_is_served_and_tuning_options_ignored() {
+    fn qcow2_tuning_options_have_no_effect() {
         let disk = read("file=/a,format=qcow2,discard=unmap,pass-discard-request=on").expect("can be served");
         assert_eq!((disk.format, disk.discard), (Some(Format::Qcow2), true));
         assert_eq!(read("file=/a").expect("can be served").format, None);

@@ -152,7 +152,7 @@ fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
     if needed > free {
         return Err(LeaseError::NoRoom {
             needed: ByteLen::new(needed),
-            // Rounded down for the message; what is needed exceeds the rounded value as well.
+            // Rounded down for the message; the needed size exceeds the rounded value as well.
             free: ByteLen::new(free & !((1 << 20) - 1)),
             folder: folder.to_owned(),
         });
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn only_remains_of_dead_runs_are_removed() {
+    fn only_dead_runs_are_cleaned_up() {
         let folder = tempfile::tempdir().expect("a folder");
         // Larger than every process ID.
         let dead = 1_u32 << 30;

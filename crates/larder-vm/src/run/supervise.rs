@@ -36,7 +36,7 @@ const STOP_MAX: Duration = Duration::from_secs(60);
 /// and a terminal all of its foreground processes.
 const SAME_STOP: Duration = Duration::from_secs(1);
 
-/// Time after which the user is informed what the stop waits for.
+/// Time after which the user is informed about a slow stop.
 const STOP_QUIET: Duration = Duration::from_secs(3);
 
 /// The program that serves disks: this one.

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn other_program_is_not_accepted_as_qemu() {
+    fn other_program_is_not_qemu() {
         assert!(matches!(
             QemuVersion::probe(OsStr::new("true")),
             Err(VersionError::NotQemu { .. })

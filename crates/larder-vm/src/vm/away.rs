@@ -102,7 +102,7 @@ impl AwayNote {
     }
 }
 
-/// Creates a directory, unless it exists. Root's commands prepare what a service of another user reads, so root
+/// Creates a directory, unless it exists. Root's commands prepare files that a service of another user reads, so root
 /// changes the owner of a directory that it has created to that of the parent. The change applies to that directory,
 /// never to one that the user may have put in its place.
 fn make_for_owner_of_parent(folder: &Path) -> io::Result<()> {

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_other_processes_have_no_uuid() {
+    fn labels_without_domain_have_no_uuid() {
         let uuid = "11111111-2222-3333-4444-555555555555";
         assert_eq!(uuid_in_label(&format!("libvirt-{uuid} (enforce)")), Some(uuid));
         for label in [

@@ -1,6 +1,6 @@
 //! Reload of the VM's file while the VM is served.
 //!
-//! The file is authoritative: all settings become what the file says, even if a client has changed them meanwhile.
+//! The file is authoritative: all settings get the values in the file, even if a client has changed them meanwhile.
 //! Changes that are not possible while the disk is in use are reported, and not applied.
 
 use std::collections::VecDeque;

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn cache_key_sets_page_cache_or_disk_cache() {
+    fn cache_key_has_two_meanings() {
         let disk = parse_disk("/a,cache=buffered,cache=nbd://host/x").expect("is right");
         assert_eq!(disk.cache, Cache::Buffered);
         let line = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_values_are_refused_with_a_hint() {
+    fn invalid_values_are_refused_with_hint() {
         for text in [
             "/a,queues=0",
             "/a,queues=65",

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn old_and_new_names_set_same_limit() {
+    fn old_names_set_same_limits() {
         let mut limits = Limits::default();
         assert!(limits.is_empty());
         assert_eq!(limits.take("throttling.iops-total", "100"), Taken::Yes);

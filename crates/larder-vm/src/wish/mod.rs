@@ -19,7 +19,7 @@ use crate::image::{
 use crate::limits::{LimitsTextError, parse_limits};
 use limits::Limits;
 
-/// Whether the host's page cache is used.
+/// Use of the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
     /// The default of `larder disk serve`.
@@ -52,7 +52,7 @@ pub struct DiskWish {
     pub read_only: bool,
     /// Allow other processes to use the image at the same time.
     pub share: bool,
-    /// Whether the page cache is used.
+    /// Use of the page cache.
     pub cache: Cache,
     /// Number of virtqueues; if unset, QEMU chooses.
     pub queues: Option<u16>,

@@ -295,7 +295,7 @@ impl ChainPolicy {
     /// Returns the external data file to open for the image that is `depth` images below the first one.
     ///
     /// # Errors
-    /// Those of [`ChainPolicy::backing`].
+    /// See [`ChainPolicy::backing`].
     pub(super) fn data_file(
         &self,
         (image, author): (&ImageAddress, Author),

@@ -72,7 +72,7 @@ pub(super) struct Keeper {
 
 /// State shared with the thread.
 struct Shared {
-    /// Eventfd that tells the thread to end.
+    /// Eventfd that makes the thread end.
     bell: OwnedFd,
     qemu_ends: AtomicBool,
 }

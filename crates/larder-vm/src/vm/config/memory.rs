@@ -22,7 +22,7 @@ pub struct VmMemory {
     pub qemu: QemuAt,
 }
 
-/// How to find a VM's QEMU while it runs.
+/// Location of a VM's QEMU while it runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QemuAt {
     /// QEMU listens on this QMP socket.
