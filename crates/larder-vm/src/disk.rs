@@ -275,7 +275,7 @@ impl Disk {
         &self.opened.places
     }
 
-    /// Returns the latch that stops the disk. It is set to what happens to a front-end's connection.
+    /// Returns the latch that stops the disk. Its value decides what happens to a front-end's connection.
     pub fn stop_signal(&self) -> Latch<Stop> {
         self.stop.clone()
     }

@@ -55,11 +55,11 @@ pub struct NbdAt {
 /// Exports of a disk.
 #[derive(Clone, Debug, Default)]
 pub struct ExportsConfig {
-    /// vhost-user-blk.
+    /// vhost-user-blk export.
     pub vhost_user_at: Option<VhostUserAt>,
-    /// Options of vhost-user-blk.
+    /// Options of the vhost-user-blk export.
     pub vhost_user: VhostUserOptions,
-    /// NBD.
+    /// NBD export.
     pub nbd: Option<NbdAt>,
     /// Permissions of the exports' unix sockets.
     pub access: Access,

@@ -438,8 +438,8 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
     Ok(())
 }
 
-/// Records that an image is about to be changed which no server can open before, because its journal is lost or no
-/// longer fits the image. Clean caches become stale; dirty caches keep their data, for the user to decide about.
+/// Records that an image is about to be changed whose journal is lost or no longer fits it, so that no server can
+/// open it first. Clean caches become stale; dirty caches keep their data, for the user to decide about.
 pub fn use_without_dirty_cache(image: &ImageAddress, format: Format) {
     let others = Note::others(&disk_id::identity(image, format), &[]);
     // Dirty caches detect the change by the image's timestamps.

@@ -434,8 +434,7 @@ fn serve(
                 return Err(error);
             }
         };
-        // This precedes a possible change of the process to non-dumpable, which makes its files in /proc belong to
-        // root.
+        // This must come before the process may become non-dumpable, because its files in /proc belong to root then.
         raise_oom_score(config.pid, bytes);
         is_encrypted(&attached, config);
         let began = Began {

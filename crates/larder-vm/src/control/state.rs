@@ -307,7 +307,7 @@ pub struct FlushState {
 /// Estimated miss ratio of a cache of another size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MissRatio {
-    /// Capacity: the number of bytes of the disk that it could hold.
+    /// Capacity: the number of bytes of the disk that such a cache could hold.
     pub capacity: u64,
     /// Fraction of line accesses that would have missed, from 0 to 1.
     pub miss_ratio: f64,

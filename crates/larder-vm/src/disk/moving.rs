@@ -165,7 +165,8 @@ impl Moving {
         self.options.replace(Some(options));
         self.berth.clear();
         served.image.replace(None);
-        // The image's last data matters only if it was opened in vain, or not detached before.
+        // This also closes the cache, which is still attached if the image was opened in vain, without a
+        // [`DiskMove::Part`].
         let closed = image.device.close().await;
         closed.map_err(|error| error.to_string())?;
         if let Some(cache) = &image.cache {

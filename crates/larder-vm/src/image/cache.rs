@@ -642,7 +642,7 @@ async fn open_on(
     let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
     let of_use =
         u128::from_le_bytes(random().map_err(|error| CacheError::Cache(format!("getrandom(2): {error}")))?) as u64;
-    // Until every mark belongs to this use, marks of the previous use count for the cache as well.
+    // Until all marks are renewed for this use, marks of the previous use count for the cache as well.
     let mut uses = disk.proof.uses_of_marks(&note.uses(superblock));
     uses.push(of_use);
     let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files, uses);

@@ -22,7 +22,7 @@ const GROUP: u16 = 0x08;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
 
-/// The permissions that `connect` needs, and those that go with it.
+/// Read and write permission: `connect` needs write permission, and read permission goes with it.
 const READ_WRITE: u16 = 6;
 
 /// ID in an entry that names no user or group.

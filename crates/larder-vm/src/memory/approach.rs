@@ -1,5 +1,5 @@
-//! Attach to a process that may have only just started: QEMU writes its pid file, and listens for QMP, before it has
-//! all of its memory.
+//! Attaching to a process that may have only just started: QEMU writes its pid file, and listens for QMP, before it
+//! has all of its memory.
 //!
 //! The attach begins once two consecutive samples of the process's shared memory are equal. A process that waits
 //! because its pager was killed is attached to at once. A failed attach changes nothing of the process, so it is

@@ -4,10 +4,10 @@
 //! except root and the user of the process itself controls it: otherwise a user could name another user's process,
 //! and have root manage it. A pager that is not root is restricted by the kernel to processes of its own user.
 //!
-//! The owner of each directory, symbolic link and file on the way controls the path, and so does every user who may
-//! write to such a directory or file. In a directory with the sticky bit only the owner of an entry can replace it,
-//! and that owner is counted anyway. Concurrent changes hide no such user: whoever changes the way owns, or may write
-//! to, a directory or link on it.
+//! The owner of each directory, symbolic link and file on the way controls the path, and so does every user with
+//! write permission for such a directory or file. In a directory with the sticky bit only the owner of an entry can
+//! replace it, and that owner is counted anyway. Concurrent changes hide no such user, because changing the way
+//! requires owning, or having write permission for, a directory or link on it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;

@@ -242,7 +242,7 @@ impl MemoryService {
         tell(self.progress.clone());
     }
 
-    /// Waits for a process to manage; `None` to end.
+    /// Waits for a process to manage, and returns it; `None` if the service must end.
     fn wait_for_process(&mut self, tell: &impl Fn(Progress)) -> Option<Process> {
         let mut pause = LOOK;
         let mut told = None;

@@ -47,8 +47,8 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// Returns whether the reason remains after the image's present user is gone: it concerns the image itself, not
-    /// its state during that use.
+    /// Returns whether the reason remains after the process that uses the image now has ended: it concerns the image
+    /// itself, not its state during that use.
     pub fn outlasts_its_user(&self) -> bool {
         fn is_of_image(error: &ImageError) -> bool {
             match error {

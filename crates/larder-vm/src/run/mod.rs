@@ -10,8 +10,8 @@
 //! - An argument that does not concern a disk or the RAM reaches QEMU unchanged, in its order.
 //! - A disk is served only if all of its options on the command line are supported; otherwise it stays with QEMU, and
 //!   the user is informed.
-//! - From the check of the images to the end of the servers no other program can open them in a way that respects
-//!   QEMU's locks, even while a server is dead.
+//! - From the check of the images to the end of the servers, no other program that respects QEMU's locks can open the
+//!   images, even while a server is dead.
 //! - However the program ends, it leaves nothing behind: it removes its resources itself if it still can, otherwise
 //!   the next start does.
 

@@ -59,8 +59,8 @@ pub enum VmMove {
     /// The guest is stopped here, and will run on another host with the state that QEMU migrated: the images are
     /// closed. Refused if QEMU cannot know the positions of its queues.
     Leave,
-    /// No guest of the VM is on this host, or it has not run, and one on another host may run without state from
-    /// here: the images are closed.
+    /// No guest of the VM is on this host, or it has not run. Another host may have one, without state from this
+    /// host: the images are closed.
     Expect,
     /// The VM arrives: the images are opened.
     Take,
@@ -131,7 +131,7 @@ impl Vm {
             return Ok(());
         }
         if let Err(error) = self.all(DiskMove::Open) {
-            // Nothing was written.
+            // Nothing was written, so a failed close loses nothing.
             if let Err(closing) = self.all(DiskMove::Close) {
                 tracing::warn!("a disk that was opened in vain could not be closed: {closing}");
             }
