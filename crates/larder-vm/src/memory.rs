@@ -278,7 +278,7 @@ impl MemoryInquiry {
         answer.await.ok()
     }
 
-    /// Sets limits, for a thread that may block.
+    /// Sets limits, for a thread that may block; an error is a message for the user. `None` if management has ended.
     pub fn limit_blocking(&self, limits: MemoryLimits) -> Option<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
         self.0.blocking_send(Inquiry::Limit(limits, reply)).ok()?;

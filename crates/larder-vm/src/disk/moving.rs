@@ -24,7 +24,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 pub enum DiskMove {
     /// The VM is about to leave: the cache's dirty data is written to the disk, and the cache becomes write-through.
     Settle,
-    /// The VM stays after all: the cache returns to its mode from before [`DiskMove::Settle`].
+    /// The move is aborted: the cache returns to its mode from before [`DiskMove::Settle`].
     Stay,
     /// The guest is stopped, and no request is processed until [`DiskMove::Serve`]. If the guest continues elsewhere
     /// (`goes_on`), with the queue positions that its front-end knows, these must be the true ones; otherwise the

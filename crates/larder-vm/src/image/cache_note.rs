@@ -31,7 +31,7 @@
 //! cache 2f737364...        path or URI of the cache, hexadecimal
 //! clock 5f3c... 1700000000 time of the fingerprints: host's boot ID, clock's seconds minus those since boot
 //! uses 5be1... 20c3...     uses of the disk whose marks count for this cache, hexadecimal
-//! stamp 0000002a...        fingerprint of each file of the disk; `written` if the server writes to the file
+//! stamp 0000002a...        fingerprint of each file, hexadecimal; `written` if the server writes to the file
 //! dirty                    the cache may be dirty
 //! used                     the cache was given up: since then the disk is used without it
 //! detached                 the device has failed: only the dirty data may be used

@@ -178,10 +178,10 @@ impl DiskFile {
         self.stamp == then.bytes
     }
 
-    /// Returns whether only its own server may have written to the file since it had the fingerprint `then`. That was
-    /// recorded while the server ran, and recorded again soon after each change. Foreign writers that stopped just as
-    /// soon are not detected: see [`super::proof`] for actual proof. The server was alive at `alive`, in seconds of
-    /// the host's clock, if that is known; the clock has been set by `step` seconds since.
+    /// Returns whether only the disk's own server may have written to the file since it had the fingerprint `then`.
+    /// That was recorded while the server ran, and recorded again soon after each change. Foreign writers that
+    /// stopped just as soon are not detected: see [`super::proof`] for actual proof. The server was alive at `alive`,
+    /// in seconds of the host's clock, if that is known; the clock has been set by `step` seconds since.
     fn may_be_only_ours_since(&self, then: &FileStamp, alive: Option<i64>, step: i64) -> bool {
         if !then.is_written || self.stamp == then.bytes {
             return self.stamp == then.bytes;
@@ -206,9 +206,9 @@ impl DiskFile {
 /// delay before a fingerprint is recorded.
 const OURS_FOR_SECONDS: i64 = 30;
 
-/// Returns whether only its own server, which ran until `alive` if that is known, may have written to a disk since
-/// its files had the fingerprints `then`; see [`stamps_of_all`]. The host's clock has been set by `step` seconds
-/// since.
+/// Returns whether only the disk's own server, which ran until `alive` if that is known, may have written to the disk
+/// since its files had the fingerprints `then`; see [`stamps_of_all`]. The host's clock has been set by `step`
+/// seconds since.
 pub(super) fn may_be_only_ours_since(
     files: &[DiskFile],
     then: &[FileStamp],

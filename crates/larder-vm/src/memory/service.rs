@@ -26,7 +26,7 @@ use crate::vm::find::make_memory_control;
 const LOOK: Duration = Duration::from_millis(250);
 const LOOK_MAX: Duration = Duration::from_secs(2);
 
-/// First pause after a detach was refused because the host has no space for the memory.
+/// First pause before the retry of a detach that was refused for lack of host memory.
 const DETACH_AGAIN: Duration = Duration::from_secs(2);
 /// Longest such pause. It doubles with each attempt, because pages that were paged in have to be evicted again.
 const DETACH_AGAIN_MAX: Duration = Duration::from_secs(30);

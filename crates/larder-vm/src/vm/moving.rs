@@ -54,7 +54,7 @@ const STEP_TIME_MAX: Duration = Duration::from_secs(60);
 pub enum VmMove {
     /// The VM is about to leave: write-back caches write their dirty data to the disks, and become write-through.
     Settle,
-    /// The VM stays: the caches are write-back again.
+    /// The outgoing move is aborted: the caches are write-back again.
     Stay,
     /// The guest is stopped here, and will run on another host with the state that QEMU migrated: the images are
     /// closed. Refused if QEMU cannot know the positions of its queues.
@@ -66,7 +66,7 @@ pub enum VmMove {
     Take,
     /// The guest runs here, or is about to, or no other host has it: the images are opened, and belong to this host.
     Keep,
-    /// The VM does not arrive after all: the images that `take` has opened are closed.
+    /// The incoming move is aborted: the images that `take` has opened are closed.
     Yield,
 }
 
