@@ -1,11 +1,11 @@
 //! A raw image file or a block device of the host.
 //!
-//! Direct I/O where the file system has it, with the alignment that the kernel reports, through io_uring. Otherwise
-//! (tmpfs, odd sizes, or because the user wants the page cache) buffered: what the page cache can answer without
-//! waiting is answered in the call, the rest goes through io_uring. Holes are made by punching.
+//! The device uses direct I/O through io_uring where the file system supports it, with the alignment that the kernel
+//! reports. Otherwise (tmpfs, odd sizes, or because the user wants the page cache) I/O is buffered: requests that the
+//! page cache can answer without waiting complete in the call, all others go through io_uring. Discards punch holes.
 //!
-//! How it fails: an error of the host's is reported to the request that met it, with its number. After a failed flush
-//! of buffered data the kernel may have dropped what it could not write, so every later flush fails too, as in QEMU.
+//! How it fails: a host error is reported to the request that met it, with its errno. After a failed flush of
+//! buffered data the kernel may have dropped dirty pages, so every later flush fails too, as in QEMU.
 
 mod extents;
 mod held;
@@ -42,33 +42,34 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, Ring, RingIo, Transfer, yield_now};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// How often a read at the end of a file that grows is made, at most.
+/// The maximum number of times that a short read at the end of a growing file is repeated.
 const SHORT_READS_MAX: u32 = 8;
 
-/// The smallest sector that guests know, in bytes.
+/// The smallest sector size that guests use, in bytes.
 const SECTOR: u64 = 512;
 
-/// How often it is looked whether the file's size has changed, and whether its path still leads to it.
+/// The interval at which the file's size and path are rechecked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// A buffered write that takes longer than this in the call has met a busy journal or the dirty limit...
+/// The duration above which a buffered write in the call counts as slow: it has met a busy journal or the dirty
+/// limit.
 const SLOW_CALL: Duration = Duration::from_micros(200);
 
-/// ...and this many writes after it go through io_uring's workers, so that the disk's thread stays free.
+/// The number of writes that go through io_uring's workers after a slow one, so that the disk's thread stays free.
 const WRITES_OFFLOADED: u32 = 64;
 
-/// No turn of the loop.
+/// A turn number that no turn of the loop has.
 const NO_TURN: u64 = u64::MAX;
 
-/// How many workers can copy beside the disk's thread and a guest.
+/// Returns how many workers can usefully copy data in addition to the disk's thread and a guest.
 fn workers_worth_having() -> u32 {
     (processors() / 2).clamp(1, 4) as u32
 }
 
-/// Copying this many bytes takes longer than handing them to a worker.
+/// The transfer size, in bytes, above which copying takes longer than the hand-over to a worker.
 const LARGE_COPY: usize = 128 << 10;
 
-/// Zeros for devices that cannot write zeroes by themselves.
+/// The length in bytes of the zero buffer for devices that cannot write zeroes by themselves.
 const ZERO_CHUNK: usize = 1 << 20;
 
 /// A file or block device as a disk.
@@ -76,11 +77,11 @@ pub struct FileDevice {
     name: Rc<str>,
     path: PathBuf,
     file: File,
-    /// Keeps others from claiming a block device, see [`FileOptions::exclusive`].
+    /// The descriptor that claims a block device exclusively, see [`FileOptions::exclusive`].
     claimed: RefCell<Option<File>>,
-    /// What is told of it.
+    /// The file's role, which log messages name.
     role: Role,
-    /// What was last told of its path.
+    /// The state of the path that was last logged.
     displaced: Cell<Option<Displaced>>,
     on: Loop,
     ring: Ring,
@@ -89,21 +90,21 @@ pub struct FileDevice {
     /// See [`FileOptions::container`].
     container: bool,
     kind: Kind,
-    /// Its file system is known to be of this host alone: what it says of the file it says at once.
+    /// The file system is known to be local to this host, so metadata queries return at once.
     is_local: bool,
-    /// How often the file was made longer here.
+    /// The number of times that this device has extended the file.
     times_grown: Cell<u64>,
-    /// The page cache can be read in the call without waiting: RWF_NOWAIT, or memory anyway.
+    /// How a read in the call avoids waiting: with RWF_NOWAIT, or plainly where the file is memory.
     read_in_call: Cell<InCall>,
     write_in_call: Cell<InCall>,
-    /// Buffered writes still to be sent through io_uring, since the last slow one.
+    /// Buffered writes that still go through io_uring since the last slow one.
     writes_offloaded: Cell<u32>,
-    /// The turn of the loop in which a large transfer was last made in the call.
+    /// The turn of the loop in which the last large transfer was made in the call.
     large_in_call: Cell<u64>,
-    /// Large transfers that workers have now, and may have at most.
+    /// Large transfers that are with workers now, and their maximum.
     given_to_workers: Cell<u32>,
     given_max: u32,
-    /// ZERO_RANGE, PUNCH_HOLE and plain fallocate as far as the file system has them.
+    /// The file system supports ZERO_RANGE, PUNCH_HOLE and plain fallocate, as far as is known.
     can_zero: Cell<bool>,
     can_punch: Cell<bool>,
     can_allocate: Cell<bool>,
@@ -111,7 +112,7 @@ pub struct FileDevice {
     changes: SizeChanges,
     /// Runs of data found so far.
     known_data: KnownData,
-    /// See [`FileOptions::mark`]: what the mark proved when the file was opened, and the mark since then.
+    /// The finding of the mark when the file was opened, and the mark since then. See [`FileOptions::mark`].
     found: Option<Found>,
     mark: Option<Rc<Mark>>,
 }
@@ -119,23 +120,23 @@ pub struct FileDevice {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Regular,
-    /// On tmpfs: memory, so that a call never waits for a device.
+    /// On tmpfs: the file is memory, so a call never waits for a device.
     Tmpfs,
     Block,
 }
 
-/// Whether a transfer may be tried in the call itself.
+/// The way in which a transfer may be tried in the call itself.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum InCall {
     No,
-    /// With RWF_NOWAIT: the kernel refuses what would wait.
+    /// With RWF_NOWAIT: the kernel refuses a transfer that would wait.
     NoWait,
-    /// Plainly: it is quick, or watched.
+    /// Without flags: the transfer is quick, or its duration is measured.
     Plain,
 }
 
 impl FileDevice {
-    /// Whether it is read and written past the page cache.
+    /// Returns true if I/O bypasses the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct
     }
@@ -148,14 +149,14 @@ impl FileDevice {
         IoError::new(&self.name, operation, range, Failure::from_errno(errno))
     }
 
-    /// Looks at the file's size and announces a change.
+    /// Rechecks the file's size and announces a change.
     pub fn check_size(&self) {
         if let Ok(size) = size_of(&self.file) {
             self.has_size(size);
         }
     }
 
-    /// The file has so many bytes now.
+    /// Applies a file size of `size` bytes: updates the geometry, logs the change and announces it.
     fn has_size(&self, size: u64) {
         let mut geometry = self.geometry.get();
         let visible = visible_size(size, geometry.block_size, self.direct, self.container);
@@ -174,7 +175,7 @@ impl FileDevice {
                      if this was not meant, stop the guest before it writes more"
                 );
             } else if !self.container {
-                // A container grows as it is used, and what is in it does not.
+                // The file of a container grows as it is used; its content does not.
                 tracing::info!(%image, "the image has grown from {from} to {to} bytes");
             }
             let cut = size.saturating_sub(visible.get());
@@ -192,12 +193,13 @@ impl FileDevice {
         }
     }
 
-    /// Extending a file takes no longer than a small write: no space is allocated. A container's file is as long itself,
-    /// whatever is visible of it.
+    /// Extends the file. That takes no longer than a small write, because no space is allocated. A container's file
+    /// gets the full length too, whatever part of it is visible.
     ///
-    /// To move an end that lies inside a page the kernel fills that page up in its cache. A direct write to the same page
-    /// that is under way then makes a later flush fail with EIO (Linux 6.18, ext4). Who grows a file beside writes keeps
-    /// its end at multiples of [`CONTAINER_UNIT`], from before the first write on.
+    /// To move an end that lies inside a page, the kernel fills up that page in its cache. If a direct write to the
+    /// same page is in flight, a later flush then fails with EIO (Linux 6.18, ext4). A caller that grows a file
+    /// concurrently with writes therefore keeps its end at multiples of [`CONTAINER_UNIT`], from before the first
+    /// write on.
     fn grow_now(&self, size: ByteLen) -> IoResult {
         let mut geometry = self.geometry.get();
         let size = ByteOffset::new(size.get()).align_up(u64::from(geometry.block_size));
@@ -221,13 +223,13 @@ impl FileDevice {
         Ok(())
     }
 
-    /// Whether the file of a container ends before `end`, which may be visible nonetheless.
+    /// Returns true if the file of a container ends before `end`. The range may be visible nonetheless.
     fn ends_before(&self, end: ByteOffset) -> bool {
         self.container && size_of(&self.file).is_ok_and(|size| size < end.get())
     }
 
-    /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros. If the
-    /// file has grown meanwhile it is made again.
+    /// Completes a read that ended early. At the end of the file, the rest of the last sector reads as zeros. If the
+    /// file has grown meanwhile, the read is repeated.
     fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, mut moved: usize) -> IoResult {
         for _ in 0..SHORT_READS_MAX {
             let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
@@ -247,7 +249,7 @@ impl FileDevice {
     fn fill_to_end(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize, size: u64) -> IoResult {
         let visible = visible_size(size, self.geometry.get().block_size, self.direct, self.container);
         if range.end().get() > visible.get().max(size.next_multiple_of(SECTOR)) {
-            // The file has shrunk under us.
+            // The file was truncated during the read.
             self.check_size();
             return Err(IoError::new(&self.name, Operation::Read, range, Failure::OutOfRange));
         }
@@ -255,7 +257,7 @@ impl FileDevice {
         Ok(())
     }
 
-    /// A read that is made in the call, however long that takes; how many bytes it moved, or the error's number.
+    /// Reads in the call, however long that takes. Returns the number of bytes read, or the errno.
     fn read_again(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Result<usize, i32> {
         let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().collect();
         let (file, count) = (self.descriptor(), pieces.len() as i32);
@@ -264,7 +266,8 @@ impl FileDevice {
         usize::try_from(moved).map_err(|_| os_code(&io::Error::last_os_error()))
     }
 
-    /// Tries a transfer in the call itself; how many bytes that moved, or `None` if it must go through io_uring.
+    /// Tries a transfer in the call itself. Returns the number of bytes moved, or `None` if the transfer must go
+    /// through io_uring.
     fn try_in_call(&self, how: &Cell<InCall>, call: impl FnOnce(i32) -> isize) -> Option<Result<usize, i32>> {
         let flags = match how.get() {
             InCall::No => return None,
@@ -285,8 +288,9 @@ impl FileDevice {
         }
     }
 
-    /// Whether a worker should make a transfer of `len` bytes that the call could make: if it is large, another one was
-    /// made just before, and the workers are not busy, so that several processors copy.
+    /// Returns true if a worker should make a transfer of `len` bytes that the call could make too. That is so if the
+    /// transfer is large, another large one was made just before, and the workers are not busy: then several
+    /// processors copy.
     fn gives_to_worker(&self, len: usize) -> bool {
         if self.direct || len < LARGE_COPY {
             return false;
@@ -330,7 +334,7 @@ impl FileDevice {
             unsafe { libc::pwritev2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
         });
         if self.write_in_call.get() == InCall::No && !self.direct {
-            // No RWF_NOWAIT for writes here (ext4): a plain call, as long as it proves quick.
+            // RWF_NOWAIT does not work for writes here (ext4). A plain call is used as long as it proves quick.
             self.write_in_call.set(InCall::Plain);
         }
         if begin.is_some_and(|begin| begin.elapsed() > SLOW_CALL) {
@@ -360,7 +364,7 @@ impl FileDevice {
         Ok(())
     }
 
-    /// fallocate in a mode that the file system may lack; whether it has it.
+    /// Calls fallocate in a mode that the file system may lack. Returns false if the file system lacks it.
     async fn try_allocate(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
         if !can.get() {
             return Ok(false);
@@ -383,8 +387,8 @@ impl FileDevice {
         }
     }
 
-    /// Makes the same change of a range of any length, in pieces: while the kernel changes a file's allocation, other
-    /// requests to the file wait.
+    /// Changes the allocation of a range of any length in pieces, because other requests to the file wait while the
+    /// kernel changes its allocation.
     async fn try_allocate_pieces(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
         let mut pieces = Pieces::default();
         let mut rest = range;
@@ -462,14 +466,14 @@ impl FileDevice {
             self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE)
                 .await?;
             at += chunk;
-            // It may have been made in the call.
+            // The writes may have completed in the call, without letting other tasks run.
             yield_now().await;
         }
         Ok(())
     }
 }
 
-/// The most pieces that a transfer in the call moves; what is left goes through io_uring.
+/// The maximum number of pieces that a transfer in the call moves. The rest goes through io_uring.
 const PIECES_IN_CALL: usize = 256;
 
 impl BlockDevice for FileDevice {
@@ -551,7 +555,7 @@ impl BlockDevice for FileDevice {
 
     fn flush(&self) -> Io<'_> {
         if self.kind == Kind::Tmpfs {
-            // Nothing there outlives the host.
+            // Nothing on tmpfs survives a crash of the host.
             return Io::ready(Ok(()));
         }
         Io::task(self.flush_steps(Operation::Flush, ByteRange::default()))
@@ -598,7 +602,8 @@ impl BlockDevice for FileDevice {
             if let Some(mark) = &self.mark {
                 mark.close();
             }
-            // Also after an error. The kernel may keep the file open for a moment after this process has ended, with its locks.
+            // The locks are released after an error too: the kernel may keep the file open, with its locks, for a
+            // moment after this process has exited.
             image_lock::unlock(self.file.as_fd());
             self.claimed.take();
             flushed
@@ -617,7 +622,8 @@ pub(crate) struct FileIo<'a> {
     range: ByteRange,
     direction: Direction<'a>,
     by_worker: bool,
-    /// Dropped after the transfer, which waits for its end when it is dropped.
+    /// The write's count in the mark. It is dropped after `transfer`, which waits for its completion when it is
+    /// dropped.
     begun: Option<Begun>,
 }
 
@@ -658,14 +664,15 @@ fn os_code(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// The size in bytes of a file or block device.
+/// Returns the size of a file or block device in bytes.
 fn size_of(file: &File) -> io::Result<u64> {
-    // Works for both, and for a block device whose size has changed since it was opened.
+    // Unlike fstat, seeking also works for a block device, and sees a size that has changed since it was opened.
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whole sectors: like QEMU, a file's last sector is filled up with zeros. Direct I/O reaches whole blocks only, unless
-/// what is behind the end does not matter.
+/// Returns the size of the disk for a file of `size` bytes, in whole sectors. Like in QEMU, the file's last sector is
+/// padded with zeros. Direct I/O reaches whole blocks only; a container is padded to whole blocks, because its end
+/// has no meaning.
 fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> ByteLen {
     if container {
         ByteLen::new(size.next_multiple_of(CONTAINER_UNIT.max(block_size.into())))
@@ -676,8 +683,8 @@ fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> By
     }
 }
 
-/// Looks at the file's size and its path again and again. A file server may give no answer for long, and what the disk's cache has
-/// is served meanwhile: so it is asked by another thread.
+/// Rechecks the file's size and path at [`CHECK_INTERVAL`]. A file server may not answer for a long time, while the
+/// disk's cache still serves hits. So a file that is not known to be local is queried by another thread.
 async fn watch(on: Loop, device: std::rc::Weak<FileDevice>) {
     loop {
         on.sleep(CHECK_INTERVAL).await;
@@ -689,14 +696,14 @@ async fn watch(on: Loop, device: std::rc::Weak<FileDevice>) {
         }
         let (path, times_grown) = (open.path.clone(), open.times_grown.get());
         let Ok(file) = open.file.try_clone() else { continue };
-        // The thread does not keep the device open.
+        // The thread must not keep the device open.
         drop(open);
         let look = move || (file.metadata().map(|found| found.len()), held::displaced(&file, &path));
         let Ok((size, displaced)) = on.run_blocking(look).await else {
             continue;
         };
         let Some(open) = device.upgrade() else { return };
-        // What was found before the file was made longer here is too little.
+        // A size that was read before this device extended the file is stale.
         if let Ok(size) = size
             && times_grown == open.times_grown.get()
         {

@@ -1,15 +1,15 @@
-//! QEMU's image locks: OFD byte-range locks on the image file that say what its users do and tolerate.
+//! QEMU's image locks: OFD byte-range locks on the image file that state what its users do and tolerate.
 //!
 //! Each permission has two bytes. A user read-locks byte 100+p if it uses permission p, and byte 200+p if it does not
-//! tolerate others using p. It may go on if nobody has locked the opposite byte of what it wants (QEMU
-//! `block/file-posix.c`, `raw_check_lock_bytes`). Taking the same locks, QEMU and its tools refuse a disk that Larder
-//! has in use, and Larder refuses one of theirs.
+//! tolerate that others use p. It may proceed if no other process has locked the opposite byte of its own locks (QEMU
+//! `block/file-posix.c`, `raw_check_lock_bytes`). Because Larder takes the same locks, QEMU and its tools refuse a
+//! disk that Larder has in use, and Larder refuses one of theirs.
 //!
-//! Besides, whoever writes an image alone write-locks [`WRITER`], which QEMU does not know of.
+//! In addition, a process that writes an image exclusively write-locks [`WRITER`], a byte that QEMU does not use.
 //!
-//! The locks belong to the open file description. When a server dies, the kernel drops them only after its last I/O
-//! under way has ended, so a successor that holds the writer's byte knows that no old write can still land: also where
-//! the process that starts the servers keeps QEMU's locks from one to the next ([`Claim`]).
+//! The locks belong to the open file description. When a server dies, the kernel drops them only after its last
+//! in-flight I/O has ended, so a successor that holds the writer's byte knows that no old write can still land. That
+//! holds also where the process that starts the servers keeps QEMU's locks from one server to the next ([`Claim`]).
 
 mod holders;
 
@@ -25,7 +25,7 @@ use crate::opener::{Access, NamedBy, opener};
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
 
-/// The byte of the only writer. QEMU has 64 permissions at most, so its bytes end at 263.
+/// The byte of an exclusive writer. QEMU has 64 permissions at most, so its bytes end at 263.
 pub(crate) const WRITER: i64 = 300;
 
 /// QEMU's `BLK_PERM_*` bits.
@@ -39,16 +39,16 @@ const BITS: [(u32, &str); 4] = [
     (RESIZE, "resize"),
 ];
 
-/// How an image is used.
+/// The use of an image, and the other uses that it tolerates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
-    /// We write; nobody else does.
+    /// This process writes, no other may.
     Exclusive,
-    /// We read; others may read, nobody writes.
+    /// This process reads. Others may read, none may write.
     ReadOnly,
-    /// Others may do what they like; the user answers for it.
+    /// Others may read and write; the user is responsible for the consequences.
     Shared {
-        /// Whether we write.
+        /// This process writes.
         writable: bool,
     },
 }
@@ -70,40 +70,40 @@ impl Sharing {
     }
 }
 
-/// Who sees to it that nobody else uses an image.
+/// The process that keeps others from using an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Claim {
-    /// We do, and use it ourselves.
+    /// This process, which uses the image itself.
     #[default]
     Own,
-    /// We do, for processes that we start: the writer's byte is theirs.
+    /// This process, for processes that it starts, which lock the writer's byte.
     ForOthers,
-    /// The process that started us, which holds QEMU's locks as long as we live. We take the same, for the case that it
-    /// dies before us, and cannot ask whether they go with those of others.
+    /// The parent process, which holds QEMU's locks as long as this process lives. This process takes the same locks,
+    /// in case the parent dies first, but cannot check them against those of others.
     Inherited,
 }
 
-/// Why an image could not be locked.
+/// The reason why an image could not be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process uses the image in a way that does not go with ours.
+    /// Another process uses the image in a conflicting way.
     #[error("in use by another process{}: {conflict}", holders_text(holders))]
     InUse {
-        /// What stands against what.
+        /// The permissions that conflict.
         conflict: String,
-        /// The other processes as `qemu-nbd, pid 4711`, as far as the kernel tells this user.
+        /// The other processes as `qemu-nbd, pid 4711`, as far as the kernel shows them to this user.
         holders: Vec<String>,
     },
-    /// This process has the image open already, and uses it in a way that does not go with this one.
+    /// This process has the image open already, in a way that conflicts with this use.
     #[error("already in use here, as another disk or behind one: {conflict}")]
     InUseHere {
-        /// What stands against what.
+        /// The permissions that conflict.
         conflict: String,
     },
-    /// A server that was killed has writes under way.
+    /// A server that was killed has writes in flight.
     #[error("the writes of a server that was killed have not ended")]
     StillWritten,
-    /// The process that started us holds QEMU's locks on another file, or on none.
+    /// The parent process holds QEMU's locks on another file, or on none.
     #[error("this is not the file that the process which started this server has locked: was it replaced just now?")]
     NotInherited,
     /// The file system cannot lock.
@@ -118,7 +118,7 @@ fn holders_text(holders: &[String]) -> String {
     }
 }
 
-/// Takes the locks for `sharing` on an open image. They go when the file is closed.
+/// Takes the locks for `sharing` on an open image. Closing the file releases them.
 ///
 /// # Errors
 /// The image is in use, or cannot be locked.
@@ -142,7 +142,7 @@ fn try_to_lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(
     }
 }
 
-/// Gives the locks back, as well as that goes: the file's end drops them for certain.
+/// Releases the locks. Errors are ignored, because closing the file releases them too.
 pub fn unlock(file: BorrowedFd<'_>) {
     for (bit, _) in BITS {
         for base in [PERMISSION_BASE, UNSHARED_BASE] {
@@ -152,11 +152,12 @@ pub fn unlock(file: BorrowedFd<'_>) {
     let _ = set_lock(file, WRITER, libc::F_UNLCK);
 }
 
-/// Whether another process may write an image, or keeps others from writing it: who, as far as the kernel tells this
-/// user. Takes no lock, and does not wait for what is no image, such as the other end of a FIFO.
+/// Returns the processes that may write an image or keep others from writing it, as far as the kernel shows them to
+/// this user; `None` if there is no such process. Takes no lock, and does not block on a path that is no image, such
+/// as a FIFO.
 ///
 /// # Errors
-/// It cannot be opened, or its file system cannot lock.
+/// The image cannot be opened, or its file system cannot lock.
 pub fn used_by_others(image: &Path) -> io::Result<Option<Vec<String>>> {
     let file = opener().open(image, Access::Read, NamedBy::User)?;
     let write = i64::from(WRITE.trailing_zeros());
@@ -190,7 +191,7 @@ fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     Ok(())
 }
 
-/// Whoever has the image for us reads it, whatever else it does.
+/// Checks that the parent process has the image locked. Any user of an image locks the read permission.
 fn check_inherited(file: BorrowedFd<'_>) -> Result<(), LockError> {
     let read = PERMISSION_BASE + i64::from(CONSISTENT_READ.trailing_zeros());
     match is_held(file, read).map_err(LockError::Os)? {
@@ -235,7 +236,8 @@ fn set_lock(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
     }
 }
 
-/// Whether another open file has the byte locked. The kernel does not say whose it is: OFD locks have no process.
+/// Returns true if another open file has locked the byte. The kernel does not report its process: OFD locks have
+/// none.
 fn is_held(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut lock = byte_lock(byte, libc::F_WRLCK);
     // SAFETY: the descriptor is open and `lock` is a valid `struct flock` that the kernel fills in.
@@ -253,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_that_inherit_a_claim_follow_one_another_and_nobody_gets_between_them() {
+    fn inherited_claim_keeps_strangers_out_between_servers() {
         let image = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
         let open = || {
             File::options()

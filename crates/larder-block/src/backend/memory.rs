@@ -1,4 +1,4 @@
-//! A disk in RAM: for tests, and as the bound that every other backend is measured against.
+//! A disk in RAM: for tests, and as the upper bound of performance for every other backend.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -10,7 +10,7 @@ use crate::device::{
 use crate::error::{IoError, IoResult, Operation};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// A disk of zeros in RAM that forgets everything when it goes.
+/// A disk of zeros in RAM. Its content is lost when it is dropped.
 pub struct MemoryDevice {
     name: Rc<str>,
     geometry: Geometry,
@@ -20,7 +20,7 @@ pub struct MemoryDevice {
 }
 
 impl MemoryDevice {
-    /// A disk of `size` bytes, rounded down to whole blocks of `block_size` bytes (a power of two).
+    /// Creates a disk of `size` bytes, rounded down to whole blocks of `block_size` bytes (a power of two).
     ///
     /// # Panics
     /// If `block_size` is not a power of two.
@@ -49,7 +49,7 @@ impl MemoryDevice {
     fn checked(&self, operation: Operation, range: ByteRange) -> Result<*mut u8, IoError> {
         check_request(&self.name, &self.geometry, operation, range)?;
         debug_assert!(range.end().get() <= self.bytes.len() as u64);
-        // Inside the allocation: `check_request` compared the range with its size.
+        // The address is inside the allocation, because `check_request` has compared the range with the disk's size.
         Ok(self.base.get().wrapping_add(range.start.get() as usize))
     }
 
@@ -74,7 +74,7 @@ impl MemoryDevice {
     fn write_now(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
         let mut at = self.checked(Operation::Write, start.range(buffer.byte_len()))?;
         for piece in buffer.pieces() {
-            // SAFETY: as in `read_now`, the other way round.
+            // SAFETY: as in `read_now`, in the other direction.
             unsafe { std::ptr::copy(piece.base(), at, piece.len()) };
             at = at.wrapping_add(piece.len());
         }

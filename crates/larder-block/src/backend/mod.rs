@@ -1,4 +1,4 @@
-//! The plain backends: what a stack of layers ends in.
+//! The backends at the bottom of a stack of layers.
 
 pub mod file;
 pub mod image_lock;

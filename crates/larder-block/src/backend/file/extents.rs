@@ -1,11 +1,11 @@
 //! Data and holes of a file, as the file system reports them.
 //!
-//! The kernel may walk through a whole run of data to find its end: page by page on tmpfs, some 10 ms for each GiB, and
-//! with a request to the server on a network file system. So the file remembers the runs found, and a read costs no walk
-//! unless it reaches a run not seen before.
+//! The kernel may walk through a whole run of data to find its end: page by page on tmpfs, about 10 ms for each GiB,
+//! and with a request to the server on a network file system. So the file remembers the runs that were found, and a
+//! read costs no walk unless it reaches a run not seen before.
 //!
-//! Invariant: the file remembers data only, never a hole. Data may hold anything, zeros included, so a run that has become
-//! stale (another process made a hole in it) costs a reader no more than the read.
+//! Invariant: the file remembers data only, never a hole. Data may hold anything, zeros included, so a run that has
+//! become stale (another process made a hole in it) costs a reader no more than the read.
 
 use std::cell::RefCell;
 use std::io;
@@ -16,16 +16,16 @@ use crate::error::{IoError, Operation};
 use crate::event_loop::WorkSlice;
 use crate::units::{ByteOffset, ByteRange};
 
-/// Runs remembered at most; more than there are concurrent sequential readers, as a rule.
+/// The maximum number of remembered runs. Usually there are fewer concurrent sequential readers.
 const KNOWN_MAX: usize = 16;
 
-/// From this length on, the start of a run is searched as well, for readers moving backwards; in bytes.
+/// The run length in bytes from which the start of a run is searched as well, for readers that move backwards.
 const LONG_DATA: u64 = 16 << 20;
 
-/// Holes skipped at most in that search.
+/// The maximum number of holes that the search for a run's start skips.
 const HOLES_PASSED_MAX: usize = 16;
 
-/// Extents found in a row before other tasks run: two system calls for each.
+/// The number of extents found in a row before other tasks run. Each takes two system calls.
 const STEPS: u64 = 64;
 
 /// Runs of data, each up to a hole or the file's end, the most recently used first.
@@ -85,7 +85,7 @@ impl FileDevice {
                 Some(end) => (ExtentKind::Data, end),
                 None => self.ask(at, range.end()).map_err(failed)?,
             };
-            // Borders inside a block belong to the data.
+            // A boundary inside a block belongs to the data.
             let next = match kind {
                 ExtentKind::Data => next.align_up(unit).min(range.end()),
                 _ if next < range.end() => next.align_down(unit),
@@ -93,7 +93,7 @@ impl FileDevice {
             };
             let (kind, next) = match next > at {
                 true => (kind, next),
-                // A hole smaller than a block: data.
+                // A hole smaller than a block counts as data.
                 false => (ExtentKind::Data, ByteOffset::new(at.get() + unit).min(range.end())),
             };
             push_extent(&mut found, ByteRange::between(at, next), kind);
@@ -113,7 +113,7 @@ impl FileDevice {
         let next = self.seek(libc::SEEK_HOLE, at)?.unwrap_or(file_end).max(at);
         let start = self.start_of_data(at, next)?;
         self.known_data.add(ByteRange::between(start, next));
-        // The tail of the last sector is not in the file, and reads as zeros.
+        // The padding of the last sector is not in the file, and reads as zeros.
         Ok((ExtentKind::Data, if next >= file_end { end } else { next }))
     }
 
@@ -137,7 +137,7 @@ impl FileDevice {
         Ok(at)
     }
 
-    /// lseek for data or a hole; `None` past the last one.
+    /// Seeks to data or to a hole with lseek. Returns `None` past the last one.
     fn seek(&self, whence: i32, from: ByteOffset) -> Result<Option<ByteOffset>, i32> {
         // SAFETY: plain system call on an open descriptor; the file's own position is not used.
         let found = unsafe { libc::lseek(self.descriptor(), from.get() as i64, whence) };
@@ -146,7 +146,7 @@ impl FileDevice {
         }
         match os_code(&io::Error::last_os_error()) {
             libc::ENXIO => Ok(None),
-            // The file system does not know: all data.
+            // The file system does not report holes: all is data.
             libc::EINVAL | libc::EOPNOTSUPP if whence == libc::SEEK_DATA => Ok(Some(from)),
             libc::EINVAL | libc::EOPNOTSUPP => Ok(None),
             errno => Err(errno),

@@ -1,4 +1,4 @@
-//! A file that stays open, with its locks, and whether its path still leads to it.
+//! A file that stays open together with its locks, and a check that its path still leads to it.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -9,29 +9,30 @@ use std::path::{Path, PathBuf};
 use super::{FileDevice, Role};
 use crate::opener;
 
-/// A device's open file: while this lives, the file is open and has the device's locks, whatever becomes of the device.
+/// A device's open file. While this value lives, the file is open and has the device's locks, even after the device
+/// is dropped.
 #[derive(Debug)]
 pub struct HeldFile {
     path: PathBuf,
     file: File,
 }
 
-/// Why a path no longer leads to the file that was opened by it.
+/// The reason why a path no longer leads to the file that was opened by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Displaced {
-    /// The file has another name now.
+    /// The file was renamed.
     Moved,
-    /// The file has no name any more: it was deleted, or another one was put in its place.
+    /// The file has no name any more: it was deleted, or replaced by another file.
     Removed,
 }
 
 impl HeldFile {
-    /// The path by which it was opened.
+    /// Returns the path by which the file was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// See [`displaced`].
+    /// Returns the reason if the path does not lead to this file any more.
     ///
     /// # Errors
     /// The path cannot be followed.
@@ -39,18 +40,18 @@ impl HeldFile {
         displaced(&self.file, &self.path)
     }
 
-    /// Takes all that is in the file, which keeps its size.
+    /// Discards the file's content and keeps its size.
     ///
     /// # Errors
-    /// Its size cannot be set.
+    /// The size cannot be set.
     pub fn clear(&self) -> io::Result<()> {
         let len = self.file.metadata()?.len();
-        // A crash between the two leaves it empty.
+        // A crash between the two calls leaves an empty file.
         self.file.set_len(0)?;
         self.file.set_len(len)
     }
 
-    /// Where its contents are to be had as long as this process keeps it, whatever its name.
+    /// Returns a path to the content that works as long as this process has the file open, whatever its name.
     pub fn contents(&self) -> PathBuf {
         contents(&self.file)
     }
@@ -63,34 +64,34 @@ impl AsFd for FileDevice {
 }
 
 impl FileDevice {
-    /// Keeps the file open. A device that is closed gives its locks back all the same, one that is dropped does not.
+    /// Keeps the file open with its locks. Closing the device releases the locks nonetheless; dropping it does not.
     ///
     /// # Errors
-    /// There are too many descriptors.
+    /// There are too many open descriptors.
     pub fn hold(&self) -> io::Result<HeldFile> {
         Ok(HeldFile {
             path: self.path.clone(),
-            // The same open file description: the locks are its own.
+            // `try_clone` shares the open file description, and with it the locks.
             file: self.file.try_clone()?,
         })
     }
 
-    /// What the host says of the file itself, wherever its path leads by now.
+    /// Returns the metadata of the open file itself, wherever its path leads by now.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn metadata(&self) -> io::Result<Metadata> {
         self.file.metadata()
     }
 
-    /// Looks where the path leads, and tells of a change.
+    /// Rechecks where the path leads, and logs a change.
     pub(super) fn check_path(&self) {
         if let Ok(found) = displaced(&self.file, &self.path) {
             self.is_displaced(found);
         }
     }
 
-    /// Tells of a change of where the path leads.
+    /// Logs a change of where the path leads.
     pub(super) fn is_displaced(&self, found: Option<Displaced>) {
         if self.displaced.replace(found) == found {
             return;
@@ -115,7 +116,7 @@ impl FileDevice {
     }
 }
 
-/// Where the path of a disk's cache leads.
+/// Logs where the path of a disk's cache leads.
 fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
     match found {
         None => tracing::info!(image = disk, cache, "the cache has its name again"),
@@ -135,7 +136,7 @@ fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
     }
 }
 
-/// Whether `path` leads to another file than the one that was opened by it, or nowhere.
+/// Returns the reason if `path` leads to another file than `file`, or to none.
 pub(super) fn displaced(file: &File, path: &Path) -> io::Result<Option<Displaced>> {
     let ours = file.metadata()?;
     match opener::metadata(path) {

@@ -1,21 +1,21 @@
-//! The mark of an image: a page in the host's memory that outlives the process, and proves after a kill that no other program
-//! has written to the image.
+//! The mark of an image: a page in the host's memory that outlives the process, and proves after a kill that no other
+//! program has written to the image.
 //!
-//! The process counts the writes that it begins and ends in the page, with plain stores. While a write is in flight it also stores
-//! a heartbeat. When nothing is in flight, it captures the times of the file, or the counters of the block device. The next
-//! process that opens the image compares the page with the image (`verdict`, `block`).
+//! The process counts the writes that it begins and ends in the page, with plain stores. While a write is in flight
+//! it also stores a heartbeat. When no write is in flight, it captures the times of the file, or the counters of the
+//! block device. The next process that opens the image compares the page with the image (`verdict`, `block`).
 //!
 //! Invariants:
-//! - A write is counted as begun before the kernel gets it, and as ended after its completion was reaped, together with a time
-//!   that is not before any time that the write gave the file.
+//! - A write is counted as begun before the kernel gets it, and as ended after its completion was reaped, together
+//!   with a time that is not before any time that the write gave the file.
 //! - A capture is taken when no own write is in flight, and only once any later write leaves another state.
-//! - A finding that is not `Proven` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a process that is killed
-//!   before it has acted upon the finding leaves it to the next one.
-//! - The page stays as it was found until the process writes to the image, or acts upon the finding: one that gives the image up
-//!   before that leaves it to the next one.
+//! - A finding that is not `Proven` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a process
+//!   that is killed before it has acted upon the finding leaves it to the next one.
+//! - The page stays as it was found until the process writes to the image, or acts upon the finding: a process that
+//!   closes the image before that leaves the page to the next one.
 //! - The page is allocated before it is mapped, so no store raises SIGBUS.
 //!
-//! How it fails: without a mark the finding is unproven. An image on a server, and a device of a server, is never proven, and its
+//! How it fails: without a mark the finding is unproven. An image or a device on a server is never proven, and its
 //! times and counters are not read.
 
 mod block;
@@ -50,31 +50,32 @@ pub(super) use verdict::Found;
 pub use verdict::Verdict;
 use verdict::{Capture, Clock, HEARTBEAT_NS, STEP_MIN_NS, Snapshot, State, judge};
 
-/// The interval of heartbeats and captures while something has begun since the last capture.
+/// The interval of heartbeats and captures while writes have begun since the last capture.
 const HEARTBEAT: Duration = Duration::from_nanos(HEARTBEAT_NS as u64);
 
-/// A file's time that is so far after the present comes from no clock: somebody has set it.
+/// The distance in nanoseconds after the present from which a file's time comes from no clock: a program has set it.
 const FUTURE_NS: i64 = 1_000_000_000;
 
-/// Tries to read two clocks at the same time.
+/// The maximum number of attempts to read two clocks at the same time.
 const CLOCK_READS: u32 = 4;
 
-/// Two clocks that were read within this time were read at the same time.
+/// The duration in nanoseconds within which two clock readings count as simultaneous.
 const CLOCK_READ_NS: i64 = 20_000;
 
-/// What is to be marked.
+/// The image to mark.
 pub(super) struct Marked<'a> {
     pub(super) file: &'a File,
     pub(super) kind: Kind,
     /// The page cache is bypassed.
     pub(super) is_direct: bool,
-    /// Other processes may write too, or this one does not: the mark is read and not kept.
+    /// The mark is kept up to date. False if other processes may write too, or this process does not write: then the
+    /// mark is only read.
     pub(super) is_kept: bool,
-    /// The size that a write within the visible size may give the file.
+    /// The maximum size that a write within the visible size may give the file.
     pub(super) size_max: u64,
 }
 
-/// Keeps the mark of an open image.
+/// The mark of an open image, which this process keeps up to date.
 pub(super) struct Mark {
     page: Page,
     on: Loop,
@@ -84,7 +85,7 @@ pub(super) struct Mark {
     /// The image's state when it was opened, until the page is set up.
     opened: Cell<Option<State>>,
     size_max: Cell<u64>,
-    /// The task that stores heartbeats and captures runs, or is not wanted.
+    /// The task that stores heartbeats and captures is running, or is not wanted.
     is_watched: Cell<bool>,
     is_closed: Cell<bool>,
     /// Writes that have ended in this turn of the loop, and their sectors.
@@ -94,22 +95,22 @@ pub(super) struct Mark {
     last: Cell<Option<Capture>>,
 }
 
-/// Where the state of an image is read.
+/// The source of an image's state.
 enum Image {
     File(File),
     Block(u64),
-    /// Not at all: the state proves nothing.
+    /// None: the state proves nothing.
     Unprovable,
 }
 
-/// A write in flight. It ends when this is dropped.
+/// A write in flight. It ends when this value is dropped.
 pub(super) struct Begun {
     mark: Rc<Mark>,
     sectors: u64,
 }
 
 impl Begun {
-    /// Ends a write that was to move `len` bytes and has moved `moved`; `None` after an error.
+    /// Ends a write of `len` bytes that has moved `moved` bytes; `None` after an error.
     pub(super) fn has_moved(self, moved: Option<usize>, len: u64) {
         if moved.is_none_or(|moved| moved as u64 != len) {
             self.is_inexact();
@@ -129,11 +130,11 @@ impl Drop for Begun {
 }
 
 impl Mark {
-    /// Reads the mark that an earlier process has left in `directory`, if there is one, and begins a new one, if it is to be kept.
-    /// The image is locked, and nothing has been written to it since.
+    /// Reads the mark that an earlier process has left in `directory`, if there is one, and begins a new one if it is
+    /// to be kept. The caller has locked the image and written nothing to it since.
     ///
     /// # Errors
-    /// The directory is not in the host's memory or not this user's alone, or the host's memory is full.
+    /// The directory is not in the host's memory or not exclusive to this user, or the host's memory is full.
     pub(super) fn open(on: &Loop, directory: &Path, marked: &Marked<'_>) -> io::Result<(Found, Option<Rc<Self>>)> {
         let boot = boot_id()?;
         let metadata = marked.file.metadata()?;
@@ -174,7 +175,7 @@ impl Mark {
         Ok((found, Some(mark)))
     }
 
-    /// Makes the page this process's own, if it is not. Nothing of this process's is in flight.
+    /// Makes the page this process's own, if it is not yet. No write of this process may be in flight.
     fn set_up(self: &Rc<Self>) {
         let Some(opened) = self.opened.take() else { return };
         let clock = clock(self.boot);
@@ -203,7 +204,7 @@ impl Mark {
         }
     }
 
-    /// Nothing of this process's has changed the file since `then`.
+    /// Compares the file's state with `then`, since which this process has not changed the file.
     fn compare(&self, now: State, then: FileTimes) {
         let Some(now) = now.file.filter(|now| *now != then) else {
             return;
@@ -216,7 +217,7 @@ impl Mark {
         });
     }
 
-    /// Counts a write of so many sectors as begun. The kernel gets it next.
+    /// Counts a write of `sectors` sectors as begun. The caller submits it to the kernel next.
     #[inline]
     pub(super) fn begin(self: &Rc<Self>, sectors: u64) -> Begun {
         if !self.is_watched.get() {
@@ -236,14 +237,14 @@ impl Mark {
     fn end(self: &Rc<Self>, sectors: u64) {
         let ending = self.ending.get();
         if ending == 0 {
-            // One reading of the clock serves all that end in this turn.
+            // One clock reading serves all writes that end in this turn.
             self.on.call_at_turn_end(Rc::clone(self) as Rc<dyn TurnEnd>);
         }
         self.ending.set(ending + 1);
         self.ending_sectors.set(self.ending_sectors.get() + sectors);
     }
 
-    /// Announces that a write to come may give the file this size.
+    /// Announces that a later write may give the file this size.
     pub(super) fn may_grow_to(&self, size: u64) {
         self.size_max.set(self.size_max.get().max(size));
         if self.is_set_up() {
@@ -255,14 +256,15 @@ impl Mark {
         self.opened.get().is_none()
     }
 
-    /// Reports that the finding of this opening, and of those before, has been acted upon. The mark belongs to this use from now on.
+    /// Reports that the findings of this opening and of earlier ones have been acted upon. The mark belongs to this
+    /// use from now on.
     pub(super) fn acknowledge(self: &Rc<Self>, of_use: u64) {
         self.set_up();
         self.page.store(Word::Use, of_use);
         self.page.store(Word::Carried, Finding::Proven.code());
     }
 
-    /// Something begins, and nothing has begun since the last capture, or ever.
+    /// Starts heartbeats and captures, for the first write since the last capture or ever.
     #[cold]
     fn wake(self: &Rc<Self>) {
         if !self.is_set_up() {
@@ -292,7 +294,8 @@ impl Mark {
         }
     }
 
-    /// Stores a heartbeat, and captures the state if nothing is in flight; whether it was captured, or never will be.
+    /// Stores a heartbeat, and captures the state if no write is in flight. Returns true if the state was captured,
+    /// or never will be.
     fn tick(&self) -> bool {
         if self.is_closed.get() {
             return true;
@@ -304,14 +307,15 @@ impl Mark {
         if begun != page.load(Word::Ended) {
             return false;
         }
-        // The counters of a device are read through the opener: not between two writes of a busy guest.
+        // The counters of a device are read through the opener, which is too slow between two writes of a busy guest.
         if matches!(self.image, Image::Block(_)) && self.begun_at_tick.replace(begun) != begun {
             return false;
         }
         self.capture(clock, was_set)
     }
 
-    /// Captures the state, if any later write is going to leave another one; whether that is so. Nothing is in flight.
+    /// Captures the state, if any later write is certain to leave another one, and returns whether that is so. No
+    /// write is in flight.
     fn capture(&self, clock: Clock, was_set: bool) -> bool {
         let page = &self.page;
         let coarse_ns = nanoseconds(ClockId::RealtimeCoarse);
@@ -329,7 +333,7 @@ impl Mark {
                     Finding::Unproven
                 });
             }
-            // The next write gets a time of the coarse clock's, or a later one.
+            // The next write gets the time of the coarse clock, or a later one.
             if file.latest_ns() >= coarse_ns && file.latest_ns() < clock.now_ns + FUTURE_NS {
                 return false;
             }
@@ -360,7 +364,8 @@ impl Mark {
         true
     }
 
-    /// Follows a clock that was set; whether it was. A kill in between leaves a mark of before, which proves less.
+    /// Adjusts the page to a clock that was set, and returns whether it was. A kill during the adjustment leaves the
+    /// earlier mark, which proves less.
     fn follow(&self, clock: Clock) -> bool {
         let page = &self.page;
         let was_set = (clock.ahead_ns - page.load(Word::Ahead) as i64).abs() > STEP_MIN_NS;
@@ -390,7 +395,7 @@ impl Mark {
         {
             let clock = clock(self.boot);
             let was_set = self.follow(clock);
-            // If it is too early, the time of the last write's end does as well.
+            // If it is too early for a capture, the time of the last write's end serves as well.
             self.capture(clock, was_set);
         }
         page.detach();
@@ -404,7 +409,7 @@ impl TurnEnd for Mark {
             return;
         }
         let page = &self.page;
-        // The time first: whatever has ended by then has a time of before.
+        // The time is stored first: the times of all writes counted as ended are then not after it.
         page.store(Word::EndedAt, nanoseconds(ClockId::Realtime) as u64);
         page.store(Word::EndedSectors, page.load(Word::EndedSectors) + sectors);
         page.store(Word::Ended, page.load(Word::Ended) + ending);
@@ -422,7 +427,7 @@ async fn watch(on: Loop, mark: Weak<Mark>) {
     }
 }
 
-/// A change of a file's allocation through io_uring, which goes on in the kernel when its future is dropped.
+/// A change of a file's allocation through io_uring, which continues in the kernel when its future is dropped.
 pub(super) struct MarkedChange<'a> {
     op: Option<RingOp>,
     begun: Option<Begun>,
@@ -432,7 +437,7 @@ pub(super) struct MarkedChange<'a> {
 impl<'a> MarkedChange<'a> {
     pub(super) fn start(on: &'a Loop, ring: &Ring, entry: squeue::Entry, begun: Option<Begun>) -> Self {
         if let Some(begun) = &begun {
-            // Devices count some of these as writes, some as discards, and some not at all.
+            // Devices count some of these changes as writes, some as discards, and some not at all.
             begun.is_inexact();
         }
         Self {
@@ -469,13 +474,14 @@ impl Drop for MarkedChange<'_> {
 }
 
 impl FileDevice {
-    /// Returns whether another program has written to the image since one of these `uses` of it began ([`Self::acknowledge_verdict`]).
-    /// `None` if the host was started anew since: then what the caller has recorded durably counts. `noted_boot` is the boot ID of
-    /// the host when the caller last recorded that, and tells a mark that was lost from one that the new start has taken away.
+    /// Returns whether another program has written to the image since one of these `uses` of it began
+    /// ([`Self::acknowledge_verdict`]). Returns `None` if the host was rebooted since: then the caller's durable
+    /// records count. `noted_boot` is the boot ID of the host when the caller last wrote these records. It
+    /// distinguishes a mark that was lost from one that a reboot has removed.
     pub fn verdict(&self, noted_boot: Option<u128>, uses: &[u64]) -> Option<Verdict> {
         let found = self.found?;
         match found.finding {
-            // The mark is kept by whoever used the image last, perhaps without what the caller has kept of it.
+            // The last user of the image has kept the mark, possibly without the caller's own records.
             Finding::NoMark => None,
             _ if !uses.contains(&found.of_use) => None,
             Finding::Proven => Some(Verdict::Proven),
@@ -488,15 +494,15 @@ impl FileDevice {
         })
     }
 
-    /// Reports that the verdict has been acted upon, and that a new use of the image begins, to which the caller has given a random
-    /// number. Until then the next openings of the image have no better verdict than this one.
+    /// Reports that the verdict has been acted upon, and that a new use of the image begins, for which the caller has
+    /// chosen a random number. Until then later openings of the image have no better verdict than this one.
     pub fn acknowledge_verdict(&self, of_use: u64) {
         if let Some(mark) = &self.mark {
             mark.acknowledge(of_use);
         }
     }
 
-    /// Counts a write to `len` bytes as begun, if there is a mark.
+    /// Counts a write of `len` bytes as begun, if there is a mark.
     pub(super) fn begin(&self, len: u64) -> Option<Begun> {
         self.mark.as_ref().map(|mark| mark.begin(len / SECTOR))
     }
@@ -525,11 +531,11 @@ fn nanoseconds(clock: ClockId) -> i64 {
     time.tv_sec * 1_000_000_000 + time.tv_nsec
 }
 
-/// Returns where the state of an image is read, and what it is now.
+/// Returns the source of an image's state, and its present state.
 fn image_of(marked: &Marked<'_>, found: &Metadata) -> (Image, State) {
     let image = match marked.kind {
         Kind::Block if marked.is_direct => {
-            // What others have written through the page cache is counted when the kernel writes it to the device.
+            // Foreign writes through the page cache are counted only when the kernel writes them to the device.
             let all =
                 libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
             // SAFETY: a plain system call on an open descriptor.
@@ -542,7 +548,7 @@ fn image_of(marked: &Marked<'_>, found: &Metadata) -> (Image, State) {
         Kind::Block => Image::Unprovable,
         Kind::Regular | Kind::Tmpfs => {
             let is_provable = rustix::fs::fstatfs(marked.file).is_ok_and(|found| is_local(&found));
-            // Another open file: the image's own one has the locks.
+            // Another open file description, because the image's own one has the locks.
             let own = format!("/proc/self/fd/{}", marked.file.as_raw_fd());
             match rustix::fs::open(own, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
                 Ok(place) if is_provable => Image::File(place.into()),
@@ -575,7 +581,8 @@ fn state_of(image: &Image) -> io::Result<State> {
     })
 }
 
-/// Returns the name of an image's mark: the same for all names of the image, and for no other image at the same time.
+/// Returns the name of an image's mark. All names of an image give the same mark, and no other image has it at the
+/// same time.
 fn name(marked: &Marked<'_>, found: &Metadata) -> io::Result<PathBuf> {
     if marked.kind == Kind::Block {
         return Ok(format!("block-{:x}", found.rdev()).into());
@@ -592,12 +599,12 @@ fn name(marked: &Marked<'_>, found: &Metadata) -> io::Result<PathBuf> {
     .into())
 }
 
-/// Makes the directory, if it is missing and wanted, and checks that it is in the host's memory and this user's alone.
+/// Creates the directory if it is missing and wanted, and checks that it is on tmpfs and exclusive to this user.
 fn prepare_directory(directory: &Path, is_wanted: bool) -> io::Result<()> {
     let found = match directory.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound && is_wanted => {
             match DirBuilder::new().mode(0o700).create(directory) {
-                // Another device's opening was faster.
+                // Another device's opening has created it first.
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
                 _ => directory.symlink_metadata()?,
             }
@@ -615,7 +622,7 @@ fn prepare_directory(directory: &Path, is_wanted: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens a mark, and makes it if it is missing and wanted.
+/// Opens a mark, and creates it if it is missing and wanted.
 fn open_mark(path: &Path, is_wanted: bool) -> io::Result<Option<File>> {
     let flags = match is_wanted {
         true => OFlags::RDWR | OFlags::CREATE,

@@ -1,4 +1,5 @@
-//! Opening a file or block device as a disk: what it is, whose it is, and whether direct I/O works on it.
+//! Opening a file or block device as a disk: checks its kind, takes its locks, and probes whether direct I/O works on
+//! it.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -22,25 +23,25 @@ use crate::event_loop::Loop;
 use crate::lock_wait::{LockKind, LockWait};
 use crate::opener::{self, Access, NamedBy, opener};
 
-/// The interval between two tries to take a lock that another process has.
+/// The interval between two attempts to take a lock that another process has.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What a container seems to be filled up to, in bytes.
+/// The unit in bytes to which a container appears padded.
 pub const CONTAINER_UNIT: u64 = 4096;
 
-/// Whether to go through the host's page cache.
+/// The use of the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Caching {
     /// Direct I/O where the file system has it, buffered elsewhere.
     #[default]
     Auto,
-    /// Direct I/O, or refuse.
+    /// Direct I/O; fail where there is none.
     Direct,
     /// Through the page cache.
     Buffered,
 }
 
-/// What a file is to whoever opens it: what is said of it.
+/// The purpose of a file, which log messages name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Role {
     /// A disk, or a part of one.
@@ -52,31 +53,32 @@ pub enum Role {
     CacheOf(String),
 }
 
-/// How to open a file.
+/// Options for opening a file.
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
-    /// What it is.
+    /// The purpose of the file.
     pub role: Role,
     /// Refuse changes.
     pub read_only: bool,
-    /// Let other processes use the file too; the user answers for what that does.
+    /// Let other processes use the file too. The user is responsible for the consequences.
     pub share: bool,
-    /// Claim a block device from the kernel (`O_EXCL`), as a mount, md and the device mapper do: refuse one that is claimed,
-    /// and keep it from them. For devices that Larder overwrites.
+    /// Claim a block device from the kernel (`O_EXCL`), as a mount, md and the device mapper do: refuse a claimed
+    /// one, and keep others from claiming it. For devices that Larder overwrites.
     pub exclusive: bool,
-    /// Who sees to it that nobody else uses the file, otherwise.
+    /// The process that keeps others from using the file, unless it is shared.
     pub claim: Claim,
-    /// Page cache or not.
+    /// The use of the page cache.
     pub caching: Caching,
-    /// The file is a container, not the disk itself: its end means nothing. It seems to be filled up to
-    /// whole blocks, with zeros, and is once something is written there.
+    /// The file is a container, not the disk itself, so its end has no meaning. It appears padded with zeros to whole
+    /// blocks, and grows to that size once data is written there.
     pub container: bool,
-    /// A directory on tmpfs, of this user alone, in which the device keeps a mark of its writes: see [`FileDevice::verdict`]. It is
-    /// made if it is missing and its parent exists. A device that is shared or only read reads the mark and keeps none.
+    /// The directory in which the device keeps a mark of its writes, see [`FileDevice::verdict`]. It is on tmpfs and
+    /// exclusive to this user, and is created if it is missing and its parent exists. A device that is shared or
+    /// read-only reads the mark and keeps none.
     pub mark: Option<PathBuf>,
 }
 
-/// Why a file cannot be opened as a disk.
+/// The reason why a file cannot be opened as a disk.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
@@ -84,7 +86,7 @@ pub enum OpenError {
     Open {
         path: PathBuf,
         source: io::Error,
-        /// Only reading was wanted.
+        /// The file was opened for reading only.
         read_only: bool,
     },
     #[error(
@@ -131,7 +133,7 @@ impl FileDevice {
     /// Opens `path` as a disk on `on`.
     ///
     /// # Errors
-    /// See [`OpenError`]. A lock held by a server that is just dying is waited for.
+    /// See [`OpenError`]. A lock of a server that is just exiting is waited for.
     pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, OpenError> {
         let os = |what| {
             move |source: io::Error| OpenError::Os {
@@ -143,7 +145,8 @@ impl FileDevice {
         let (file, kind) = loop {
             let (file, kind) = open_unlocked(path, &options)?;
             lock_patiently(on, &file, path, &options).await?;
-            // Whoever had it before may have removed or replaced it meanwhile: then this one would be lost when we end.
+            // The previous lock owner may have removed or replaced the file meanwhile. Then `file` has no name, and
+            // its data would be lost when this process exits.
             if leads_to(path, &file) {
                 break (file, kind);
             }
@@ -163,7 +166,8 @@ impl FileDevice {
         }
         let container = options.container && kind != Kind::Block;
         if container {
-            // The file itself grows when something is written there: it may yet turn out not to be such a container.
+            // The file itself grows only when data is written there: the probe may yet show that it is no such
+            // container.
             size = size.next_multiple_of(CONTAINER_UNIT);
         } else {
             tell_of_odd_size(path, size, options.read_only);
@@ -233,7 +237,8 @@ impl FileDevice {
     }
 }
 
-/// Returns what the mark in `directory` proves, and the mark from now on. The image is served without one if it cannot be kept.
+/// Returns the finding of the mark in `directory`, and the mark from now on. If the mark cannot be kept, the image is
+/// served without one.
 fn open_mark(
     on: &Loop,
     path: &Path,
@@ -257,7 +262,7 @@ fn open_mark(
     }
 }
 
-/// Opens `path`, and says what it is.
+/// Opens `path` and returns its kind.
 fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), OpenError> {
     let read_only = options.read_only;
     let failed = |source| OpenError::Open {
@@ -274,7 +279,7 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), Ope
         if by == NamedBy::Header && source.raw_os_error() == Some(libc::ELOOP) {
             return OpenError::Links { path: path.to_owned() };
         }
-        // What is there tells more, if it is what cannot be opened.
+        // If the file is of a wrong kind, that explains more than the error of the open call.
         let place = opener().open(path, Access::Look, by).ok();
         let wrong = place.and_then(|place| kind_of(&place, path).err());
         wrong
@@ -288,8 +293,8 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), Ope
     Ok((file, kind))
 }
 
-/// Opens the regular file at `path`, and makes it if there is none, for its size to be changed before it is a disk: nobody
-/// else uses it until the file is closed.
+/// Opens the regular file at `path`, creating it if it is missing, so that its size can be changed before it is a
+/// disk. No other process uses the file until it is closed.
 ///
 /// # Errors
 /// See [`OpenError`].
@@ -314,8 +319,8 @@ pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
     }
 }
 
-/// Whether what is at `path` now is `file`, as far as can be seen. One that is opened by its number (`/proc/self/fd/5`) is,
-/// also if it was removed.
+/// Returns true if `path` still leads to `file`, as far as is known. A file that was opened by its number
+/// (`/proc/self/fd/5`) does, even if it was removed.
 fn leads_to(path: &Path, file: &File) -> bool {
     match (opener::metadata(path), file.metadata()) {
         (Ok(there), Ok(file)) => (there.dev(), there.ino()) == (file.dev(), file.ino()),
@@ -393,7 +398,7 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
     }
 }
 
-/// Claims an open block device, and waits for a server that is just dying.
+/// Claims an open block device, and waits for a server that is just exiting.
 async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, OpenError> {
     let mut wait = LockWait::new(LockKind::Claim);
     loop {
@@ -422,11 +427,11 @@ fn is_same_device(one: &File, other: &File) -> bool {
     matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
 }
 
-/// Claims a block device: as long as the result is open, nothing else can. A claim has a descriptor of its own, so that a
-/// device that is closed can give it up while requests may still use the other one.
+/// Claims a block device: no other program can claim it while the result is open. A claim has a descriptor of its
+/// own, so that a closed device can release it while requests may still use the other descriptor.
 ///
 /// # Errors
-/// Another program or the kernel has claimed it, or it cannot be opened.
+/// Another program or the kernel has claimed the device, or it cannot be opened.
 pub fn claim_device(path: &Path) -> Result<File, OpenError> {
     let claimed = opener().open(path, Access::Claim, NamedBy::User);
     claimed.map_err(|source| match source.kind() {
@@ -446,14 +451,14 @@ fn is_unsupported(error: &io::Error) -> bool {
     )
 }
 
-/// What direct I/O demands, in bytes.
+/// The alignment that direct I/O demands, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Alignment {
     memory: u32,
     offset: u32,
 }
 
-/// Direct I/O with this alignment, or `None` for buffered.
+/// Enables direct I/O and returns its alignment, or returns `None` for buffered I/O.
 fn choose_direct(
     file: &File,
     path: &Path,
@@ -489,7 +494,8 @@ fn choose_direct(
     }
 }
 
-/// A size that is no multiple of 512 is rounded up, as in QEMU. The file becomes larger when its last sector is written.
+/// Warns of a size that is no multiple of 512. It is rounded up, as in QEMU; the file grows when its last sector is
+/// written.
 fn tell_of_odd_size(path: &Path, size: u64, read_only: bool) {
     let missing = size.next_multiple_of(SECTOR) - size;
     if missing == 0 {
@@ -512,7 +518,7 @@ fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
     if let Some(alignment) = reported_alignment(file) {
         return alignment.ok_or_else(|| "the file system has no direct I/O for this file".to_owned());
     }
-    // Kernels before 6.1 do not say: try.
+    // Kernels before 6.1 do not report the alignment, so it is probed.
     let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
     let direct = flags | rustix::fs::OFlags::DIRECT;
     rustix::fs::fcntl_setfl(file, direct).map_err(|_| "the file system has no direct I/O".to_owned())?;
@@ -528,12 +534,13 @@ fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
     })
 }
 
-/// statx's STATX_DIOALIGN: `None` if the kernel does not know it, `Some(None)` if there is no direct I/O.
+/// Returns the alignment from statx's STATX_DIOALIGN: `None` if the kernel does not support it, `Some(None)` if there
+/// is no direct I/O.
 fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
     const STATX_DIOALIGN: u32 = 0x2000;
     // SAFETY: `struct statx` is plain integers.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: an empty path with AT_EMPTY_PATH means the descriptor itself; `found` is a valid place for the answer.
+    // SAFETY: an empty path with AT_EMPTY_PATH means the descriptor itself; `found` is valid for the result.
     let result = unsafe {
         libc::statx(
             file.as_raw_fd(),
@@ -554,7 +561,7 @@ fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
     }))
 }
 
-/// Whether a block device refuses writes, although it could be opened for them.
+/// Returns true if a block device refuses writes, although it could be opened for writing.
 fn is_read_only_device(file: &File) -> bool {
     const BLKROGET: libc::Ioctl = 0x125e;
     let mut read_only: libc::c_int = 0;

@@ -1,33 +1,33 @@
-//! The pieces that a long discard is made in.
+//! The pieces into which a long discard is split.
 
 use std::time::Duration;
 
 use crate::units::{ByteLen, ByteRange};
 
-/// A piece takes no longer than this, as far as its length has a say in that.
+/// The maximum duration of a piece, as far as its length determines it.
 const TIME_MAX: Duration = Duration::from_millis(4);
 
-/// After a piece that took so long, others go first for this time: who waits for the file is not woken before the next
-/// piece has begun, otherwise.
+/// The duration above which a piece is followed by [`PAUSE`], in which other requests run. Without the pause, requests
+/// that wait for the file are not woken before the next piece has begun.
 pub(super) const LONG: Duration = Duration::from_millis(1);
 pub(super) const PAUSE: Duration = Duration::from_micros(200);
 
-/// Bytes of the first piece, which is also the shortest, and of the longest.
+/// The length of the first piece, which is also the shortest, and of the longest.
 const FIRST: ByteLen = ByteLen::mib(4);
 const MAX: ByteLen = ByteLen::mib(1 << 10);
 
-/// After so many shortest pieces that took long, a longer one is tried.
+/// The number of slow shortest pieces after which a longer one is tried.
 const LONG_PER_TRY: u32 = 16;
 
-/// The length of the next piece, by the time that those before it took. It becomes longer while pieces take next to no time,
-/// and shorter where they take long, as long as shorter ones are quicker: on a busy host the time is not the kernel's, and more
-/// pieces would only be waited for more often.
+/// The length of the next piece, chosen by the time that earlier pieces took. It grows while pieces take next to no
+/// time, and shrinks while they are slow, as long as shorter ones are quicker: on a busy host the kernel is not the
+/// cause of the delay, and more pieces would only wait more often.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pieces {
     len: ByteLen,
-    /// The length and time of the piece before, if that took too long and the next one has another length therefore.
+    /// The length and time of the previous piece, if it took too long and the next one has another length therefore.
     before: Option<(ByteLen, Duration)>,
-    /// Shortest pieces that took too long.
+    /// The number of shortest pieces that took too long.
     long: u32,
 }
 
@@ -42,17 +42,17 @@ impl Default for Pieces {
 }
 
 impl Pieces {
-    /// The next piece of `rest`. It ends at a multiple of the shortest one: at a place inside one of the file system's
-    /// blocks, that block would stay.
+    /// Returns the next piece of `rest`. It ends at a multiple of the shortest length: a piece that ends inside a
+    /// file system block leaves that block allocated.
     pub(super) fn next(self, rest: ByteRange) -> ByteRange {
         let end = (rest.start + self.len).align_down(FIRST.get());
         ByteRange::between(rest.start, end.min(rest.end()))
     }
 
-    /// Takes note of a piece's time.
+    /// Records the time that a piece took.
     pub(super) fn took(&mut self, len: ByteLen, time: Duration) {
         if len != self.len {
-            // One that was cut short says nothing about those that are not.
+            // A piece that was cut short says nothing about full ones.
             return;
         }
         let before = self.before.take();
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
     use crate::units::ByteOffset;
 
-    /// The length after many pieces, each of which takes some time for itself and some for each GiB.
+    /// Returns the length after many pieces, each of which takes `each` plus `per_gib` for each GiB.
     fn len_after(each: Duration, per_gib: Duration) -> ByteLen {
         let mut pieces = Pieces::default();
         for _ in 0..100 {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn time_without_regard_to_length_shortens_nothing() {
+    fn pieces_stay_long_if_time_is_constant() {
         for millis in [5, 10, 100] {
             let len = len_after(Duration::from_millis(millis), Duration::ZERO);
             assert!(len.get() >= MAX.get() / 2, "{len}");

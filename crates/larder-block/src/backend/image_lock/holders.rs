@@ -1,14 +1,15 @@
-//! Who has an image locked, for messages.
+//! The processes that have an image locked, for messages.
 
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 
-/// How many are named.
+/// The maximum number of processes named.
 const NAMED_MAX: usize = 4;
 
-/// The processes but for `known` that have locks on the open file, as `qemu-nbd, pid 4711`. Those of other users are seen by
-/// root only, and a process that is being torn down by nobody, so the list may be empty although there is one.
+/// Returns the processes other than `known` that have locks on the open file, as `qemu-nbd, pid 4711`. Only root sees
+/// processes of other users, and a process that is exiting is not visible at all, so the list may be empty although
+/// the file is locked.
 pub fn holders_but(known: &[u32], file: BorrowedFd<'_>) -> Vec<String> {
     let (Some(image), Ok(processes)) = (identity(file), fs::read_dir("/proc")) else {
         return Vec::new();
@@ -25,18 +26,18 @@ pub fn holders_but(known: &[u32], file: BorrowedFd<'_>) -> Vec<String> {
         .collect()
 }
 
-/// Whether this process has locks on the image by another of its open files.
+/// Returns true if this process has locks on the image through another of its open files.
 pub(super) fn is_held_here(file: BorrowedFd<'_>) -> bool {
     identity(file).is_some_and(|image| has_locked(std::process::id(), image, Some(file.as_raw_fd())))
 }
 
-/// Device and inode.
+/// Returns the device and inode numbers.
 fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
     let found = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     Some((found.dev(), found.ino()))
 }
 
-/// Whether the process has locks on the image by a descriptor other than `but`.
+/// Returns true if the process has locks on the image through a descriptor other than `but`.
 fn has_locked(pid: u32, image: (u64, u64), but: Option<RawFd>) -> bool {
     let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else {
         return false;
@@ -48,7 +49,7 @@ fn has_locked(pid: u32, image: (u64, u64), but: Option<RawFd>) -> bool {
             return false;
         }
         let notes = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
-        // Only then is the file itself asked: one on a file server that is away would not answer.
+        // The file itself is queried only after a match: a file on an unreachable server would not answer.
         notes
             .lines()
             .any(|line| line.contains("OFDLCK") && line.contains(&inode))

@@ -1,7 +1,7 @@
-//! From a URI to a connection that takes requests: connecting, TLS, and the options of the handshake.
+//! Connection set-up from a URI: connects, starts TLS, and negotiates the options of the handshake.
 //!
-//! Newstyle servers only. What a server does not know costs one more round trip and nothing else: extended headers fall
-//! back to structured replies, those to simple ones, and `GO` to `EXPORT_NAME`.
+//! Newstyle servers only. An option that a server does not support costs one more round trip and nothing else:
+//! extended headers fall back to structured replies, those to simple ones, and `GO` to `EXPORT_NAME`.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -19,35 +19,35 @@ use crate::signal::first_of;
 use crate::tls::{ClientTls, Stream};
 use crate::units::ByteLen;
 
-/// The longest reply to an option that is read, in bytes: a few times the longest string.
+/// The maximum length of an option reply that is read, in bytes: a few times the longest string.
 const OPTION_REPLY_LEN_MAX: u32 = 16 << 10;
 
-/// The most replies to one option. Real servers send a handful.
+/// The maximum number of replies to one option. Real servers send a handful.
 const OPTION_REPLIES_MAX: usize = 64;
 
-/// What an export is like, as the server says.
+/// The properties of an export, as the server reports them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Export {
-    /// In bytes, as it is: not necessarily whole blocks.
+    /// The exact size in bytes, not necessarily whole blocks.
     pub(super) size: u64,
     pub(super) flags: TransmissionFlags,
     pub(super) sizes: BlockSizes,
     pub(super) framing: Framing,
-    /// The number of `base:allocation`, if the server has it.
+    /// The ID of the context `base:allocation`, if the server has it.
     pub(super) allocation: Option<u32>,
 }
 
-/// A connection that takes requests.
+/// A connection that is ready for requests.
 pub(super) struct Connection {
     pub(super) stream: Rc<Stream>,
     pub(super) input: Input,
     pub(super) export: Export,
 }
 
-/// After this long somebody who waits for a first connection is told what for.
+/// The waiting time after which the log names the step that a first connection waits for.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Connects and shakes hands within `limit`.
+/// Connects and completes the handshake within `limit`.
 pub(super) async fn connect(
     on: &Loop,
     uri: &NbdUri,
@@ -57,7 +57,7 @@ pub(super) async fn connect(
     connect_by_steps(on, uri, tls, limit, &Cell::new(Step::Dial)).await
 }
 
-/// The same, and the log tells what is waited for.
+/// Connects like [`connect`], and logs the step that it waits for after [`QUIET`].
 pub(super) async fn connect_and_tell(
     on: &Loop,
     uri: &NbdUri,
@@ -123,12 +123,12 @@ async fn connect_patiently(
 struct Handshake {
     stream: Rc<Stream>,
     input: Input,
-    /// Agreed: no padding behind the reply to `EXPORT_NAME`.
+    /// The server sends no padding after the reply to `EXPORT_NAME`, by agreement.
     no_zeroes: bool,
 }
 
 impl Handshake {
-    /// Exchanges flags; whether the server answers options.
+    /// Exchanges flags. Returns true if the server answers options.
     async fn greet(&mut self) -> Result<bool, ConnectError> {
         let greeting = self.input.take::<GREETING_LEN>().await?;
         let flags = handshake::parse_greeting(&greeting).map_err(|error| match error {
@@ -151,7 +151,7 @@ impl Handshake {
             Reply::Refused(refusal) => return Err(ConnectError::TlsRefused(refusal)),
             Reply::Data { kind, .. } => return Err(wrong_reply(options::STARTTLS, kind)),
         }
-        // Whatever came unencrypted behind the acknowledgement must not pass for something said under TLS.
+        // Data that arrived unencrypted after the acknowledgement must not pass for data received under TLS.
         if !self.input.arrived().is_empty() {
             return Err(ConnectError::Injected(self.input.arrived().len()));
         }
@@ -179,7 +179,7 @@ impl Handshake {
         Ok(export)
     }
 
-    /// Asks for something that older servers lack; whether this one has it.
+    /// Requests an option that older servers lack. Returns true if this server supports it.
     async fn try_option(&mut self, option: u32) -> Result<bool, ConnectError> {
         self.ask(option, &[]).await?;
         match self.reply(option).await? {
@@ -201,7 +201,7 @@ impl Handshake {
         for _ in 0..OPTION_REPLIES_MAX {
             match self.reply(option).await? {
                 Reply::Done => return Ok(found),
-                // An unknown export too, which `GO` reports better.
+                // The server may refuse because the export is unknown, which `GO` reports better.
                 Reply::Refused(_) => return Ok(None),
                 Reply::Data {
                     kind: replies::META_CONTEXT,
@@ -218,7 +218,7 @@ impl Handshake {
         Err(ConnectError::ManyReplies { option })
     }
 
-    /// The export, or `None` if the server is too old for `GO`.
+    /// Selects the export by `GO`. Returns `None` if the server is too old for `GO`.
     async fn go(&mut self, name: &str) -> Result<Option<Export>, ConnectError> {
         let option = options::GO;
         let wanted = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
@@ -254,7 +254,8 @@ impl Handshake {
         Err(ConnectError::ManyReplies { option })
     }
 
-    /// The old way, which cannot say why it fails: the server hangs up.
+    /// Selects the export by the old option `EXPORT_NAME`. It cannot report an error: the server closes the
+    /// connection.
     async fn export_name(&mut self, name: &str) -> Result<Export, ConnectError> {
         self.ask(options::EXPORT_NAME, name.as_bytes()).await?;
         let size = u64::from_be_bytes(self.input.take().await?);
@@ -313,14 +314,14 @@ fn wrong_reply(option: u32, kind: u32) -> ConnectError {
     ConnectError::WrongReply { option, kind }
 }
 
-/// What a reconnected export must still be able to do if it could before: requests may be under way that need it.
+/// The flags that a reconnected export must still have if it had them before: in-flight requests may need them.
 const KEPT_FLAGS: TransmissionFlags = TransmissionFlags::FLUSH
     .with(TransmissionFlags::FUA)
     .with(TransmissionFlags::TRIM)
     .with(TransmissionFlags::WRITE_ZEROES)
     .with(TransmissionFlags::FAST_ZERO);
 
-/// The largest export, in bytes: an offset has 63 bits, and a disk whole sectors.
+/// The maximum size of an export, in bytes: an offset has 63 bits, and a disk has whole sectors.
 const EXPORT_SIZE_MAX: u64 = (1 << 63) - 512;
 
 impl Export {
@@ -334,7 +335,7 @@ impl Export {
         }
     }
 
-    /// Refuses sizes that cannot be meant, and keeps the payload to what we would send.
+    /// Refuses invalid sizes, and caps the payload at the maximum that this client sends.
     fn checked(mut self) -> Result<Self, ConnectError> {
         let BlockSizes {
             minimum,
@@ -347,7 +348,7 @@ impl Export {
         if self.size > EXPORT_SIZE_MAX {
             return Err(ConnectError::AbsurdSize(self.size));
         }
-        // Spec, "Size constraints": a power of two up to 64 KiB; a larger payload than anyone needs means no limit.
+        // Spec, "Size constraints": a power of two up to 64 KiB; a maximum payload above all needs means no limit.
         let sound = minimum.is_power_of_two()
             && minimum <= 65536
             && preferred.is_power_of_two()
@@ -369,7 +370,7 @@ impl Export {
         self.flags.contains(flag)
     }
 
-    /// Whether this can take the place of `before`, to which requests may be under way.
+    /// Checks that this export can replace `before`, for which requests may be in flight.
     pub(super) fn replaces(&self, before: &Self) -> Result<(), Change> {
         let lost = before.flags.without(self.flags).intersection(KEPT_FLAGS);
         if self.size < before.size {
@@ -381,7 +382,7 @@ impl Export {
         if self.has(TransmissionFlags::READ_ONLY) && !before.has(TransmissionFlags::READ_ONLY) {
             return Err(Change::ReadOnly);
         }
-        // Requests are whole sectors, whatever smaller minimum there was.
+        // Requests are whole sectors, even if the old minimum was smaller.
         if self.sizes.minimum > before.sizes.minimum.max(super::SECTOR) {
             return Err(Change::LargerBlocks {
                 from: before.sizes.minimum,

@@ -1,4 +1,4 @@
-//! Why an NBD export cannot be opened, and why a connection to it ended.
+//! The reasons why an NBD export cannot be opened, and why a connection to it ended.
 
 use std::time::Duration;
 use std::{fmt, io};
@@ -9,7 +9,7 @@ use crate::printable;
 use crate::tls::TlsError;
 use crate::units::ByteLen;
 
-/// Why an export cannot be opened as a disk.
+/// The reason why an export cannot be opened as a disk.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
@@ -19,7 +19,7 @@ pub enum OpenError {
     Connect { uri: String, source: ConnectError },
 }
 
-/// Why a connection did not get as far as requests.
+/// The reason why a connection failed before it was ready for requests.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConnectError {
@@ -73,7 +73,7 @@ pub enum ConnectError {
     Replay(Broken),
 }
 
-/// What to look at when nobody answers.
+/// Returns a hint at the cause of a failed connection.
 fn dial_hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ECONNREFUSED) => {
@@ -85,7 +85,7 @@ fn dial_hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// What a connection that is being made waits for.
+/// The step of connection set-up that is waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Step {
@@ -110,11 +110,11 @@ impl fmt::Display for Step {
 #[derive(Debug, thiserror::Error)]
 #[error("{} to {}{}", reply_error_name(*kind), option_name(*option), quoted(text))]
 pub struct Refusal {
-    /// The option.
+    /// The number of the option.
     pub option: u32,
-    /// The kind of the error reply.
+    /// The type of the error reply.
     pub kind: u32,
-    /// What the server said about it.
+    /// The server's message.
     pub text: String,
 }
 
@@ -126,7 +126,7 @@ fn quoted(text: &str) -> String {
     }
 }
 
-/// How an export differs from what it was before the connection broke, so that it cannot take its place.
+/// The difference that keeps an export from replacing the one before the connection broke.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Change {
@@ -140,7 +140,7 @@ pub enum Change {
     Lost(String),
 }
 
-/// Why a connection ended.
+/// The reason why a connection ended.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Broken {

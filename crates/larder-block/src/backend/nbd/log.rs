@@ -1,11 +1,12 @@
-//! The replay log: changes that the server has acknowledged and not yet been told to flush.
+//! The replay log: changes that the server has acknowledged and that no flush covers yet.
 //!
-//! A server that dies may lose them, and a flush by its successor would succeed all the same. So they are kept, with a
-//! copy of their data, until a flush that covers them has completed, and are repeated in order on a new connection.
+//! A server that dies may lose such changes, and a flush by its successor would succeed nonetheless. So the log keeps
+//! them, with a copy of their data, until a flush that covers them has completed, and they are replayed in order on a
+//! new connection.
 //!
 //! Invariants: entries are in the order in which they were acknowledged; the data of writes lies in the ring in that
-//! order; what is kept and what is reserved for changes under way together stay within the capacity, so that an
-//! acknowledged change always finds room.
+//! order; the space used together with the space reserved for in-flight changes stays within the capacity, so that an
+//! acknowledged change always fits.
 
 use std::collections::VecDeque;
 
@@ -13,27 +14,27 @@ use crate::buffer::WriteBuf;
 use crate::nbd::Command;
 use crate::units::ByteRange;
 
-/// What an entry costs besides its data, in bytes.
+/// The capacity that an entry takes in addition to its data, in bytes.
 const ENTRY_COST: u64 = 64;
 
-/// See the module.
+/// The log of acknowledged, unflushed changes. See the [module](self).
 pub(super) struct ReplayLog {
-    /// In bytes; 0 for a log that keeps nothing and has room for everything.
+    /// The capacity in bytes; 0 for a disabled log, which stores nothing and accepts everything.
     capacity: u64,
-    /// The data of writes; empty until the first one. Used from `head` on, around the end.
+    /// The data of writes, as a ring buffer that is filled from `head` on; empty until the first write.
     ring: Box<[u8]>,
     head: usize,
-    /// Bytes of `ring` in use.
+    /// The number of bytes of `ring` in use.
     filled: usize,
     entries: VecDeque<Entry>,
-    /// How many entries have ever left.
+    /// The number of entries that were ever released.
     released: u64,
-    /// What `entries` cost.
+    /// The capacity that `entries` take, in bytes.
     kept: u64,
     reserved: u64,
 }
 
-/// A change that was acknowledged.
+/// An acknowledged change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) command: Command,
@@ -49,11 +50,11 @@ impl Entry {
     }
 }
 
-/// A point in the log: everything acknowledged before it.
+/// A position in the log: it covers everything acknowledged before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Mark(u64);
 
-/// What a change of `len` bytes of data costs, in bytes of capacity.
+/// Returns the capacity in bytes that a change with `data_len` bytes of data takes.
 fn cost(data_len: u64) -> u64 {
     data_len + ENTRY_COST
 }
@@ -76,12 +77,12 @@ impl ReplayLog {
         self.capacity > 0
     }
 
-    /// The longest write that it is offered: several fit.
+    /// Returns the maximum length of a write, of which several fit into the log; `None` if the log is disabled.
     pub(super) fn write_len_max(&self) -> Option<u64> {
         self.is_on().then_some(self.capacity / 4)
     }
 
-    /// Bytes that are kept.
+    /// Returns the capacity in use, in bytes.
     pub(super) fn kept(&self) -> u64 {
         self.kept
     }
@@ -94,7 +95,8 @@ impl ReplayLog {
         self.is_on() && self.kept >= self.capacity / 2
     }
 
-    /// Sets room aside for a change of `data_len` bytes of data that is about to be sent; false if there is none now.
+    /// Reserves capacity for a change with `data_len` bytes of data that is about to be sent. Returns false if there
+    /// is not enough now.
     pub(super) fn reserve(&mut self, data_len: u64) -> bool {
         if !self.is_on() {
             return true;
@@ -106,7 +108,7 @@ impl ReplayLog {
         true
     }
 
-    /// Gives up what was set aside: the change was not acknowledged.
+    /// Releases a reservation, because the change was not acknowledged.
     pub(super) fn unreserve(&mut self, data_len: u64) {
         if self.is_on() {
             debug_assert!(self.reserved >= cost(data_len));
@@ -114,7 +116,7 @@ impl ReplayLog {
         }
     }
 
-    /// Keeps an acknowledged change for which room was set aside. `data` is that of a write.
+    /// Appends an acknowledged change, for which capacity was reserved. `data` is the data of a write.
     pub(super) fn append(&mut self, entry: Entry, data: Option<WriteBuf<'_>>) {
         if !self.is_on() {
             return;
@@ -136,12 +138,12 @@ impl ReplayLog {
         debug_assert!(self.filled <= self.ring.len());
     }
 
-    /// The present end of the log.
+    /// Returns the present end of the log.
     pub(super) fn mark(&self) -> Mark {
         Mark(self.released + self.entries.len() as u64)
     }
 
-    /// Forgets what was acknowledged before `mark`: it is durable now.
+    /// Removes the changes acknowledged before `mark`, which are durable now.
     pub(super) fn release(&mut self, mark: Mark) {
         while self.released < mark.0 {
             let Some(entry) = self.entries.pop_front() else {
@@ -157,7 +159,7 @@ impl ReplayLog {
         }
     }
 
-    /// Every entry with where its data begins, counted from the oldest.
+    /// Returns every entry with the offset of its data, counted from the oldest data.
     pub(super) fn entries(&self) -> impl Iterator<Item = (Entry, usize)> + '_ {
         let mut at = 0;
         self.entries.iter().map(move |entry| {
@@ -167,7 +169,7 @@ impl ReplayLog {
         })
     }
 
-    /// Appends an entry's data to `to`; `start` is where [`ReplayLog::entries`] said it begins.
+    /// Appends an entry's data to `to`; `start` is the offset from [`ReplayLog::entries`].
     pub(super) fn copy_data(&self, entry: &Entry, start: usize, to: &mut Vec<u8>) {
         let len = entry.data_len();
         if len == 0 {
@@ -196,7 +198,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_log_keeps_what_was_acknowledged_in_order_within_its_capacity(
+        fn log_keeps_order_within_capacity(
             steps in prop::collection::vec((0usize..700, 0u8..8, any::<u8>()), 1..200),
         ) {
             let mut log = ReplayLog::new(4096);
@@ -234,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_without_capacity_has_room_for_everything_and_keeps_nothing() {
+    fn log_without_capacity_stores_nothing() {
         let mut log = ReplayLog::new(0);
         let data = [1; 512];
         assert!(log.reserve(u64::MAX / 2));

@@ -1,19 +1,21 @@
 //! A disk on an NBD server.
 //!
-//! Many requests are in flight at once on one connection; what exceeds the server's limits is split, what the server
-//! lacks is emulated. When the connection breaks, or the server stalls or breaks the protocol, the device reconnects and
-//! repeats what was unanswered, so that whoever uses it notices nothing but time, up to a limit.
+//! Many requests are in flight at once on one connection. Requests that exceed the server's limits are split;
+//! features that the server lacks are emulated. When the connection breaks, or the server stalls or breaks the
+//! protocol, the device reconnects and repeats the unanswered requests. Users of the device see a delay only, up to a
+//! limit.
 //!
 //! Invariants:
-//! - What was acknowledged and not yet flushed is in the replay log (where the server knows flushes), and reaches a new
+//! - Acknowledged, unflushed changes are in the replay log (where the server supports flushes), and reach a new
 //!   connection before anything else does.
-//! - A connection is only ever made to an export that can do what the first one could.
-//! - Memory is bounded by what callers have asked for, the log's capacity, and fixed buffers, whatever a server sends.
+//! - A connection is only ever made to an export that has all features of the first one.
+//! - Memory is bounded by the callers' requests, the log's capacity, and fixed buffers, whatever a server sends.
 //!
-//! How it fails: an error that the server reports goes to the request that met it. A server that is away for longer than
-//! [`NbdOptions::reconnect`] makes requests fail with [`Failure::Unreachable`], while it is still being tried.
+//! How it fails: an error that the server reports is returned to the request that met it. When a server is
+//! unreachable for longer than [`NbdOptions::reconnect`], requests fail with [`Failure::Unreachable`], and the device
+//! keeps trying to reconnect.
 //!
-//! One thing no client can rule out: a server that lives on after a connection to it broke may still carry out a
+//! One fault cannot be ruled out by any client: a server that survives a broken connection may still carry out a
 //! request of the old connection after its repetition on the new one, and after later writes.
 
 mod connect;
@@ -49,33 +51,35 @@ use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 pub use self::error::{Broken, Change, ConnectError, OpenError, Refusal, Step};
 
-/// The smallest sector that guests know, in bytes.
+/// The smallest sector size that guests use, in bytes.
 const SECTOR: u32 = 512;
 
-/// The longest request without a payload, in bytes: well within 32 bits, and quick enough for most servers.
+/// The maximum length of a request without a payload, in bytes: well within 32 bits, and quick enough for most
+/// servers.
 const NO_PAYLOAD_LEN_MAX: u64 = 1 << 30;
 
 /// Zeros for servers that cannot write zeroes by themselves.
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
-/// The smallest replay log, in bytes: a few requests of every block size must fit.
+/// The minimum size of the replay log, in bytes: a few requests of every block size must fit.
 const REPLAY_LOG_MIN: ByteLen = ByteLen::mib(1);
 
-/// How an export is used.
+/// Options for the use of an export.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
-    /// Refuse changes, whatever the server allows.
+    /// Refuse changes, even if the server allows them.
     pub read_only: bool,
-    /// Requests on the wire at a time; more wait.
+    /// The maximum number of requests on the wire; further requests wait.
     pub depth: usize,
-    /// How long requests wait for a connection that has broken before they fail.
+    /// The time that requests wait for a broken connection before they fail.
     pub reconnect: Duration,
-    /// How long no byte may move while requests are on the wire before the connection counts as broken.
+    /// The time without any transferred byte after which a connection with requests on the wire counts as broken.
     pub request_timeout: Duration,
-    /// How long connecting and the handshake may take.
+    /// The maximum time for connecting and the handshake.
     pub handshake_timeout: Duration,
-    /// Room for changes that the server has acknowledged and not flushed, which are repeated if the server dies; raised
-    /// to 1 MiB if it is less. Zero for none: then such a death can lose writes that a later flush claims to have saved.
+    /// The capacity for changes that the server has acknowledged and not flushed, which are repeated if the server
+    /// dies. Raised to 1 MiB if it is less. Zero disables the log: then a server's death can lose writes that a later
+    /// flush reports as durable.
     pub replay_log: ByteLen,
 }
 
@@ -92,20 +96,20 @@ impl Default for NbdOptions {
     }
 }
 
-/// What a device has been through; for status output and tests.
+/// Counters of a device, for status output and tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NbdStatistics {
-    /// Connections that got as far as requests, the first one included.
+    /// Connections that became ready for requests, the first one included.
     pub connections: u64,
-    /// Changes that were repeated from the log.
+    /// Changes that were replayed from the log.
     pub replayed: u64,
     /// Requests that have been answered.
     pub answered: u64,
     /// Requests that have not been answered.
     pub unanswered: usize,
-    /// What the log keeps now, in bytes.
+    /// The used capacity of the log, in bytes.
     pub log_kept: ByteLen,
-    /// Requests fail because the server is away.
+    /// Requests fail because the server is unreachable.
     pub unreachable: bool,
     /// The connection uses extended headers.
     pub extended_headers: bool,
@@ -116,7 +120,7 @@ pub struct NbdDevice {
     shared: Rc<Shared>,
 }
 
-/// What the device and the task that keeps its connection have in common.
+/// The state that the device shares with the task that maintains its connection.
 struct Shared {
     on: Loop,
     name: Rc<str>,
@@ -126,7 +130,7 @@ struct Shared {
     geometry: Cell<Geometry>,
     requests: RefCell<Requests>,
     log: RefCell<ReplayLog>,
-    /// There is something to send, or the device is closing.
+    /// Raised when there is something to send, or the device is closing.
     changed: Signal,
     closing: Cell<bool>,
     unreachable: Cell<bool>,
@@ -134,7 +138,7 @@ struct Shared {
     connections: Cell<u64>,
     replayed: Cell<u64>,
     changes: SizeChanges,
-    /// The certificates that were read last.
+    /// The certificates that were last read.
     tls: RefCell<Option<ClientTls>>,
 }
 
@@ -142,7 +146,7 @@ impl NbdDevice {
     /// Connects to the export and keeps it connected.
     ///
     /// # Errors
-    /// See [`OpenError`]. Nothing is tried a second time here: who starts a disk wants to know at once.
+    /// See [`OpenError`]. The first connection is not retried, so that the start of a disk fails at once.
     pub async fn open(on: &Loop, uri: &NbdUri, options: NbdOptions) -> Result<Rc<Self>, OpenError> {
         let failed = |source| OpenError::Connect {
             uri: uri.to_string(),
@@ -183,7 +187,7 @@ impl NbdDevice {
         Ok(Rc::new(Self { shared }))
     }
 
-    /// What it has been through.
+    /// Returns the device's counters.
     pub fn statistics(&self) -> NbdStatistics {
         let shared = &self.shared;
         NbdStatistics {
@@ -212,13 +216,14 @@ fn load_tls(uri: &NbdUri) -> Result<Option<ClientTls>, TlsError> {
     let host = match (&tls.hostname, &uri.address) {
         (Some(name), _) => name,
         (None, SocketAddress::Tcp { host, .. }) => host,
-        // As libnbd does: whoever serves a unix socket is on this host.
+        // As in libnbd: the server of a unix socket is on this host.
         (None, SocketAddress::Unix(_)) => "localhost",
     };
     ClientTls::load(tls.certificates.as_deref(), host).map(Some)
 }
 
-/// Whole sectors: like a file's, the last sector of an odd export is filled up with zeros.
+/// Returns the size of the disk in whole blocks. Like a file's, the last sector of an odd export is padded with
+/// zeros.
 fn visible_size(size: u64, block_size: u32) -> ByteLen {
     let unit = u64::from(block_size);
     if block_size == SECTOR {
@@ -260,7 +265,7 @@ fn geometry_of(export: &Export, read_only: bool) -> Geometry {
 }
 
 impl Shared {
-    /// The certificates as they are now; where they cannot be read any more, as they were.
+    /// Loads the present certificates. If they cannot be read any more, the previous ones stay in use.
     fn load_tls(&self) -> Result<Option<ClientTls>, TlsError> {
         match load_tls(&self.uri) {
             Ok(tls) => *self.tls.borrow_mut() = tls,
@@ -286,18 +291,18 @@ impl Shared {
         IoError::new(&self.name, operation, range, failure)
     }
 
-    /// The part of `range` that the export really has: all but the end of the last sector of an odd one.
+    /// Returns the part of `range` that the export contains: all but the padding of the last sector of an odd one.
     fn real(&self, range: ByteRange) -> ByteRange {
         let end = ByteOffset::new(self.export.get().size).min(range.end());
         ByteRange::between(range.start, end)
     }
 
-    /// Whether a request with a payload goes out as it is.
+    /// Returns true if a request with a payload can be sent without being split.
     fn is_plain(&self, range: ByteRange, len_max: u64) -> bool {
         range.len.get() <= len_max && range.end().get() <= self.export.get().size
     }
 
-    /// The longest read or write, in bytes: whole blocks.
+    /// Returns the maximum length of a read or write, in bytes: whole blocks.
     fn payload_len_max(&self, operation: Operation) -> u64 {
         let server = u64::from(self.export.get().sizes.payload_max);
         let len = match operation {
@@ -330,7 +335,7 @@ impl Shared {
     }
 
     fn submit_read<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Pending<'a> {
-        // SAFETY: only the lifetime changes. The slot forgets the buffer when the request is answered, or when
+        // SAFETY: only the lifetime changes. The slot drops the buffer when the request is answered, or when
         // `Pending`, which has the true lifetime, is dropped.
         let buffer = unsafe { std::mem::transmute::<ReadBuf<'a>, ReadBuf<'static>>(buffer) };
         let asked = Asked {
@@ -369,7 +374,7 @@ impl Shared {
         self.submit(operation, asked, Memory::None, 0)
     }
 
-    /// A read that must be split or goes beyond the real end.
+    /// Reads a range that must be split or ends beyond the export's exact end.
     async fn read_in_parts(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let real = self.real(range);
         let len_max = self.payload_len_max(Operation::Read);
@@ -383,8 +388,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Refuses a write of anything but zeros beyond the end of an export of an odd size, which has no room for the end of its
-    /// last sector.
+    /// Refuses a write of anything but zeros beyond the end of an export of an odd size, which has no space for the
+    /// padding of its last sector.
     fn check_beyond(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
         let mut end = [0; SECTOR as usize];
         let beyond = buffer.skip(self.real(range).len.as_usize());
@@ -407,7 +412,7 @@ impl Shared {
         self.make_durable(Operation::Write, range, fua).await
     }
 
-    /// Discards or zeroes.
+    /// Discards or zeroes a range in parts.
     async fn change_in_parts(
         &self,
         operation: Operation,
@@ -503,7 +508,7 @@ impl Shared {
     }
 }
 
-/// How a durable change is made.
+/// The way in which a durable change is made.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fua {
     No,
@@ -517,8 +522,8 @@ impl Fua {
     }
 }
 
-/// `range` in parts of at most `len_max` bytes, which end at multiples of that: a server can discard what is on both sides
-/// of such a place.
+/// Splits `range` into parts of at most `len_max` bytes. They end at multiples of `len_max`, so that a server can
+/// discard the blocks on both sides of such a boundary.
 fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
     let mut at = range.start;
     std::iter::from_fn(move || {
@@ -532,8 +537,8 @@ fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
     })
 }
 
-/// The extents with their borders on whole blocks: a block with data in it is data. What lies behind the export's real
-/// end, less than a block, belongs to the last extent.
+/// Aligns the boundaries of extents to whole blocks: a block that contains data is data. The rest of the range after
+/// the export's exact end, less than a block, belongs to the last extent.
 fn whole_blocks(range: ByteRange, found: &[Extent], unit: u64) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::with_capacity(found.len());
     let mut push = |at: &mut ByteOffset, end: ByteOffset, kind| {
@@ -558,7 +563,7 @@ fn whole_blocks(range: ByteRange, found: &[Extent], unit: u64) -> Vec<Extent> {
         }
     }
     if at == range.start {
-        // Nothing but pieces of the first block.
+        // The extents cover only parts of the first block.
         let end = (at + ByteLen::new(unit)).min(range.end());
         push(&mut at, end, ExtentKind::Data);
     }
@@ -620,7 +625,7 @@ impl BlockDevice for NbdDevice {
         if self.shared.has(TransmissionFlags::FLUSH) {
             Io::nbd(self.shared.flush())
         } else {
-            // Such a server has nothing to flush.
+            // A server without flushes has nothing to flush.
             Io::ready(Ok(()))
         }
     }
@@ -654,7 +659,7 @@ impl BlockDevice for NbdDevice {
     }
 }
 
-/// A request that the server has not answered yet, or whose answer nobody has taken.
+/// A request that the server has not answered yet, or whose answer the caller has not taken.
 pub(crate) struct Pending<'a> {
     shared: &'a Shared,
     id: RequestId,
@@ -705,7 +710,7 @@ mod tests {
     }
 
     #[test]
-    fn borders_of_extents_move_to_whole_blocks_in_favour_of_data() {
+    fn blocks_with_any_data_are_data_extents() {
         let (data, hole) = (ExtentKind::Data, ExtentKind::Hole);
         let found = [
             extent(0, 700, data),

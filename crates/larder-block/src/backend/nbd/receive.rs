@@ -1,6 +1,6 @@
-//! The receiving half of a connection: replies in whatever order they come, payloads straight into the callers'
-//! buffers. A server is not trusted: everything that it sends must answer a request that is on the wire, within the
-//! bounds of that request, or the connection is given up.
+//! The receiving half of a connection: replies in any order, payloads straight into the callers' buffers. A server is
+//! not trusted: everything that it sends must answer a request that is on the wire, within the bounds of that
+//! request, or the connection is closed.
 
 use super::Shared;
 use super::connect::Export;
@@ -14,7 +14,7 @@ use crate::nbd::transmission::{ERROR_CHUNK_LEN_MAX, ErrorChunk, Framing, ReplyHe
 use crate::nbd::{Command, Input, STATE_HOLE, STATE_ZERO};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// Where payloads go that nobody wants any more, in bytes.
+/// The length in bytes of the buffer for payloads whose caller has dropped the request.
 const SCRATCH_LEN: usize = 64 << 10;
 
 pub(super) struct Receiver<'a> {
@@ -67,7 +67,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// Takes replies until the connection breaks; why it did.
+    /// Receives replies until the connection breaks, and returns the reason.
     pub(super) async fn receive(mut self) -> Broken {
         loop {
             if let Err(broken) = self.reply().await {
@@ -162,8 +162,8 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// Checks that a content chunk lies in the request and that there are not too many of them; where it begins in the
-    /// buffer.
+    /// Checks that a content chunk lies in the request and that the chunks do not exceed its length. Returns the
+    /// chunk's offset in the buffer.
     fn account(&self, chunk: Chunk, offset: u64, len: u64, what: &'static str) -> Result<usize, Broken> {
         let range = chunk.asked.range;
         let part = ByteRange::new(offset, len);
@@ -179,7 +179,7 @@ impl<'a> Receiver<'a> {
         Ok((part.start - range.start).as_usize())
     }
 
-    /// Moves `len` bytes to where the request wants them, `from` bytes into its buffer.
+    /// Receives `len` bytes into the request's buffer, from the offset `from` on.
     async fn payload(&mut self, id: RequestId, from: usize, len: usize) -> Result<(), Broken> {
         let mut done = 0;
         while done < len {
@@ -221,7 +221,7 @@ impl<'a> Receiver<'a> {
             let descriptor = self.input.peek(layout.descriptor_len).await?;
             let (len, status) = layout.parse_descriptor(descriptor)?;
             self.input.consume(layout.descriptor_len);
-            // The last extent may go beyond what was asked for; later ones may not be there at all.
+            // The last extent may go beyond the request; further extents are ignored.
             let end = at
                 .checked_add(ByteLen::new(len))
                 .unwrap_or(ByteOffset::new(u64::MAX))
@@ -253,7 +253,7 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// The last chunk of a reply has come.
+    /// Completes a request after the last chunk of its reply.
     fn done(&self, chunk: Chunk) -> Result<(), Broken> {
         let (failure, received, extents) = {
             let requests = self.shared.requests.borrow();
@@ -294,7 +294,7 @@ impl<'a> Receiver<'a> {
     }
 }
 
-/// What a status of `base:allocation` means. A hole that need not read as zeros is treated as data.
+/// Returns the meaning of a status of `base:allocation`. A hole that need not read as zeros is treated as data.
 fn kind_of(status: u64) -> ExtentKind {
     match (status & STATE_ZERO != 0, status & STATE_HOLE != 0) {
         (true, true) => ExtentKind::Hole,

@@ -1,12 +1,12 @@
 //! The requests of an export: waiting, on the wire, or answered.
 //!
-//! A request lives in a slot from the call until whoever made it has taken the result. It does not hold memory of its
-//! own: a read's payload goes into the caller's buffer, a write's comes from there. A caller who gives up first takes
-//! his buffer with him; what then still has to be sent or kept is copied out before the drop returns, and what still
-//! arrives is thrown away.
+//! A request lives in a slot from the call until the caller has taken the result. It does not own memory: a read's
+//! payload goes into the caller's buffer, a write's payload comes from there. A caller that drops the request early
+//! takes its buffer away. Data that must still be sent or kept is copied before the drop returns, and data that still
+//! arrives is discarded.
 //!
-//! Slots are numbered; slot and generation together are the cookie on the wire, so a reply to a request that is gone
-//! is recognised as such.
+//! Slots are numbered. Slot and generation together are the cookie on the wire, so a reply to a request that no
+//! longer exists is recognised.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -18,7 +18,7 @@ use crate::error::Failure;
 use crate::nbd::{Command, CommandFlags};
 use crate::units::ByteRange;
 
-/// Which request: the number of its slot, and of its user.
+/// The identity of a request: the number of its slot, and the slot's generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RequestId {
     slot: u32,
@@ -38,7 +38,7 @@ impl RequestId {
     }
 }
 
-/// What is asked of the server.
+/// The content of a request to the server.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked {
     pub(super) command: Command,
@@ -47,7 +47,7 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// Bytes of payload that go with it.
+    /// Returns the length in bytes of the payload sent with the request.
     pub(super) fn payload_len(&self) -> usize {
         match self.command {
             Command::Write => self.range.len.as_usize(),
@@ -56,15 +56,15 @@ impl Asked {
     }
 }
 
-/// Where a request's payload comes from or goes to.
+/// The source or destination of a request's payload.
 pub(super) enum Memory {
-    /// There is none, or nobody wants it any more.
+    /// There is no payload, or its caller has dropped the request.
     None,
-    /// The caller's; forgotten before his future is gone.
+    /// The caller's buffer of a read; replaced before the caller's future is dropped.
     Into(ReadBuf<'static>),
-    /// As above.
+    /// The caller's buffer of a write; replaced before the caller's future is dropped.
     From(WriteBuf<'static>),
-    /// Of a caller who has gone: what it was then.
+    /// A copy of the data of a write whose caller has dropped the request.
     Kept(Box<[u8]>),
 }
 
@@ -72,19 +72,19 @@ pub(super) enum Memory {
 enum State {
     Free,
     Queued,
-    /// So many bytes of its payload have been sent.
+    /// The number of payload bytes sent so far.
     Sending(usize),
     Sent,
     Done(Result<(), Failure>),
 }
 
-/// Who waits for the answer.
+/// The owner of a request, which waits for the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
     Caller,
-    /// A caller who has given up.
+    /// None: the caller has dropped the request.
     Nobody,
-    /// The replay log, for room.
+    /// The replay log, which needs space.
     Log,
 }
 
@@ -95,36 +95,36 @@ pub(super) struct Slot {
     asked: Asked,
     memory: Memory,
     waker: Option<Waker>,
-    /// Place in the order of submission.
+    /// The position in the order of submission.
     sequence: u64,
-    /// Room set aside in the log, in bytes of data.
+    /// The reservation in the log, in bytes of data.
     reserved: Option<u64>,
-    /// A flush covers the log up to here.
+    /// The position in the log that a flush covers.
     mark: Mark,
-    /// Bytes of a read that have been accounted for.
+    /// The bytes of a read that were accounted for.
     received: u64,
-    /// What an error chunk said before the last chunk came.
+    /// The failure from an error chunk that came before the last chunk.
     failure: Option<Failure>,
-    /// The answer came before the payload was all sent.
+    /// The answer, if it came before the whole payload was sent.
     early: Option<Result<(), Failure>>,
     extents: Vec<Extent>,
     extents_limit: usize,
 }
 
-/// See the module.
+/// The table of all requests of an export. See the [module](self).
 pub(super) struct Requests {
     slots: Vec<Slot>,
     free: Vec<u32>,
     /// Slots that wait to be sent, in order.
     queue: VecDeque<u32>,
-    /// Sent, or being sent, and not answered.
+    /// The number of requests that were sent, or are being sent, and have no answer.
     on_wire: usize,
     on_wire_max: usize,
     next_sequence: u64,
     answered: u64,
-    /// A flush for the log is under way.
+    /// A flush for the log is in flight.
     log_flush: bool,
-    /// Changes wait for room in the log.
+    /// Changes wait for space in the log.
     starved: bool,
 }
 
@@ -151,12 +151,12 @@ impl Requests {
         self.answered
     }
 
-    /// Whether something waits to be sent.
+    /// Returns true if requests wait to be sent.
     pub(super) fn is_waiting(&self) -> bool {
         !self.queue.is_empty()
     }
 
-    /// Requests that have not been answered.
+    /// Returns the number of requests that have not been answered.
     pub(super) fn unanswered(&self) -> usize {
         self.on_wire + self.queue.len()
     }
@@ -165,7 +165,7 @@ impl Requests {
         self.insert(asked, memory, limit, Owner::Caller)
     }
 
-    /// A request that has failed before it was sent.
+    /// Adds a request that has failed before it was sent.
     pub(super) fn submit_failed(&mut self, asked: Asked, failure: Failure) -> RequestId {
         let id = self.insert(asked, Memory::None, 0, Owner::Caller);
         self.queue.pop_back();
@@ -219,8 +219,8 @@ impl Requests {
         self.free.push(index);
     }
 
-    /// Takes the answer, or leaves `waker` to be called for it. A call after the answer was taken is a bug of the
-    /// caller's.
+    /// Takes the answer, or stores `waker` to be woken for it. A call after the answer was taken is a bug of the
+    /// caller.
     pub(super) fn poll(&mut self, id: RequestId, waker: &Waker) -> Option<Result<Vec<Extent>, Failure>> {
         let Some(slot) = self.slot_mut(id) else {
             panic!("a request's result was asked for twice")
@@ -237,7 +237,7 @@ impl Requests {
         Some(result.map(|()| extents))
     }
 
-    /// The caller has gone, and with him his buffer. Nothing if the answer was taken.
+    /// Abandons a request, whose caller takes its buffer away. Does nothing if the answer was taken.
     pub(super) fn give_up(&mut self, id: RequestId, log: &ReplayLog) {
         let Some(slot) = self.slot_mut(id) else {
             return;
@@ -251,16 +251,16 @@ impl Requests {
                 self.release(id.slot);
             }
             State::Done(_) => self.release(id.slot),
-            // The rest must be sent as it is, or the server would write garbage; and what may be acknowledged must be
-            // there to be repeated, for somebody may have read it by then.
+            // The rest of the payload must be sent unchanged, or the server would write garbage. A change that may
+            // yet be acknowledged must be available for a replay, because it may have been read by then.
             State::Sending(_) => slot.keep_memory(),
             State::Sent if log.is_on() => slot.keep_memory(),
             State::Sent => slot.memory = Memory::None,
         }
     }
 
-    /// The next request to be sent, if the wire has room for one. Changes for which the log has no room wait for a
-    /// flush; others pass them.
+    /// Starts the next request, if the wire has room for one. Changes for which the log has no space wait for a
+    /// flush; other requests overtake them.
     pub(super) fn begin_next(&mut self, log: &mut ReplayLog) -> Option<(RequestId, Asked)> {
         if self.on_wire >= self.on_wire_max {
             return None;
@@ -291,14 +291,14 @@ impl Requests {
         None
     }
 
-    /// Asks for a flush if changes wait for room in the log that only a flush can make.
+    /// Enqueues a flush if changes wait for space in the log that only a flush can make.
     pub(super) fn flush_for_room(&mut self, log: &ReplayLog) {
         if self.starved && log.len() > 0 {
             self.start_log_flush();
         }
     }
 
-    /// Flushes so that the log need not be replayed again, unless that is under way.
+    /// Enqueues a flush, so that the log's changes need not be replayed again, unless such a flush is in flight.
     pub(super) fn start_log_flush(&mut self) {
         if !self.log_flush {
             self.log_flush = true;
@@ -308,12 +308,12 @@ impl Requests {
                 range: ByteRange::default(),
             };
             self.insert(flush, Memory::None, 0, Owner::Log);
-            // Ahead of the changes that wait for it.
+            // The flush goes before the changes that wait for it.
             self.queue.rotate_right(1);
         }
     }
 
-    /// What is left to be sent of a payload; empty once all is.
+    /// Returns the part of a payload that is not sent yet; empty when all is sent.
     pub(super) fn unsent(&self, id: RequestId) -> WriteBuf<'_> {
         let Some(Slot {
             state: State::Sending(sent),
@@ -330,7 +330,7 @@ impl Requests {
         }
     }
 
-    /// So many more bytes of a payload have been sent.
+    /// Records that `count` more bytes of a payload were sent.
     pub(super) fn advance(&mut self, id: RequestId, count: usize) {
         if let Some(Slot {
             state: State::Sending(sent),
@@ -341,7 +341,7 @@ impl Requests {
         }
     }
 
-    /// The request has left. Gives the answer if that came before.
+    /// Records that the request is sent. Completes it if its answer has come already.
     pub(super) fn sent(&mut self, id: RequestId, log: &mut ReplayLog) {
         let Some(slot) = self.slot_mut(id) else {
             return;
@@ -355,7 +355,7 @@ impl Requests {
         }
     }
 
-    /// What a reply with this cookie answers, if there is such a request on the wire.
+    /// Returns the request on the wire that has this cookie, if there is one.
     pub(super) fn on_wire_request(&self, cookie: u64) -> Option<(RequestId, Asked)> {
         let id = RequestId::of_cookie(cookie);
         let slot = self.slot(id)?;
@@ -366,7 +366,7 @@ impl Requests {
         }
     }
 
-    /// The part of a read's buffer from `from` on, `len` bytes; `None` if nobody wants it any more.
+    /// Returns `len` bytes of a read's buffer from `from` on; `None` if its caller has dropped the request.
     pub(super) fn read_target(&self, id: RequestId, from: usize, len: usize) -> Option<ReadBuf<'_>> {
         match &self.slot(id)?.memory {
             Memory::Into(buffer) => Some(buffer.slice(from, len)),
@@ -374,7 +374,7 @@ impl Requests {
         }
     }
 
-    /// Accounts for `len` bytes of a read; how many that makes.
+    /// Accounts for `len` bytes of a read, and returns the total.
     pub(super) fn received(&mut self, id: RequestId, len: u64) -> u64 {
         match self.slot_mut(id) {
             Some(slot) => {
@@ -389,7 +389,7 @@ impl Requests {
         self.slot(id).map_or(0, |slot| slot.received)
     }
 
-    /// An error chunk came; the last chunk will end the request with this.
+    /// Records the failure from an error chunk, with which the last chunk will complete the request.
     pub(super) fn fail_later(&mut self, id: RequestId, failure: Failure) {
         if let Some(slot) = self.slot_mut(id) {
             slot.failure.get_or_insert(failure);
@@ -400,7 +400,7 @@ impl Requests {
         self.slot(id)?.failure
     }
 
-    /// Adds an extent to the answer; false if no more are wanted.
+    /// Adds an extent to the answer. Returns false if the limit is reached.
     pub(super) fn push_extent(&mut self, id: RequestId, extent: Extent) -> bool {
         match self.slot_mut(id) {
             Some(slot) if slot.extents.len() < slot.extents_limit => {
@@ -415,7 +415,7 @@ impl Requests {
         self.slot(id).is_some_and(|slot| !slot.extents.is_empty())
     }
 
-    /// Gives the answer to the request: keeps a change in the log, and releases the log after a flush.
+    /// Completes the request: a successful change is appended to the log, and a successful flush releases the log.
     pub(super) fn finish(&mut self, id: RequestId, result: Result<(), Failure>, log: &mut ReplayLog) {
         let Some(slot) = self.slot_mut(id) else {
             return;
@@ -435,7 +435,7 @@ impl Requests {
         self.on_wire -= 1;
         self.answered += 1;
         self.answer(id.slot, result);
-        // Only when it has grown: a flush that fails must not be followed by another at once, and so on for ever.
+        // Only a change starts a flush: a failed flush that starts another one at once would loop for ever.
         if reserved.is_some() && log.is_half_full() {
             self.start_log_flush();
         }
@@ -463,7 +463,7 @@ impl Requests {
         }
     }
 
-    /// Changes that wait for room which a failed flush did not make fail with it; they would wait for ever.
+    /// Fails the changes that wait for space in the log after a failed flush, because they would wait for ever.
     fn fail_starved(&mut self, failure: Failure) {
         if !std::mem::take(&mut self.starved) {
             return;
@@ -478,7 +478,7 @@ impl Requests {
         }
     }
 
-    /// The connection is gone: everything unanswered waits again, in its old order, to be sent on another one.
+    /// Requeues all unanswered requests after a broken connection, in their old order, to be sent on another one.
     pub(super) fn requeue(&mut self, log: &mut ReplayLog) {
         let mut again = Vec::new();
         for index in 0..self.slots.len() as u32 {
@@ -511,7 +511,7 @@ impl Requests {
         self.on_wire = 0;
     }
 
-    /// Everything that waits fails.
+    /// Fails all requests that wait.
     pub(super) fn fail_queued(&mut self, failure: Failure) {
         for index in std::mem::take(&mut self.queue) {
             self.answer(index, Err(failure));
@@ -543,7 +543,7 @@ impl Slot {
         }
     }
 
-    /// Makes the caller's memory our own where it is still needed.
+    /// Copies the caller's memory where it is still needed.
     fn keep_memory(&mut self) {
         self.memory = match std::mem::replace(&mut self.memory, Memory::None) {
             Memory::From(buffer) => Memory::Kept(buffer.to_vec().into_boxed_slice()),

@@ -1,7 +1,8 @@
-//! The life of an export's connection: it carries requests until it breaks, and is then made anew.
+//! The lifetime of an export's connection: it carries requests until it breaks, and is then re-established.
 //!
-//! One task does both directions. After a reconnect the log is replayed first, then everything unanswered is sent again
-//! in its old order, then new requests follow; so every change arrives after those that were acknowledged before it.
+//! One task does both directions. After a reconnect the log is replayed first, then all unanswered requests are sent
+//! again in their old order, then new requests follow. So every change arrives after the changes that were
+//! acknowledged before it.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -22,13 +23,13 @@ use crate::nbd::transmission::{ReplyHeader, Request, chunks};
 use crate::signal::first_of;
 use crate::units::{ByteLen, ByteRange};
 
-/// The pause before the second attempt to reconnect; it doubles from there...
+/// The pause before the second attempt to reconnect. It doubles with each attempt, up to [`PAUSE_MAX`].
 const PAUSE_FIRST: Duration = Duration::from_millis(10);
 
-/// ...up to this.
+/// The maximum pause between attempts to reconnect.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Changes that are repeated at the same time.
+/// The maximum number of changes that are replayed at the same time.
 const REPLAY_WINDOW: usize = 32;
 
 /// Keeps the export connected until the device is closed.
@@ -53,7 +54,7 @@ pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
     }
 }
 
-/// Carries requests until the connection breaks (why it did) or the device is closed (`None`).
+/// Carries requests until the connection breaks (returns the reason) or the device is closed (`None`).
 async fn carry(shared: &Shared, connection: Connection) -> Option<Broken> {
     let Connection { stream, input, export } = connection;
     let receiving = async { Some(Receiver::new(shared, input, export).receive().await) };
@@ -64,7 +65,7 @@ async fn carry(shared: &Shared, connection: Connection) -> Option<Broken> {
     why
 }
 
-/// Ends when requests are on the wire and no byte has moved for too long.
+/// Returns when requests are on the wire and no byte was transferred for too long.
 async fn watch(shared: &Shared) -> Broken {
     let limit = shared.options.request_timeout;
     loop {
@@ -79,7 +80,8 @@ async fn watch(shared: &Shared) -> Broken {
     }
 }
 
-/// A new connection with everything repeated that the server may have lost; `None` if the device was closed first.
+/// Returns a new connection on which all changes that the server may have lost were replayed; `None` if the device
+/// was closed first.
 async fn reconnect(shared: &Shared) -> Option<Connection> {
     let closed = async {
         let closing = || shared.closing.get().then_some(());
@@ -95,7 +97,7 @@ async fn reconnect(shared: &Shared) -> Option<Connection> {
     first_of(attempts, first_of(given_up, closed)).await
 }
 
-/// From now on requests fail, until there is a connection again.
+/// Fails all requests until there is a connection again.
 fn give_up(shared: &Shared) {
     tracing::error!(
         export = %shared.name, after = ?shared.options.reconnect,
@@ -138,14 +140,14 @@ async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
     tracing::info!(export = %shared.name, replayed, "connected again");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
     if replayed > 0 {
-        // A server that dies often must not have to take the same changes every time.
+        // A server that dies often must not receive the same changes every time.
         shared.requests.borrow_mut().start_log_flush();
     }
     shared.connected(&connection.export);
     Ok(connection)
 }
 
-/// Repeats what is in the log, in order; how many changes. What does not overlap goes out together.
+/// Replays the changes in the log, in order, and returns their number. Changes that do not overlap are sent together.
 async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, Broken> {
     let entries: Vec<_> = shared.log.borrow().entries().collect();
     let mut under_way: VecDeque<(u64, ByteRange)> = VecDeque::new();
@@ -190,7 +192,7 @@ fn replay_message(shared: &Shared, connection: &Connection, cookie: u64, entry: 
     message
 }
 
-/// Takes one reply to a repeated change.
+/// Receives one reply to a replayed change.
 async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64, ByteRange)>) -> Result<(), Broken> {
     let input = &mut connection.input;
     let header = read_header(input, connection.export.framing).await?;
@@ -240,12 +242,12 @@ async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64
 }
 
 impl Shared {
-    /// A byte has moved.
+    /// Records that a byte was transferred.
     pub(super) fn touch(&self) {
         self.last_activity.set(self.on.now());
     }
 
-    /// There is a connection again, to an export that can take the old one's place.
+    /// Adopts a new connection, whose export can replace the old one.
     fn connected(&self, export: &super::connect::Export) {
         let before = self.export.replace(*export);
         self.unreachable.set(false);

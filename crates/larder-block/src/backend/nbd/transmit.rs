@@ -1,5 +1,5 @@
-//! The sending half of a connection: takes requests in order and writes them, headers gathered, payloads straight from
-//! the callers' buffers.
+//! The sending half of a connection: takes requests in order and writes them, with gathered headers, and payloads
+//! straight from the callers' buffers.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::nbd::transmission::Request;
 use crate::nbd::{Command, CommandFlags};
 use crate::tls::Stream;
 
-/// Headers that are gathered before they are sent, in bytes.
+/// The maximum length of gathered headers, in bytes.
 const GATHERED_LEN_MAX: usize = 4 << 10;
 
 /// Sends requests until the connection breaks, or the device is closed and everything has been sent.
@@ -32,7 +32,8 @@ pub(super) async fn transmit(shared: &Shared, stream: &Stream, export: Export) -
     }
 }
 
-/// Appends the headers of as many requests as can go at once; the last of them may have a payload, to be sent behind.
+/// Appends the headers of as many requests as can be sent at once. The last of them may have a payload, which is sent
+/// after the headers.
 fn gather(shared: &Shared, export: Export, head: &mut Vec<u8>) -> Option<RequestId> {
     let mut requests = shared.requests.borrow_mut();
     let mut log = shared.log.borrow_mut();
@@ -68,14 +69,15 @@ fn push(head: &mut Vec<u8>, export: Export, id: RequestId, asked: Asked) {
 
 async fn wait_for_work(shared: &Shared) {
     let mut first = true;
-    // Every change is a reason to look again: `gather` decides.
+    // `gather` decides after every change whether there is work.
     shared
         .changed
         .until(|| (!std::mem::take(&mut first)).then_some(()))
         .await;
 }
 
-/// Writes `head` and the payload of `payload`. The payload is looked up for every call: its owner may go at any time.
+/// Writes `head` and the payload of the request `payload`. Every call looks the payload up again, because its caller
+/// may drop the request at any time.
 async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<RequestId>) -> Result<(), Broken> {
     let mut head = head;
     loop {
@@ -111,7 +113,7 @@ async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<Req
     Ok(stream.flush().await?)
 }
 
-/// Tells the server that nothing more will come (spec, `NBD_CMD_DISC`).
+/// Announces to the server that no more requests follow (spec, `NBD_CMD_DISC`).
 async fn disconnect(stream: &Stream, export: Export) -> Result<(), Broken> {
     let mut message = Vec::new();
     Request {

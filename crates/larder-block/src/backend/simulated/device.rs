@@ -1,4 +1,4 @@
-//! A device that fails, delays, reorders, tears and forgets as far as the contract allows, from a seed.
+//! A device that fails, delays, reorders, tears and loses data as far as the contract allows, from a seed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -24,10 +24,11 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// A device over a [`Medium`]. Requests take and fail as its options, its faults and its seed say.
+/// A device over a [`Medium`]. The duration and the failures of requests follow from its options, faults and seed.
 ///
 /// A change takes effect in one or several parts at moments before its completion. A flush makes durable no more than
-/// what had ended when it was called, a FUA write no more than its own bytes and what they overwrote.
+/// the changes that had completed when it was called, a FUA write no more than its own bytes and the versions that
+/// they overwrote.
 pub struct SimulatedDevice {
     name: Rc<str>,
     seed: u64,
@@ -46,33 +47,33 @@ struct State {
     under_way: BTreeMap<ChangeNumber, Change>,
     stopped: bool,
     failures: u64,
-    /// Parts of the medium that may take room yet; `None` if as many as want some.
+    /// The number of unallocated parts of the medium that may still be allocated; `None` for no limit.
     room_left: Option<u64>,
-    /// How often stuck requests have been released, and who waits for the next time.
+    /// The number of times that stuck requests were released, and the wakers of those waiting for the next time.
     releases: u64,
     stuck: Vec<Waker>,
 }
 
-/// A write, zeroes or discard that has not ended.
+/// A write, zeroes or discard that has not completed.
 struct Change {
     range: ByteRange,
     source: Source,
-    /// What has not taken effect yet.
+    /// The parts that have not taken effect yet.
     remaining: Parts,
 }
 
 type Parts = SmallVec<[ByteRange; 3]>;
 
-/// What will become of a request.
+/// The planned outcome of a request.
 struct Plan {
-    /// How long it takes; `None` if it is answered in the call.
+    /// The duration of the request; `None` if it completes in the call.
     delay: Option<Duration>,
     failure: Option<Failure>,
     stuck: bool,
 }
 
 impl SimulatedDevice {
-    /// A device over `medium`, on `on`.
+    /// Opens a device over `medium`, on `on`.
     ///
     /// # Panics
     /// If the block size is not a power of two and a multiple of the medium's sector.
@@ -109,34 +110,34 @@ impl SimulatedDevice {
         })
     }
 
-    /// Adds a fault. Of several that a request meets, the oldest counts.
+    /// Adds a fault. If a request meets several faults, the oldest takes effect.
     pub fn inject(&self, fault: Fault) {
         self.state.borrow_mut().faults.add(fault);
     }
 
-    /// How many requests in a thousand fail from now on, beside the faults that are set.
+    /// Sets the number of requests in a thousand that fail from now on, in addition to the injected faults.
     pub fn set_failures(&self, per_mille: u32) {
         self.failures_per_mille.set(per_mille);
     }
 
-    /// Forgets all faults that were set, and lets no more requests fail at random. Stuck requests stay stuck.
+    /// Removes all injected faults, and stops random failures. Stuck requests stay stuck.
     pub fn heal(&self) {
         self.failures_per_mille.set(0);
         self.state.borrow_mut().faults.clear();
     }
 
-    /// How much room there is from now on for what has none, on a medium that keeps track of it; without a limit `None`. A
-    /// write that needs more fails with [`Failure::NoSpace`]. A discard gives the room of whole units back.
+    /// Limits the space that can still be allocated, on a medium that tracks allocation; `None` for no limit. A write
+    /// that needs more fails with [`Failure::NoSpace`]. A discard releases the space of whole units.
     pub fn limit_room(&self, room: Option<ByteLen>) {
         self.state.borrow_mut().room_left = room.map(|room| room.get() / ROOM_UNIT);
     }
 
-    /// How long requests take from now on.
+    /// Sets the latency of requests from now on.
     pub fn set_latency(&self, latency: Latency) {
         self.latency.set(latency);
     }
 
-    /// Lets stuck requests go on.
+    /// Lets stuck requests continue.
     pub fn release(&self) {
         let stuck = {
             let mut state = self.state.borrow_mut();
@@ -146,26 +147,26 @@ impl SimulatedDevice {
         stuck.into_iter().for_each(Waker::wake);
     }
 
-    /// The seed that it was opened with.
+    /// Returns the seed from the options.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// A user's file in the memory of the disk's host: it outlives the process, but no loss of power.
+    /// Returns a user's file in the memory of the disk's host. It outlives the process, but not a power loss.
     ///
     /// # Errors
-    /// The real host's.
+    /// The error of the real host.
     pub fn host_memory(&self, user: u32) -> io::Result<Rc<File>> {
         self.state.borrow_mut().medium.host_memory(user)
     }
 
-    /// How many requests have failed because of a fault or at random.
+    /// Returns the number of requests that have failed because of a fault or at random.
     pub fn failures(&self) -> u64 {
         self.state.borrow().failures
     }
 
-    /// Changes the size, rounded down to whole blocks, as the host's administrator does: at once and durably. What is
-    /// cut off is gone; what is added reads as zeros.
+    /// Changes the size, rounded down to whole blocks, as the host's administrator does: at once and durably. Data
+    /// after the new end is lost; added space reads as zeros.
     pub fn set_size(&self, size: ByteLen) {
         let mut geometry = self.geometry.get();
         geometry.size = whole_blocks(size, geometry.block_size);
@@ -174,10 +175,10 @@ impl SimulatedDevice {
         self.changes.announce_size(geometry.size);
     }
 
-    /// Stops the device for good and returns what it leaves. Of each change under way, each sector may have been
-    /// written; no request completes any more.
+    /// Stops the device for good and returns its medium. Of each in-flight change, each sector may have been written;
+    /// no request completes any more.
     ///
-    /// A second stop finds an empty medium.
+    /// A second stop returns an empty medium.
     pub fn stop(&self, how: Stop) -> Medium {
         let mut state = self.state.borrow_mut();
         state.stopped = true;
@@ -199,7 +200,7 @@ impl SimulatedDevice {
         IoError::new(&self.name, operation, range, failure)
     }
 
-    /// Decides what will become of a request.
+    /// Decides the outcome of a request.
     fn plan(&self, operation: Operation, range: ByteRange) -> Plan {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
@@ -237,7 +238,7 @@ impl SimulatedDevice {
         }
     }
 
-    /// Waits out the first part of a plan; when the request is to end.
+    /// Waits until a stuck request is released. Returns the request's start and end times.
     async fn begin(&self, plan: &Plan) -> (LoopTime, LoopTime) {
         if plan.stuck {
             self.wait_for_release().await;
@@ -259,7 +260,7 @@ impl SimulatedDevice {
         .await;
     }
 
-    /// A moment between two, both included.
+    /// Returns a random moment between two, both included.
     fn moment(&self, first: LoopTime, last: LoopTime) -> LoopTime {
         let random = &mut self.state.borrow_mut().random;
         first.after(random.duration(Duration::ZERO, last.since(first)))
@@ -292,7 +293,7 @@ impl SimulatedDevice {
         plan.failure.map_or(Ok(()), |failure| Err(failed(failure)))
     }
 
-    /// Starts a change that has been checked.
+    /// Starts a change whose range is valid.
     fn change<'a>(&'a self, operation: Operation, range: ByteRange, source: Source, fua: bool) -> Io<'a> {
         let plan = self.plan(operation, range);
         let number = {
@@ -373,7 +374,7 @@ impl SimulatedDevice {
     }
 
     fn finish_extents(&self, range: ByteRange, limit: usize, failure: Option<Failure>) -> IoResult<Vec<Extent>> {
-        // It may have become shorter meanwhile.
+        // The device may have shrunk meanwhile.
         self.checked(Operation::Extents, range)?;
         if let Some(failure) = failure {
             return Err(self.error(Operation::Extents, range, failure));
@@ -384,7 +385,7 @@ impl SimulatedDevice {
         let mut at = range.start;
         while at < range.end() && found.len() < limit.max(1) {
             let rest = ByteRange::between(at, range.end());
-            // Borders inside a block belong to the data.
+            // A boundary inside a block belongs to the data.
             let data = medium.next_data(rest).map(|data| data.widened(unit).intersection(rest));
             let (kind, part) = match data {
                 Some(data) if data.start == at => (ExtentKind::Data, data),
@@ -399,7 +400,8 @@ impl SimulatedDevice {
 }
 
 impl State {
-    /// Takes the room that a request needs, or gives back what it leaves; whether there was enough.
+    /// Allocates the space that a request needs, or releases the space that it discards. Returns false if there is
+    /// not enough.
     fn take_room(&mut self, operation: Operation, range: ByteRange) -> bool {
         match operation {
             Operation::Write | Operation::WriteZeroes => {
@@ -420,7 +422,7 @@ impl State {
         true
     }
 
-    /// Cuts a range into the parts in which a request takes effect, in the order in which it does.
+    /// Splits a range into the parts in which a request takes effect, in that order.
     fn split(&mut self, range: ByteRange) -> Parts {
         let sectors = range.len.get() / u64::from(self.medium.sector_size());
         let mut parts = Parts::new();
@@ -441,7 +443,7 @@ impl State {
         parts
     }
 
-    /// Ends a change of which each remaining sector happens or not.
+    /// Ends a change of which each remaining sector is written or not, at random.
     fn abandon(&mut self, number: ChangeNumber, change: &Change) {
         let happens = self.random.pick(&[0, 500, 1000]);
         let size = ByteOffset::new(self.medium.size().get());
@@ -461,7 +463,7 @@ impl State {
     }
 }
 
-/// A change under way. Dropped before it has finished, it may or may not have happened.
+/// An in-flight change. If it is dropped before it has completed, each of its sectors is old or new.
 struct ChangeRequest<'a> {
     device: &'a SimulatedDevice,
     operation: Operation,
@@ -491,14 +493,14 @@ impl ChangeRequest<'_> {
             .is_some_and(|change| !change.remaining.is_empty())
     }
 
-    /// Lets the next part take effect, if there is one.
+    /// Applies the next part, if there is one.
     fn apply_next(&self) -> IoResult {
         let state = &mut *self.device.state.borrow_mut();
         let Some(mut change) = state.under_way.remove(&self.number) else {
             return Ok(());
         };
         if self.range.end().get() > state.medium.size().get() {
-            // The disk has shrunk: the rest does not happen.
+            // The disk has shrunk: the rest is not applied.
             return Err(self.device.error(self.operation, self.range, Failure::OutOfRange));
         }
         if !change.remaining.is_empty() {
@@ -509,7 +511,7 @@ impl ChangeRequest<'_> {
         Ok(())
     }
 
-    /// Ends the request.
+    /// Completes the request.
     fn finish(self, failure: Option<Failure>) -> IoResult {
         if let Some(failure) = failure {
             // Dropping the request leaves each sector old or new.

@@ -1,38 +1,38 @@
-//! Faults that a simulated device is told to have.
+//! Faults that are injected into a simulated device.
 
 use std::time::Duration;
 
 use crate::error::{Failure, Operation};
 use crate::units::ByteRange;
 
-/// What happens to a request that meets a fault.
+/// The effect of a fault on a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It fails. Of a change, each sector is old or new.
+    /// The request fails. Of a change, each sector is old or new.
     Fail(Failure),
-    /// It takes this much longer, of the loop's time.
+    /// The request takes this much longer, in the loop's time.
     Delay(Duration),
-    /// It never completes, until [`release`](super::SimulatedDevice::release) or a stop of the device.
+    /// The request does not complete until [`release`](super::SimulatedDevice::release) or a stop of the device.
     Stick,
 }
 
-/// Which requests meet a fault, and what it does to them.
+/// A condition for requests, and the effect on the requests that meet it.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
-    /// Only requests of this kind; any if `None`.
+    /// The kind of requests; any kind if `None`.
     pub operation: Option<Operation>,
-    /// Only requests that share a byte with this; any if `None`. A flush has no bytes.
+    /// Requests that share a byte with this range; all if `None`. A flush has no bytes.
     pub range: Option<ByteRange>,
-    /// How many such requests go unharmed first.
+    /// The number of such requests that are spared first.
     pub after: u64,
-    /// How many such requests are harmed; `None` for all that follow.
+    /// The number of such requests that are affected; `None` for all that follow.
     pub times: Option<u64>,
-    /// What happens to them.
+    /// The effect on these requests.
     pub effect: Effect,
 }
 
 impl Fault {
-    /// Every request from now on has `effect`.
+    /// Returns a fault with `effect` on every request from now on.
     pub fn always(effect: Effect) -> Self {
         Self {
             operation: None,
@@ -43,7 +43,7 @@ impl Fault {
         }
     }
 
-    /// The next request has `effect`.
+    /// Returns a fault with `effect` on the next request.
     pub fn once(effect: Effect) -> Self {
         Self {
             times: Some(1),
@@ -51,7 +51,7 @@ impl Fault {
         }
     }
 
-    /// The same, but only for requests of this kind.
+    /// Restricts the fault to requests of this kind.
     pub fn on(self, operation: Operation) -> Self {
         Self {
             operation: Some(operation),
@@ -59,7 +59,7 @@ impl Fault {
         }
     }
 
-    /// The same, but only for requests that share a byte with `range`.
+    /// Restricts the fault to requests that share a byte with `range`.
     pub fn within(self, range: ByteRange) -> Self {
         Self {
             range: Some(range),
@@ -67,7 +67,7 @@ impl Fault {
         }
     }
 
-    /// The same, but only after `after` requests of its kind.
+    /// Delays the fault until after `after` matching requests.
     pub fn after(self, after: u64) -> Self {
         Self { after, ..self }
     }
@@ -77,7 +77,7 @@ impl Fault {
     }
 }
 
-/// The faults that are set.
+/// The injected faults of a device.
 #[derive(Default)]
 pub(super) struct Faults(Vec<Fault>);
 
@@ -90,7 +90,7 @@ impl Faults {
         self.0.clear();
     }
 
-    /// What happens to a request; the oldest fault that it meets counts.
+    /// Returns the effect on a request; the oldest fault that it meets takes effect.
     pub(super) fn meet(&mut self, operation: Operation, range: ByteRange) -> Option<Effect> {
         let mut found = None;
         for fault in self.0.iter_mut().filter(|fault| fault.meets(operation, range)) {

@@ -1,20 +1,20 @@
-//! The bytes of a disk, kept sparsely: memory is taken only for pages that were written.
+//! The bytes of a disk, stored sparsely: only written pages take memory.
 
 use std::collections::BTreeMap;
 
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// Bytes that are kept or given up together.
+/// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
 
-/// The bytes of a disk. What was never written reads as zeros. Costs some 4 KiB for every 4 KiB that holds data.
+/// The bytes of a disk. Unwritten bytes read as zeros. Costs about 4 KiB for every 4 KiB that holds data.
 #[derive(Clone, Default)]
 pub struct Image {
     pages: BTreeMap<u64, Box<[u8; PAGE as usize]>>,
 }
 
 impl Image {
-    /// Fills `buffer` from the bytes that begin at `start`.
+    /// Fills `buffer` with the bytes from `start` on.
     pub fn read(&self, start: ByteOffset, buffer: &mut [u8]) {
         for (page, within, part) in parts(start, buffer.len()) {
             let into = &mut buffer[part];
@@ -34,7 +34,7 @@ impl Image {
         }
     }
 
-    /// Makes the bytes of `range` zeros; pages that are wholly inside are given up.
+    /// Zeroes the bytes of `range`, and frees the pages that are wholly inside.
     pub fn zero(&mut self, range: ByteRange) {
         let inside = range.narrowed(PAGE);
         if inside.is_empty() {
@@ -48,7 +48,7 @@ impl Image {
         self.zero_in_pages(ByteRange::between(inside.end(), range.end()));
     }
 
-    /// Zeros within pages that stay; `range` is shorter than two pages.
+    /// Zeroes bytes in pages that stay allocated; `range` is shorter than two pages.
     fn zero_in_pages(&mut self, range: ByteRange) {
         for (page, within, part) in parts(range.start, range.len.as_usize()) {
             if let Some(bytes) = self.pages.get_mut(&page) {
@@ -57,7 +57,7 @@ impl Image {
         }
     }
 
-    /// The first part of `range` that takes memory; the bytes before it are zeros.
+    /// Returns the first part of `range` that takes memory; the bytes before it are zeros.
     pub fn next_data(&self, range: ByteRange) -> Option<ByteRange> {
         let first = range.start.get() / PAGE;
         let (page, _) = self.pages.range(first..).next()?;
@@ -65,13 +65,14 @@ impl Image {
         (!found.is_empty()).then_some(found)
     }
 
-    /// Bytes of memory that the data takes.
+    /// Returns the bytes of memory that the data takes.
     pub fn allocated(&self) -> ByteLen {
         ByteLen::new(self.pages.len() as u64 * PAGE)
     }
 }
 
-/// Cuts `len` bytes from `start` on at page borders: page, first byte in it, and which bytes of the whole.
+/// Splits `len` bytes from `start` on at page boundaries. Yields the page, the offset in it, and the part of the
+/// whole.
 fn parts(start: ByteOffset, len: usize) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_of_many_tebibytes_costs_only_what_is_written() {
+    fn large_sparse_image_costs_only_written_pages() {
         let mut image = Image::default();
         let far = ByteOffset::new((50 << 40) + 100);
         image.write(far, &[7; 5000]);
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroing_leaves_the_neighbours() {
+    fn zeroing_keeps_neighbouring_bytes() {
         let mut image = Image::default();
         image.write(ByteOffset::ZERO, &[9; 20000]);
         image.zero(ByteRange::new(100, 10000));

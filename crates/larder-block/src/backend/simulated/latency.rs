@@ -1,26 +1,26 @@
-//! How long the requests of a simulated device take.
+//! The latency of the requests of a simulated device.
 
 use std::time::Duration;
 
 use super::random::Random;
 
-/// How long requests take, each drawn for itself, so that they overtake each other.
+/// The distribution of request durations. Each request draws its own, so that requests overtake each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
-    /// How many in a thousand are answered in the call itself.
+    /// The number of requests in a thousand that complete in the call itself.
     pub in_call_per_mille: u32,
-    /// The shortest time of the others.
+    /// The minimum duration of the other requests.
     pub least: Duration,
-    /// The longest time of most of them.
+    /// The maximum duration of most of them.
     pub most: Duration,
-    /// How many in a thousand of the others are slow...
+    /// The number in a thousand of the other requests that are slow, and take up to [`Self::slow`].
     pub slow_per_mille: u32,
-    /// ...and take up to this long.
+    /// The maximum duration of slow requests.
     pub slow: Duration,
 }
 
 impl Latency {
-    /// Every request is answered in the call.
+    /// Every request completes in the call.
     pub const NONE: Self = Self {
         in_call_per_mille: 1000,
         least: Duration::ZERO,
@@ -29,7 +29,7 @@ impl Latency {
         slow: Duration::ZERO,
     };
 
-    /// Some are answered in the call, most take up to a millisecond, a few up to 50 ms.
+    /// Some requests complete in the call, most take up to a millisecond, a few up to 50 ms.
     pub const VARIED: Self = Self {
         in_call_per_mille: 150,
         least: Duration::from_micros(10),
@@ -38,7 +38,7 @@ impl Latency {
         slow: Duration::from_millis(50),
     };
 
-    /// The time for the next request; `None` if it is answered in the call.
+    /// Returns the duration of the next request; `None` if it completes in the call.
     pub(super) fn draw(&self, random: &mut Random) -> Option<Duration> {
         if random.chance(self.in_call_per_mille) {
             None

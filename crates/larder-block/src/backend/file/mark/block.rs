@@ -1,12 +1,13 @@
-//! What a mark proves of a block device, by the kernel's counters.
+//! Proof by a block device's kernel counters that nothing else has written to it.
 
 use super::verdict::{Finding, Snapshot};
 use crate::opener::DiskCounters;
 
 /// Returns what the counters prove of a device.
 ///
-/// A write is counted when it completes. So the growth since the capture lies between the own sectors that have ended and those
-/// that have begun, and is the latter if no own write was lost and no other program has written.
+/// The kernel counts a write when it completes. So the growth since the capture lies between this process's sectors
+/// that have ended and those that have begun. It equals the latter if no own write was lost and no other program has
+/// written.
 pub(super) fn judge_disk(mark: &Snapshot, now: &DiskCounters) -> Finding {
     let Some((capture, then)) = mark.capture.and_then(|capture| Some((capture, capture.disk?))) else {
         return Finding::Unproven;
@@ -20,7 +21,7 @@ pub(super) fn judge_disk(mark: &Snapshot, now: &DiskCounters) -> Finding {
     let growth = now.written.wrapping_sub(then.written);
     let begun = mark.begun_sectors.wrapping_sub(capture.begun_sectors);
     let ended = mark.ended_sectors.wrapping_sub(capture.begun_sectors);
-    // Writes through the whole disk may be to another partition.
+    // Writes through the whole disk may have hit another partition.
     let of_disk = match now.beside == then.beside {
         true => Finding::Proven,
         false => Finding::Unproven,

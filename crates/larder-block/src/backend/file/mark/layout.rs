@@ -4,23 +4,25 @@
 //! word  0  magic, written last when the page is set up
 //!       1  version
 //!     2-3  boot ID of the host
-//!       4  the host's clock less the time since boot, in ns, when the times below were stored
+//!       4  the host's clock minus the time since boot, in ns, when the times below were stored
 //!       5  writes begun             6  writes ended
 //!       7  sectors begun            8  sectors ended
-//!       9  when the last write ended, in ns since 1970
-//!      10  the last heartbeat, in ns since 1970
+//!       9  time when the last write ended, in ns since 1970
+//!      10  time of the last heartbeat, in ns since 1970
 //!      11  the largest size that writes begun so far may give the file
-//!      12  carried finding: what earlier openings have found and no cache has acted upon
+//!      12  carried finding: found by earlier openings, and not yet acted upon by any cache
 //!      13  foreign finding: changes by others that this process has seen
 //!      14  1 while the sectors counted by this process are not exact
 //!      15  number of captures; the last one is in slot (number % 2)
 //!      16  use of the image that the mark belongs to, as the caller numbers it; 0: none
 //!   32-47  slot 0              48-63  slot 1
-//! slot: writes begun, sectors begun, clock (as word 4), inode, size, mtime, ctime, diskseq, sectors written, sectors beside
+//! slot: writes begun, sectors begun, clock (as word 4), inode, size, mtime, ctime, diskseq, sectors written,
+//!       sectors written through the whole disk, presence (bit 0: file times, bit 1: disk counters)
 //! ```
 //!
-//! A process may be killed between any two stores. A page without its magic number is no mark. A capture goes to the slot that
-//! is not in use, and the store of word 15 puts it into use, so a killed process leaves one whole capture or none.
+//! A process may be killed between any two stores. A page without its magic number is no mark. A capture goes to the
+//! slot that is not in use, and the store of word 15 puts it into use, so a killed process leaves one whole capture
+//! or none.
 
 use std::fs::File;
 use std::io;
@@ -88,8 +90,8 @@ impl Page {
     }
 
     fn words(&self) -> &[AtomicU64; WORDS] {
-        // SAFETY: the mapping has WORDS words, is aligned to a page, and lives as long as this. Another process may store to it,
-        // which atomic words allow.
+        // SAFETY: the mapping has WORDS words, is aligned to a page, and lives as long as this value. Another process
+        // may store to it, which atomic words allow.
         unsafe { self.0.as_ref() }
     }
 
@@ -97,12 +99,13 @@ impl Page {
         self.words()[word as usize].load(Ordering::Relaxed)
     }
 
-    /// Stores after all that was stored before, as far as a process sees that runs when this one has ended.
+    /// Stores after all earlier stores, as seen by a process that runs after this one has exited.
     pub(super) fn store(&self, word: Word, value: u64) {
         self.words()[word as usize].store(value, Ordering::Release);
     }
 
-    /// Makes this a new mark: nothing is begun, nothing captured. What was `found` is carried, and belongs to the same use as before.
+    /// Makes this a new mark with no writes begun and nothing captured. The finding and the use in `found` are
+    /// carried over.
     pub(super) fn set_up(&self, boot: u128, ahead_ns: i64, now_ns: i64, size_max: u64, found: &Found) {
         self.store(Word::Magic, 0);
         for word in &self.words()[1..] {
@@ -144,10 +147,11 @@ impl Page {
         self.store(Word::Captures, number);
     }
 
-    /// Separates this page from the file, which keeps what was stored so far and gets nothing more.
+    /// Replaces the shared mapping by private memory: the file keeps all that was stored so far, and receives nothing
+    /// more.
     pub(super) fn detach(&self) {
-        // SAFETY: replaces this mapping, which is of the same length, by zeros of this process's own. No reference to its words
-        // outlives a call, and atomic words may change at any time.
+        // SAFETY: replaces this mapping by private zeros of the same length. No reference to its words outlives a
+        // call, and atomic words may change at any time.
         let at = unsafe {
             libc::mmap(
                 self.0.as_ptr().cast(),
@@ -158,7 +162,7 @@ impl Page {
                 0,
             )
         };
-        // The kernel replaces one page by another at the same address, or changes nothing.
+        // The kernel replaces the page at the same address, or changes nothing.
         debug_assert!(at != libc::MAP_FAILED);
     }
 }
@@ -175,7 +179,7 @@ fn slot_of(number: u64) -> std::ops::Range<usize> {
     start..start + SLOT_WORDS
 }
 
-/// Reads a mark that an earlier process has left; `None` if this is none.
+/// Reads a mark that an earlier process has left; `None` if the file is no valid mark.
 pub(super) fn read(file: &File) -> io::Result<Option<Snapshot>> {
     let mut bytes = [0; PAGE];
     match file.read_exact_at(&mut bytes, 0) {
@@ -285,7 +289,7 @@ mod tests {
         assert_eq!(read(&file).expect("reads").map(|found| found.begun), Some(3));
     }
 
-    /// A kill between any two stores of a capture leaves the capture before it.
+    /// A kill between any two stores of a capture leaves the previous capture intact.
     #[test]
     fn torn_capture_leaves_the_one_before() {
         let (_file, page) = new_page();

@@ -1,5 +1,5 @@
-//! The verdict, case by case. Times are in ms; the capture was at 1000, the mark's process ended at about 5000, and the image is
-//! opened at 9000.
+//! Tests of the verdict, case by case. Times are in ms: the capture was at 1000, the mark's process ended at about
+//! 5000, and the image is opened at 9000.
 
 use super::verdict::{Capture, Clock, Finding, Snapshot, State, judge};
 use crate::opener::{DiskCounters, FileTimes};
@@ -23,7 +23,8 @@ fn clock() -> Clock {
     }
 }
 
-/// A mark of a file that was captured after ten writes, of which so many have begun and ended until the kill.
+/// Returns a mark of a file that was captured after ten writes. Until the kill, `begun` writes have begun and `ended`
+/// have ended.
 fn mark(begun: u64, ended: u64) -> Snapshot {
     Snapshot {
         boot: 7,
@@ -63,7 +64,7 @@ fn file(now: FileTimes) -> State {
     }
 }
 
-/// The file with these times.
+/// Returns the file's state with these times.
 fn at(mtime_ms: i64, ctime_ms: i64) -> FileTimes {
     FileTimes {
         mtime_ns: mtime_ms * MS,
@@ -72,7 +73,7 @@ fn at(mtime_ms: i64, ctime_ms: i64) -> FileTimes {
     }
 }
 
-/// A clock that was set by so many milliseconds since the mark, and is at `now_ms`.
+/// Returns a clock that was set by `step_ms` milliseconds since the mark, and is at `now_ms`.
 fn stepped(step_ms: i64, now_ms: i64) -> Clock {
     Clock {
         ahead_ns: (500 + step_ms) * MS,
@@ -267,7 +268,7 @@ fn stepped_clock_proves_no_more() {
 }
 
 #[test]
-fn mark_counts_on_its_boot_and_host_alone() {
+fn mark_proves_nothing_on_other_boot_or_host() {
     let untouched = file(THEN);
     let other_boot = Clock { boot: 8, ..clock() };
     assert_eq!(judge(None, &untouched, clock()), NoMark);
@@ -276,7 +277,7 @@ fn mark_counts_on_its_boot_and_host_alone() {
         let on_a_server = State::default();
         assert_eq!(judge(Some(&mark), &on_a_server, clock()), Unproven);
     }
-    // What was found before and not acted upon, and what the process itself has seen.
+    // Findings carried from earlier marks, and findings of the process itself.
     for known in [Proven, NoMark, Unproven, Changed] {
         for written in [false, true] {
             let now = file(if written { at(5100, 5100) } else { THEN });
@@ -297,7 +298,8 @@ fn mark_counts_on_its_boot_and_host_alone() {
     assert_eq!(Finding::of_code(99), Unproven);
 }
 
-/// A foreign write later than a heartbeat after the last sign of life is never proven away, whatever the state of the mark.
+/// A foreign write later than a heartbeat after the last sign of life is never judged as proven, whatever the state
+/// of the mark.
 #[test]
 fn late_foreign_write_is_never_proven() {
     for begun in 10..14 {
@@ -335,7 +337,7 @@ const COUNTED: DiskCounters = DiskCounters {
     backing: None,
 };
 
-/// A mark of a block device: sectors begun and ended since the capture.
+/// Returns a mark of a block device with these sectors begun and ended since the capture.
 fn disk_mark(begun: u64, ended: u64) -> Snapshot {
     Snapshot {
         begun: 10 + begun,
@@ -397,7 +399,7 @@ fn disk_verdict_follows_counters() {
     }
 }
 
-/// The counters of a loop device do not show who writes to its backing file, whose times do.
+/// The counters of a loop device do not show foreign writes to its backing file; the file's times do.
 #[test]
 fn loop_device_needs_counters_and_times() {
     let with_times = |begun, ended| {

@@ -1,29 +1,32 @@
-//! What a mark proves of an image: a pure function of the mark as an earlier process left it, of the image as it is now, and of
-//! the clock.
+//! The verdict: a pure function of the mark as an earlier process left it, of the image as it is now, and of the
+//! clock.
 //!
 //! Facts that this relies on (measured on ext4, tmpfs and loop devices, Linux 6.18):
-//! - A write, a hole, `fallocate` and `ftruncate` set mtime and ctime; a flush does not. The kernel takes the time when it starts
-//!   the write, at the latest when it completes, from a clock that is at most one tick (10 ms) behind `CLOCK_REALTIME`.
+//! - A write, a hole, `fallocate` and `ftruncate` set mtime and ctime; a flush does not. The kernel takes the time
+//!   when it starts the write, at the latest when it completes, from a clock that is at most one tick (10 ms) behind
+//!   `CLOCK_REALTIME`.
 //! - When the lock of a killed process is free, none of its writes changes a time any more.
 //! - ctime cannot be set by a program; mtime can.
 
 use super::block::judge_disk;
 use crate::opener::{DiskCounters, FileTimes};
 
-/// Whether another program has written to an image since a Larder process last had it open; the later one outweighs the earlier ones.
+/// The proof that no other program has written to an image since a Larder process last had it open. The variants are
+/// in ascending order of severity; a later one outweighs the earlier ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// No other program has written.
     #[default]
     Proven,
-    /// Another program may have written: a cache compares each clean line with the image before it uses it. Dirty lines are trusted.
+    /// Another program may have written. A cache compares each clean line with the image before it uses the line.
+    /// Dirty lines are trusted.
     Unproven,
-    /// Another program has written, or another file has taken the image's place: a cache begins anew, or is refused if it may have
-    /// dirty lines.
+    /// Another program has written, or another file is at the image's path. A cache starts empty, or is refused if it
+    /// may have dirty lines.
     Changed,
 }
 
-/// The same, and what is known if there was no mark; the later one outweighs the earlier ones.
+/// A [`Verdict`], or the finding that there was no mark. A later variant outweighs the earlier ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::backend::file) enum Finding {
     #[default]
@@ -39,7 +42,7 @@ impl Finding {
         self as u64
     }
 
-    /// Anything unknown proves nothing.
+    /// Returns the finding of a stored code. An unknown code proves nothing.
     pub(super) fn of_code(code: u64) -> Self {
         match code {
             0 => Self::Proven,
@@ -50,7 +53,7 @@ impl Finding {
     }
 }
 
-/// What a mark has proved when an image was opened.
+/// The finding of a mark when an image was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::backend::file) struct Found {
     pub(in crate::backend::file) finding: Finding,
@@ -65,7 +68,7 @@ impl Found {
     };
 }
 
-/// A mark as it was found.
+/// The content of a mark as an earlier process has left it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Snapshot {
     pub(super) boot: u128,
@@ -84,15 +87,15 @@ pub(super) struct Snapshot {
     pub(super) capture: Option<Capture>,
 }
 
-/// The state of an image while no write was in flight. Any later write by anyone leaves another state.
+/// The state of an image while no write was in flight. Any later write by any program leaves another state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Capture {
     pub(super) begun: u64,
     pub(super) begun_sectors: u64,
     pub(super) ahead_ns: i64,
-    /// Of a file, and of the file behind a loop device.
+    /// The times of the file, or of the file behind a loop device.
     pub(super) file: Option<FileTimes>,
-    /// Of a block device.
+    /// The counters of a block device.
     pub(super) disk: Option<DiskCounters>,
 }
 
@@ -101,7 +104,7 @@ pub(super) struct Capture {
 pub(super) struct State {
     pub(super) file: Option<FileTimes>,
     pub(super) disk: Option<DiskCounters>,
-    /// Times and counters show all writes: the image is on this host alone.
+    /// Times and counters show all writes, because the image is local to this host.
     pub(super) is_provable: bool,
 }
 
@@ -109,19 +112,21 @@ pub(super) struct State {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Clock {
     pub(super) boot: u128,
-    /// Nanoseconds since 1970.
+    /// The time in nanoseconds since 1970.
     pub(super) now_ns: i64,
-    /// By how much that is ahead of the time since boot. Changes only when the clock is set: NTP slews both.
+    /// The difference between `now_ns` and the time since boot, in nanoseconds. It changes only when the clock is
+    /// set: NTP slews both.
     pub(super) ahead_ns: i64,
 }
 
-/// Reading two clocks takes time; a clock that was set by less was not set.
+/// The smallest change of the clock, in nanoseconds, that counts as a step. Reading two clocks takes time.
 pub(super) const STEP_MIN_NS: i64 = 1_000_000;
 
-/// The times of own writes that ended together differ by no more, unless the storage is very slow.
+/// The maximum difference, in nanoseconds, between the times of own writes that ended together, unless the storage is
+/// very slow.
 const OWN_TIMES_NS: i64 = 2_000_000_000;
 
-/// A process may live on so long after its last heartbeat: the interval of heartbeats.
+/// The maximum time, in nanoseconds, that a process lives after its last heartbeat: the interval of heartbeats.
 pub(super) const HEARTBEAT_NS: i64 = 20_000_000;
 
 /// Returns what `found` proves of an image that is in the state `now`.
@@ -146,7 +151,8 @@ fn judge_file(mark: &Snapshot, now: &FileTimes, clock: Clock) -> Finding {
             return Finding::Changed;
         }
         if *now == then {
-            // Own writes that have ended must have changed the times: unless they failed, somebody has put back an older state.
+            // Own writes that have ended must have changed the times. Unless they failed, an older state was
+            // restored.
             return match mark.ended > capture.begun {
                 true => Finding::Unproven,
                 false => Finding::Proven,
@@ -167,7 +173,7 @@ fn judge_file(mark: &Snapshot, now: &FileTimes, clock: Clock) -> Finding {
     )
 }
 
-/// Own writes began since the capture `then`, if there is one.
+/// Judges by times, if own writes began since the capture `then`, or there is none.
 fn judge_times(mark: &Snapshot, then: Option<(i64, FileTimes)>, now: &FileTimes, clock: Clock) -> Finding {
     let is_quiet = mark.begun == mark.ended;
     let last_own = match is_quiet {
@@ -175,7 +181,7 @@ fn judge_times(mark: &Snapshot, then: Option<(i64, FileTimes)>, now: &FileTimes,
         false => mark.ended_at_ns.max(mark.alive_at_ns).saturating_add(HEARTBEAT_NS),
     };
     let latest = now.latest_ns();
-    // The clock comes to some times twice. It has not come again to those after the present.
+    // The clock passes some times twice, but has not yet returned to times after the present.
     let was_set_back = clock.ahead_ns < mark.ahead_ns - STEP_MIN_NS;
     if was_set_back && latest <= clock.now_ns {
         return Finding::Unproven;
@@ -190,7 +196,7 @@ fn judge_times(mark: &Snapshot, then: Option<(i64, FileTimes)>, now: &FileTimes,
         return Finding::Proven;
     }
     match then {
-        // An older state than that before own writes, if the clock was not set since.
+        // The state is older than the one before own writes, if the clock was not set since.
         Some((ahead_ns, then))
             if latest < then.latest_ns()
                 && (ahead_ns - mark.ahead_ns).abs() < STEP_MIN_NS
