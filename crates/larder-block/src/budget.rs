@@ -1,5 +1,5 @@
-//! A limited amount of something (bytes of memory, requests under way) that its users share. One that finds too little left
-//! waits, and those who wait get theirs in the order in which they came.
+//! A limited amount of something (bytes of memory, in-flight requests) that its users share. A user that finds too
+//! little left waits. Waiting users are served in order of arrival.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -8,17 +8,17 @@ use crate::range_lock::{Mode, Ranges};
 use crate::signal::Signal;
 use crate::units::ByteRange;
 
-/// What there is to be shared.
+/// A limited number of units that users share.
 pub struct Budget {
     all: usize,
     free: Cell<usize>,
-    /// Those who wait, one behind the other.
+    /// The queue of waiting users.
     turns: Ranges,
     waiting: Cell<usize>,
     changed: Signal,
 }
 
-/// A part of a budget, which goes back when this is dropped.
+/// A part of a budget, which is returned when this value is dropped.
 pub struct Share {
     of: Rc<Budget>,
     units: usize,
@@ -31,7 +31,7 @@ impl Drop for Share {
     }
 }
 
-/// Counts one that waits.
+/// Counts one waiting user.
 struct Waits<'a>(&'a Cell<usize>);
 
 impl<'a> Waits<'a> {
@@ -48,7 +48,7 @@ impl Drop for Waits<'_> {
 }
 
 impl Budget {
-    /// One of so many units.
+    /// Creates a budget of `units` units.
     #[must_use]
     pub fn new(units: usize) -> Rc<Self> {
         Rc::new(Self {
@@ -60,14 +60,14 @@ impl Budget {
         })
     }
 
-    /// Units that nobody has.
+    /// Returns the number of free units.
     #[must_use]
     pub fn free(&self) -> usize {
         self.free.get()
     }
 
-    /// Takes so many units (all of them, if that is more than there are), once it is this caller's turn; `None` if `is_over`
-    /// meanwhile, which [`Budget::wake`] has those who wait look at.
+    /// Takes `units` units (all of them, if the budget is smaller), once it is this caller's turn. Returns `None` if
+    /// `is_over` becomes true meanwhile, which [`Budget::wake`] makes waiting users check.
     pub async fn take(self: &Rc<Self>, units: usize, is_over: impl Fn() -> bool) -> Option<Share> {
         let units = units.min(self.all);
         if self.waiting.get() == 0
@@ -90,7 +90,7 @@ impl Budget {
         Some(Share { of, units })
     }
 
-    /// Has those who wait look whether it is over.
+    /// Makes waiting users check whether they should stop waiting.
     pub fn wake(&self) {
         self.changed.raise();
     }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_had_in_turn_and_no_more_than_there_is() {
+    fn shares_are_granted_in_order_within_budget() {
         let budget = Budget::new(10);
         let over = Cell::new(false);
         let is_over = || over.get();

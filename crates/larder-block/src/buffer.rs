@@ -1,21 +1,22 @@
 //! Memory that a request reads into or writes from: one piece, or a list of pieces in guest memory.
 //!
-//! A [`ReadBuf`] or [`WriteBuf`] is a view of memory that somebody else owns, cheap to copy and to slice; a layer that
+//! A [`ReadBuf`] or [`WriteBuf`] is a view of memory that it does not own, cheap to copy and to slice; a layer that
 //! splits a request slices its buffer, without allocating. The memory may be a guest's, which the guest can change at
-//! any moment, so nothing here ever makes a Rust reference to it: bytes are copied by pointer, or handed to the kernel.
+//! any moment, so no code here ever makes a Rust reference to it: bytes are copied by pointer, or handed to the
+//! kernel.
 
 use std::marker::PhantomData;
 use std::ptr;
 
 use crate::units::ByteLen;
 
-/// A piece of memory as the kernel's `struct iovec` has it.
+/// A piece of memory with the layout of the kernel's `struct iovec`.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct IoVec(libc::iovec);
 
 impl IoVec {
-    /// `len` bytes at `base`.
+    /// Returns a piece of `len` bytes at `base`.
     pub const fn new(base: *mut u8, len: usize) -> Self {
         Self(libc::iovec {
             iov_base: base.cast(),
@@ -23,23 +24,24 @@ impl IoVec {
         })
     }
 
-    /// First byte.
+    /// Returns the address of the first byte.
     pub const fn base(self) -> *mut u8 {
         self.0.iov_base.cast()
     }
 
-    /// Number of bytes.
+    /// Returns the length in bytes.
     pub const fn len(self) -> usize {
         self.0.iov_len
     }
 
-    /// Whether it holds no byte.
+    /// Returns true if the piece has no bytes.
     pub const fn is_empty(self) -> bool {
         self.0.iov_len == 0
     }
 }
 
-/// Invariant: `skip + len` bytes lie in `pieces` (or in `one`, with `pieces` empty and `skip` 0).
+/// A part of a list of pieces. Invariant: `skip + len` bytes lie in `pieces` (or in `one`, with `pieces` empty and
+/// `skip` 0).
 #[derive(Clone, Copy)]
 struct View<'a> {
     one: IoVec,
@@ -144,59 +146,59 @@ impl Iterator for Pieces<'_> {
 macro_rules! view_methods {
     ($name:ident) => {
         impl<'a> $name<'a> {
-            /// Length in bytes.
+            /// Returns the length in bytes.
             pub fn len(&self) -> usize {
                 self.0.len
             }
 
-            /// Length as a disk has it.
+            /// Returns the length as a [`ByteLen`].
             pub fn byte_len(&self) -> ByteLen {
                 ByteLen::of_buffer(self.0.len)
             }
 
-            /// Whether it holds no byte.
+            /// Returns true if the buffer has no bytes.
             pub fn is_empty(&self) -> bool {
                 self.0.len == 0
             }
 
-            /// The `len` bytes that begin `from` bytes into this buffer.
+            /// Returns the `len` bytes that begin `from` bytes into this buffer.
             ///
             /// # Panics
-            /// If they are not inside.
+            /// If they are not inside the buffer.
             pub fn slice(self, from: usize, len: usize) -> Self {
                 Self(self.0.slice(from, len), PhantomData)
             }
 
-            /// What is left behind the first `from` bytes.
+            /// Returns the rest of the buffer after its first `from` bytes.
             ///
             /// # Panics
-            /// If it is shorter than that.
+            /// If the buffer is shorter than `from`.
             pub fn skip(self, from: usize) -> Self {
                 let len = self.0.len - from;
                 Self(self.0.slice(from, len), PhantomData)
             }
 
-            /// The pieces in order.
+            /// Returns the pieces in order.
             pub fn pieces(&self) -> Pieces<'a> {
                 self.0.iter()
             }
 
-            /// The only piece, if there is just one.
+            /// Returns the only piece, if the buffer has just one.
             pub fn as_single(&self) -> Option<IoVec> {
                 self.0.pieces.is_empty().then_some(self.0.one)
             }
 
-            /// Whether every piece begins and ends on a multiple of `unit` (a power of two) in memory, as direct I/O
-            /// demands.
+            /// Returns true if every piece begins and ends on a multiple of `unit` (a power of two) in memory, as
+            /// direct I/O demands.
             pub fn is_aligned(&self, unit: usize) -> bool {
                 self.pieces()
                     .all(|piece| (piece.base().addr() | piece.len()) & (unit - 1) == 0)
             }
 
-            /// A buffer over a list of pieces, such as a descriptor chain's.
+            /// Returns a buffer over a list of pieces, such as a descriptor chain's.
             ///
             /// # Safety
-            /// Until the request that the buffer is given to has completed (its future has resolved, or has been
+            /// Until the request that the buffer is passed to has completed (its future has resolved, or was
             /// dropped), every piece must be mapped memory, readable and, for a [`ReadBuf`], writable. Others may
             /// change the bytes meanwhile; no Rust reference to them may exist.
             pub unsafe fn from_pieces(pieces: &'a [IoVec]) -> Self {
@@ -206,11 +208,11 @@ macro_rules! view_methods {
     };
 }
 
-/// Where a read puts its data.
+/// The destination of a read's data.
 #[derive(Clone, Copy)]
 pub struct ReadBuf<'a>(View<'a>, PhantomData<&'a mut [u8]>);
 
-/// What a write takes its data from.
+/// The source of a write's data.
 #[derive(Clone, Copy)]
 pub struct WriteBuf<'a>(View<'a>, PhantomData<&'a [u8]>);
 
@@ -218,7 +220,7 @@ view_methods!(ReadBuf);
 view_methods!(WriteBuf);
 
 impl<'a> ReadBuf<'a> {
-    /// A buffer over ordinary memory.
+    /// Returns a buffer over ordinary memory.
     pub fn new(memory: &'a mut [u8]) -> Self {
         Self(View::one(memory.as_mut_ptr(), memory.len()), PhantomData)
     }
@@ -246,19 +248,19 @@ impl<'a> ReadBuf<'a> {
         }
     }
 
-    /// The same memory, as the source of a write: what a read has just brought.
+    /// Returns the same memory as the source of a write, for data that was just read.
     pub fn as_write(&self) -> WriteBuf<'a> {
         WriteBuf(self.0, PhantomData)
     }
 }
 
 impl<'a> WriteBuf<'a> {
-    /// A buffer over ordinary memory.
+    /// Returns a buffer over ordinary memory.
     pub fn new(memory: &'a [u8]) -> Self {
         Self(View::one(memory.as_ptr().cast_mut(), memory.len()), PhantomData)
     }
 
-    /// Copies the buffer's first `destination.len()` bytes out.
+    /// Copies the buffer's first `destination.len()` bytes to `destination`.
     ///
     /// # Panics
     /// If the buffer is shorter than `destination`.
@@ -273,7 +275,7 @@ impl<'a> WriteBuf<'a> {
         }
     }
 
-    /// The whole buffer as bytes of its own.
+    /// Returns a copy of the whole buffer.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len()];
         self.copy_to_slice(&mut bytes);
@@ -281,7 +283,7 @@ impl<'a> WriteBuf<'a> {
     }
 }
 
-/// Memory of our own that direct I/O accepts: begins and ends on a multiple of [`AlignedBuf::ALIGNMENT`], zeroed.
+/// Zeroed memory for direct I/O: it begins and ends on a multiple of [`AlignedBuf::ALIGNMENT`].
 pub struct AlignedBuf {
     base: ptr::NonNull<u8>,
     layout: std::alloc::Layout,
@@ -289,10 +291,10 @@ pub struct AlignedBuf {
 }
 
 impl AlignedBuf {
-    /// Enough for every device that reports its alignment, in bytes.
+    /// An alignment in bytes that suffices for every device that reports its own.
     pub const ALIGNMENT: usize = 4096;
 
-    /// `len` zero bytes; room is taken up to the next multiple of the alignment.
+    /// Allocates `len` zero bytes. The allocation extends to the next multiple of the alignment.
     pub fn zeroed(len: usize) -> Self {
         let room = len.max(1).next_multiple_of(Self::ALIGNMENT);
         let layout = std::alloc::Layout::from_size_align(room, Self::ALIGNMENT)
@@ -304,7 +306,7 @@ impl AlignedBuf {
     }
 }
 
-// SAFETY: the memory is this value's alone, whoever has it.
+// SAFETY: this value owns the memory exclusively, on whatever thread it is.
 unsafe impl Send for AlignedBuf {}
 
 impl Drop for AlignedBuf {
@@ -336,7 +338,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_slice_of_pieces_is_the_slice_of_the_bytes(
+        fn slice_of_pieces_equals_slice_of_bytes(
             lengths in prop::collection::vec(0usize..20, 0..8),
             cut in (0usize..200, 0usize..200),
         ) {

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 use crate::buffer::AlignedBuf;
 
-/// Buffers of one size, made when first needed and then kept. Who comes when all are in use waits, in order.
+/// Buffers of one size, allocated on first use and then retained. When all are in use, callers wait in order.
 pub struct BufferPool {
     len: usize,
     state: RefCell<State>,
@@ -15,9 +15,9 @@ pub struct BufferPool {
 
 struct State {
     idle: Vec<AlignedBuf>,
-    /// How many more may be made.
+    /// The number of buffers that may still be allocated.
     unmade: usize,
-    /// Who waits, in order; one who has been handed a buffer and has not taken it yet has it here.
+    /// Waiting callers, in order. A caller that was given a buffer and has not taken it yet is still listed.
     waiting: VecDeque<Waiter>,
     next_number: u64,
 }
@@ -29,7 +29,7 @@ struct Waiter {
 }
 
 impl BufferPool {
-    /// At most `count` buffers (at least one) of `len` bytes.
+    /// Creates a pool of at most `count` buffers (at least one) of `len` bytes.
     pub fn new(count: usize, len: usize) -> Self {
         Self {
             len,
@@ -42,12 +42,12 @@ impl BufferPool {
         }
     }
 
-    /// Length of a buffer in bytes.
+    /// Returns the length of a buffer in bytes.
     pub fn buffer_len(&self) -> usize {
         self.len
     }
 
-    /// A buffer, as soon as it is this caller's turn. Holds whatever its last user left.
+    /// Returns a buffer as soon as it is this caller's turn. The buffer has the content that its last user left.
     pub async fn take(&self) -> PooledBuf<'_> {
         let mut place = Place {
             pool: self,
@@ -72,7 +72,7 @@ impl BufferPool {
     }
 }
 
-/// A place in the queue, until a buffer is had or it is dropped.
+/// A position in the queue, until a buffer is taken or this value is dropped.
 struct Place<'a> {
     pool: &'a BufferPool,
     number: Option<u64>,
@@ -128,10 +128,10 @@ impl Drop for Place<'_> {
     }
 }
 
-/// A buffer of the pool; goes back when dropped.
+/// A buffer of the pool, which is returned when this value is dropped.
 pub struct PooledBuf<'a> {
     pool: &'a BufferPool,
-    /// Always there until the drop.
+    /// Always `Some` until the drop.
     buffer: Option<AlignedBuf>,
 }
 

@@ -1,23 +1,24 @@
 //! The contract of every layer of the block path: a block device over a block device.
 //!
-//! A request is a method call that returns a future. What can be answered at once (a hit in RAM, a page-cache read) is
-//! answered in the call: its [`Io`] is ready. What the layer below answers is that layer's `Io`, handed through without
-//! a wrapper. Only what needs several steps becomes a task. A layer is written as straight code, and its fast path
-//! costs a function call.
+//! A request is a method call that returns a future. A request that needs no waiting (a hit in RAM, a page-cache
+//! read) is answered in the call: its [`Io`] is ready. A request that the layer below answers returns that layer's
+//! `Io`, without a wrapper. Only a request of several steps becomes a task. A layer is written as straight code, and
+//! its fast path costs a function call.
 //!
-//! # What every device promises
+//! # Promises of every device
 //! 1. A request starts when the method is called, or at the latest when its future is first polled, and completes
-//!    exactly once, when its future resolves. Requests under way at the same time are unordered. Dropping a future gives
-//!    the request up: it may or may not have happened, but when the drop returns the buffer is no longer touched.
-//! 2. A read returns, for each byte, the last completed write, or, where a write is under way, either the old or the new
-//!    one, sector by sector.
-//! 3. What a completed [`flush`](BlockDevice::flush) (or a FUA write) covers survives a crash: every write that had
-//!    completed when the flush was called. Other writes may be lost, sector by sector, in any order, but a sector reads
-//!    as one of the versions it was given, and never changes its mind.
+//!    exactly once, when its future resolves. Requests in flight at the same time are unordered. Dropping a future
+//!    abandons the request: it may or may not take effect, but when the drop returns the buffer is no longer
+//!    accessed.
+//! 2. A read returns, for each byte, the last completed write, or, where a write is in flight, either the old or the
+//!    new content, sector by sector.
+//! 3. A completed [`flush`](BlockDevice::flush) (or FUA write) makes durable every write that had completed when it
+//!    was called: these survive a crash. Other writes may be lost, sector by sector, in any order, but a sector reads
+//!    as one of the versions written to it, and always as the same one.
 //! 4. A failed write, discard or write-zeroes leaves each sector of its range old or new. A failed flush has promised
-//!    nothing, and the next flush that succeeds covers all that this one should have.
-//! 5. Requests that are not multiples of [`Geometry::block_size`], or leave the device, fail without effect.
-//! 6. The size may change between requests ([`BlockDevice::size_changes`]); it never changes other geometry.
+//!    nothing, and the next successful flush covers all that the failed one should have covered.
+//! 5. Requests that are not multiples of [`Geometry::block_size`], or exceed the device, fail without effect.
+//! 6. The size may change between requests ([`BlockDevice::size_changes`]); other geometry never changes.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -34,18 +35,18 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::signal::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// What a device is like.
+/// The geometry and features of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Bytes that can be addressed; a multiple of `block_size`.
+    /// The size in bytes; a multiple of `block_size`.
     pub size: ByteLen,
-    /// Every request's start and length is a multiple of this; a power of two, in bytes.
+    /// The unit of every request's start and length; a power of two, in bytes.
     pub block_size: u32,
-    /// A request smaller than this, or not aligned to it, costs a read first; in bytes, for the guest's information.
+    /// The size and alignment in bytes below which a request costs a read first; for the guest's information.
     pub physical_block_size: u32,
-    /// The alignment and smallest size at which a discard frees anything, in bytes; 0 if the device cannot discard.
+    /// The alignment and minimum size at which a discard frees space, in bytes; 0 if the device cannot discard.
     pub discard_granularity: u32,
-    /// Where a buffer of a request must begin in memory for the request to go without a copy; a power of two, in bytes.
+    /// The alignment in memory of a request's buffer, below which the request needs a copy; a power of two, in bytes.
     pub memory_alignment: u32,
     /// Changes are refused.
     pub read_only: bool,
@@ -53,7 +54,7 @@ pub struct Geometry {
     pub fast_zeroes: bool,
 }
 
-/// How a write is to be done.
+/// Options of a write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteFlags {
     /// Force unit access: on completion the data survives a crash, as if a flush of just these bytes followed.
@@ -67,21 +68,21 @@ impl WriteFlags {
     pub const FUA: Self = Self { fua: true };
 }
 
-/// How zeroes are to be written.
+/// Options of writing zeroes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroFlags {
-    /// The space may be given back.
+    /// The space may be deallocated.
     pub unmap: bool,
     /// Fail with [`Failure::Unsupported`] if it would not be faster than writing a buffer of zeros (NBD's FAST_ZERO).
     pub fast_only: bool,
-    /// As in [`WriteFlags`].
+    /// Force unit access, as in [`WriteFlags`].
     pub fua: bool,
 }
 
-/// What a part of a disk holds.
+/// The kind of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExtentKind {
-    /// Allocated; anything.
+    /// Allocated, with any content.
     Data,
     /// Allocated, and reads as zeros.
     Zero,
@@ -92,39 +93,39 @@ pub enum ExtentKind {
 /// A part of a disk that is all of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Which part.
+    /// The part's range.
     pub range: ByteRange,
-    /// What it holds.
+    /// The part's kind.
     pub kind: ExtentKind,
 }
 
-/// A future in a box, for what is not on the fast path.
+/// A boxed future, for code that is not on the fast path.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// A block device, or a layer over one. See the module for what it promises.
+/// A block device, or a layer over one. The [module](self) lists its promises.
 pub trait BlockDevice {
-    /// Its name as the user knows it, for messages.
+    /// Returns the device's name as the user knows it, for messages.
     fn name(&self) -> &Rc<str>;
 
-    /// What it is like now.
+    /// Returns the present geometry.
     fn geometry(&self) -> Geometry;
 
-    /// Fills `buffer` from the bytes that begin at `start`.
+    /// Fills `buffer` with the bytes from `start` on.
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a>;
 
-    /// Writes `buffer` to the bytes that begin at `start`.
+    /// Writes `buffer` to the bytes from `start` on.
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a>;
 
-    /// Returns whether a write to `range` may fail because of its bytes.
+    /// Returns true if a write to `range` may fail because of its content.
     fn minds_content(&self, _range: ByteRange) -> bool {
         false
     }
 
-    /// Checks whether a write would fail because of its bytes. A layer that acknowledges writes before this device has them
-    /// asks first: a later error could be reported to no client, and the write never be made.
+    /// Checks that a write would not fail because of its content. A layer that acknowledges writes before this device
+    /// has them calls this first: a later error could not be reported to any client, and the write would be lost.
     ///
     /// # Errors
-    /// The one that the write would end with.
+    /// The error that the write would return.
     fn check_content(&self, _start: ByteOffset, _buffer: WriteBuf<'_>) -> IoResult {
         Ok(())
     }
@@ -132,28 +133,28 @@ pub trait BlockDevice {
     /// Makes every completed change durable.
     fn flush(&self) -> Io<'_>;
 
-    /// Tells that the bytes are no longer needed. They may read as anything that they once were, or as zeros.
-    /// A device that cannot discard completes it without effect.
+    /// Declares that the bytes are no longer needed. They may read as any earlier content, or as zeros. A device that
+    /// cannot discard completes the request without effect.
     fn discard(&self, range: ByteRange) -> Io<'_>;
 
     /// Makes the bytes read as zeros.
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_>;
 
-    /// Has the bytes have room of their own, so that a write to them does not fail with [`Failure::NoSpace`] later. What
-    /// they hold stays as it is, whatever else is under way. Fails with `NoSpace` itself, with part of the room taken or
-    /// none. A device that cannot promise it (a copy-on-write file system, a store behind a protocol that has no such
-    /// request) completes it without effect, as does every device that does not say otherwise.
+    /// Allocates backing space for the range, so that later writes to it cannot fail with [`Failure::NoSpace`]. The
+    /// content does not change, even with other requests in flight. Fails with `NoSpace` itself, having allocated a
+    /// part or nothing. A device that cannot promise this (a copy-on-write file system, a store whose protocol has no
+    /// such request) completes the request without effect, which is also the default.
     fn allocate(&self, range: ByteRange) -> Io<'_> {
         Io::ready(check_request(self.name(), &self.geometry(), Operation::Write, range))
     }
 
-    /// What the bytes of `range` (not empty) hold: extents in order without gaps from its start on, at least one, at
-    /// most `limit`, none beyond its end. It may stop before the end.
+    /// Returns the extents of `range` (not empty), in order and without gaps from its start on: at least one, at most
+    /// `limit`, none beyond its end. The list may stop before the end.
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>>;
 
-    /// Makes the device at least `size` bytes long, for a format that keeps more in it. What is new reads as zeros; a
-    /// flush makes the new size durable. Unless it says otherwise a device has a fixed size, and fails a longer one
-    /// with [`Failure::NoSpace`].
+    /// Extends the device to at least `size` bytes, for a format that needs more space in it. New space reads as
+    /// zeros; a flush makes the new size durable. By default a device has a fixed size, and fails a longer one with
+    /// [`Failure::NoSpace`].
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         let result = match size.get() <= self.geometry().size.get() {
             true => Ok(()),
@@ -167,8 +168,7 @@ pub trait BlockDevice {
         Box::pin(std::future::ready(result))
     }
 
-    /// Leaves everything as if nobody had used it: flushes, and tidies up what a crash would leave untidy. No request
-    /// is under way, and none follows.
+    /// Flushes, and tidies up state that a crash would leave behind. No request is in flight, and none follows.
     fn close(&self) -> BoxFuture<'_, IoResult> {
         match self.geometry().read_only {
             true => Box::pin(std::future::ready(Ok(()))),
@@ -176,11 +176,11 @@ pub trait BlockDevice {
         }
     }
 
-    /// Where changes of the size are announced.
+    /// Returns the announcements of size changes.
     fn size_changes(&self) -> &SizeChanges;
 }
 
-/// Checks a request against a device; what every backend does first.
+/// Checks a request against a device's geometry, as every backend does first.
 ///
 /// # Errors
 /// [`Failure::OutOfRange`], [`Failure::Misaligned`], or [`Failure::ReadOnly`] for a change.
@@ -208,27 +208,29 @@ pub fn check_request(
     Err(IoError::new(name, operation, range, failure))
 }
 
-/// A request under way.
+/// A request in flight.
 pub struct Io<'a> {
     state: State<'a>,
-    /// Behind `state`: what still touches the buffer is gone before they are told.
+    /// Declared after `state`, and so dropped after it: watches are notified only when the request no longer accesses
+    /// its buffer.
     watched: [Option<Watched<'a>>; WATCHES],
-    /// Behind both: what they borrow from.
+    /// Dropped last, because the other fields borrow from the device.
     lent: Option<Rc<Lent>>,
 }
 
-/// A device that requests have a share in: how many there are tells how many are under way.
+/// A device that is shared with its in-flight requests: the reference count is their number.
 pub(crate) struct Lent(pub(crate) Rc<dyn BlockDevice>);
 
-/// Layers that can watch one request without a task: single bytes, read-ahead, and the format or the cache.
+/// The number of layers that can watch one request without a task: single bytes, read-ahead, and the format or the
+/// cache.
 const WATCHES: usize = 3;
 
-/// Who is to be told when a request ends; for a layer that keeps others off its range until then.
+/// A recipient of the end of requests, for a layer that locks the range of a request until then.
 pub trait Watch {
-    /// The request that `ticket` stands for has completed, or has been given up.
+    /// Called when the request of `ticket` has completed or was dropped.
     fn ended(&self, ticket: u32);
 
-    /// One has completed with an error; [`Watch::ended`] follows.
+    /// Called when a request has completed with an error; [`Watch::ended`] follows.
     fn failed(&self, _: &IoError) {}
 }
 
@@ -251,12 +253,12 @@ enum State<'a> {
 }
 
 impl<'a> Io<'a> {
-    /// A request that was answered in the call.
+    /// Returns a request that was answered in the call.
     pub fn ready(result: IoResult) -> Self {
         Self::new(State::Ready(Some(result)))
     }
 
-    /// A request that takes several steps. Starts when first awaited.
+    /// Returns a request of several steps, which starts when it is first awaited.
     pub fn task(steps: impl Future<Output = IoResult> + 'a) -> Self {
         Self::new(State::Task(Box::pin(steps)))
     }
@@ -273,12 +275,12 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// A request to a device that lives as long as the request, whatever else becomes of it. `begin` must keep the device
-    /// that it is given nowhere but in what it returns.
+    /// Starts a request on a device that lives as long as the request. `begin` must not store the device anywhere but
+    /// in the returned request.
     pub(crate) fn lent(device: &Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
-        // SAFETY: the device does not move, and what is returned has a share in it, which is dropped behind all that
-        // borrows it, unless it borrows nothing because it was answered. The callers, all in `filter::switch`, do nothing
-        // but call a method of the device.
+        // SAFETY: the device does not move, and the returned request shares ownership of it. That share is dropped
+        // after all that borrows from it; a request that was answered in the call borrows nothing. The callers, all
+        // in `filter::switch`, only call a method of the device.
         let borrowed: &'a dyn BlockDevice = unsafe { &*Rc::as_ptr(&device.0) };
         let mut io = begin(borrowed);
         if !io.is_ready() {
@@ -287,8 +289,8 @@ impl<'a> Io<'a> {
         io
     }
 
-    /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A
-    /// request that has all its watches already is wrapped in a task.
+    /// Notifies `watch` once when the request ends, with `ticket`: at once if it was answered in the call. A request
+    /// that already has the maximum number of watches is wrapped in a task.
     pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
         if self.watched.iter().all(Option::is_some) {
             let inner = self;
@@ -308,12 +310,12 @@ impl<'a> Io<'a> {
         Self::new(State::Nbd(request))
     }
 
-    /// Whether the request was answered in the call.
+    /// Returns true if the request was answered in the call.
     pub fn is_ready(&self) -> bool {
         matches!(self.state, State::Ready(_))
     }
 
-    /// The result, if the request was answered in the call.
+    /// Takes the result, if the request was answered in the call.
     pub fn result_now(&mut self) -> Option<IoResult> {
         match &mut self.state {
             State::Ready(result) => result.take(),
@@ -341,7 +343,7 @@ impl Future for Io<'_> {
         }
         self.watched = [const { None }; WATCHES];
         if self.lent.is_some() {
-            // First what borrows from it.
+            // `state` borrows from the device, so it is dropped first.
             self.state = State::Ready(None);
             self.lent = None;
         }
@@ -349,10 +351,10 @@ impl Future for Io<'_> {
     }
 }
 
-/// Waits for all; the first failure, if any.
+/// Waits for all requests, and returns the first failure.
 ///
 /// # Errors
-/// That of the request that failed first.
+/// The error of the request that failed first.
 pub async fn join<'a, A: smallvec::Array<Item = Io<'a>>>(mut ios: SmallVec<A>) -> IoResult {
     match &mut ios[..] {
         [] => return Ok(()),
@@ -379,30 +381,30 @@ pub async fn join<'a, A: smallvec::Array<Item = Io<'a>>>(mut ios: SmallVec<A>) -
     failure
 }
 
-/// Announces changes of a device's size to those who wait for them. Layers hand through the one of the device below.
+/// Announces changes of a device's size to waiting tasks. A layer returns the object of the device below.
 #[derive(Default)]
 pub struct SizeChanges {
     generation: Cell<u64>,
-    /// Sizes, each smaller than all that came after it, and when they came.
+    /// Announced sizes with their generations. Each size is smaller than all later ones.
     least: RefCell<Vec<(u64, ByteLen)>>,
     changed: Signal,
 }
 
 impl SizeChanges {
-    /// How many changes there have been. Ask before reading the geometry, then wait for a later one.
+    /// Returns the number of changes so far. Callers get it before they read the geometry, then wait for a later one.
     pub fn generation(&self) -> u64 {
         self.generation.get()
     }
 
-    /// The smallest size that has been announced after `generation`: what lay behind it is gone, whatever size there is
-    /// now.
+    /// Returns the smallest size that was announced after `generation`. Data beyond it is lost, whatever the present
+    /// size is.
     pub fn least_since(&self, generation: u64) -> Option<ByteLen> {
         let least = self.least.borrow();
         let first = least.iter().find(|(at, _)| *at > generation);
         first.map(|(_, size)| *size)
     }
 
-    /// Announces a change to `size`, by which the device may have become smaller.
+    /// Announces a change to `size`, which may be smaller than before.
     pub fn announce_size(&self, size: ByteLen) {
         let mut least = self.least.borrow_mut();
         least.retain(|(_, other)| *other < size);
@@ -417,17 +419,17 @@ impl SizeChanges {
         self.wake();
     }
 
-    /// Lets everyone who waits look again, whether there was a change or not.
+    /// Wakes all waiting tasks to check their condition again, with or without a change.
     pub fn wake(&self) {
         self.changed.raise();
     }
 
-    /// Completes once there has been a change after `generation`.
+    /// Completes once there was a change after `generation`.
     pub async fn after(&self, generation: u64) {
         self.after_or(generation, || false).await;
     }
 
-    /// Completes once there has been a change after `generation`, or `enough` says so after a [`SizeChanges::wake`].
+    /// Completes once there was a change after `generation`, or `enough` returns true after a [`SizeChanges::wake`].
     pub async fn after_or(&self, generation: u64, enough: impl Fn() -> bool) {
         let is_over = || self.generation.get() != generation || enough();
         self.changed.when(is_over).await;

@@ -1,11 +1,11 @@
-//! What can go wrong with a request to a block device.
+//! Errors of requests to a block device.
 
 use std::fmt;
 use std::rc::Rc;
 
 use crate::units::{ByteLen, ByteRange};
 
-/// What a request asks a device to do; for errors, statistics and throttles.
+/// The kind of a request; for errors, statistics and throttles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[allow(missing_docs)]
 pub enum Operation {
@@ -32,37 +32,37 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Why a request failed.
+/// The reason why a request failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Failure {
-    /// The host's error number for it, other than those below.
+    /// An error number of the host that has no variant below.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
-    /// The device or its file system is full. Nothing else is wrong: the same request succeeds once there is room.
+    /// The device or its file system is full. Nothing else is wrong: the same request succeeds once there is space.
     #[error("no space left on the device")]
     NoSpace,
     /// A change to a read-only device.
     #[error("the device is read-only")]
     ReadOnly,
-    /// Not all of the range is on the device.
+    /// A part of the range is beyond the end of the device.
     #[error("beyond the end of the device")]
     OutOfRange,
     /// Start or length is no multiple of the device's block size.
     #[error("not aligned to the device's block size")]
     Misaligned,
-    /// The device has no such operation.
+    /// The device does not support the operation.
     #[error("not supported by the device")]
     Unsupported,
-    /// The store behind the device is gone, for good or for longer than the user allows.
+    /// The store behind the device is unreachable, for good or for longer than the user allows.
     #[error("the store is not reachable")]
     Unreachable,
-    /// What the store returned cannot be right.
+    /// The store returned impossible data.
     #[error("the store returned invalid data")]
     Invalid,
 }
 
 impl Failure {
-    /// The failure for an error number of the host's.
+    /// Returns the failure for a host's error number.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
             libc::ENOSPC | libc::EDQUOT => Self::NoSpace,
@@ -72,14 +72,14 @@ impl Failure {
         }
     }
 
-    /// Whether the requester's memory is at fault, and not the device: the kernel cannot read or write it. Memory of a guest
-    /// is like that once its front-end has made the file shorter.
+    /// Returns true if the requester's memory is at fault, not the device: the kernel cannot read or write it. Memory
+    /// of a guest is like that after its front-end has truncated the file.
     pub fn is_of_memory(self) -> bool {
         self == Self::Os(libc::EFAULT)
     }
 }
 
-/// A request that failed: what was tried, where, on what, and why. One pointer wide, because success is the common case.
+/// A request that failed: operation, range, device and reason. One pointer wide, because success is the common case.
 #[derive(Clone)]
 pub struct IoError(Box<Detail>);
 
@@ -92,7 +92,7 @@ struct Detail {
 }
 
 impl IoError {
-    /// A failed `operation` on `range` of `device` (its name as the user knows it).
+    /// Creates the error of a failed `operation` on `range` of `device` (its name as the user knows it).
     pub fn new(device: &Rc<str>, operation: Operation, range: ByteRange, failure: Failure) -> Self {
         Self(Box::new(Detail {
             device: Rc::clone(device),
@@ -102,17 +102,17 @@ impl IoError {
         }))
     }
 
-    /// Why.
+    /// Returns the reason.
     pub fn failure(&self) -> Failure {
         self.0.failure
     }
 
-    /// What was tried.
+    /// Returns the operation that failed.
     pub fn operation(&self) -> Operation {
         self.0.operation
     }
 
-    /// Where.
+    /// Returns the range of the request.
     pub fn range(&self) -> ByteRange {
         self.0.range
     }
@@ -123,7 +123,7 @@ impl fmt::Display for IoError {
         let detail = &*self.0;
         match detail.operation {
             Operation::Flush => write!(f, "{}: flush failed: {}", detail.device, detail.failure),
-            // Its range is all that the device was to have.
+            // The range of a growth is the whole size that the device was to have.
             Operation::Grow => write!(
                 f,
                 "{}: growth to {} failed: {}",
@@ -148,5 +148,5 @@ impl fmt::Debug for IoError {
 
 impl std::error::Error for IoError {}
 
-/// How a request ends.
+/// The result of a request.
 pub type IoResult<T = ()> = Result<T, IoError>;

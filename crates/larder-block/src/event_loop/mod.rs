@@ -1,17 +1,17 @@
 //! The single-threaded loop that runs a disk: tasks, timers, io_uring and adaptive polling.
 //!
-//! One loop is one thread. Everything of a disk - its queues, its layers, its backend - lives on one loop and shares
-//! state without locks. A loop made by [`Loop::new`] does I/O through io_uring and sleeps when there is nothing to do;
-//! one made by [`Loop::simulated`] has no kernel behind it and its clock jumps to the next timer, so that a whole stack
-//! runs deterministically from a seed.
+//! One loop is one thread. All parts of a disk - its queues, its layers, its backend - run on one loop and share
+//! state without locks. A loop made by [`Loop::new`] does I/O through io_uring and sleeps when there is nothing to
+//! do; one made by [`Loop::simulated`] has no kernel behind it and its clock jumps to the next timer, so that a whole
+//! stack runs deterministically from a seed.
 //!
 //! Invariants:
 //! - Tasks run one at a time, only inside [`Loop::block_on`], in the order in which they were woken.
 //! - In the steady state nothing is allocated: tasks of a [`TaskPool`] and ring operations reuse their slots.
 //! - The loop sleeps only after every [`Poller`] has been armed (asked to raise an event for new work) and then found
-//!   without work, so no request is left unseen.
-//! - A sleep that lasts longer than [`RECHECK_AFTER`] is interrupted once, for whatever the other side failed to announce
-//!   or to notice: a guest whose memory barriers do nothing is slow at times, and does not hang.
+//!   without work, so no request is missed.
+//! - A sleep that lasts longer than [`RECHECK_AFTER`] is interrupted once, in case an event was lost on either side:
+//!   a guest whose memory barriers do nothing is slow at times, and does not hang.
 
 mod pool;
 mod ring;
@@ -41,39 +41,39 @@ use spin::{Predictor, Watch};
 use timer::Timers;
 use waker::Remote;
 
-/// How long the loop spins for new work at most before it sleeps, unless the user says otherwise. A wake-up costs some
-/// 30 us on a virtualised host; spinning longer than that costs more than it can save.
+/// The default of the maximum time for which the loop spins for new work before it sleeps. A wake-up costs about 30
+/// us on a virtualised host; spinning longer than that costs more than it can save.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
 
-/// Work that comes after more than this many times the spinning limit is no longer the same burst.
+/// The multiple of the spinning limit after which work no longer belongs to the same burst.
 const LONG_IDLE_FACTOR: u32 = 8;
 
-/// How long the loop sleeps before it looks again, once, at what memory shows. Events are lost without any fault of
-/// ours: QEMU before 8.1 leaves out the memory barriers of a guest that it emulates on a single processor (TCG without
-/// `-smp 2`), which then goes to sleep between two accesses that pass each other. Long enough to cost a busy guest
-/// nothing, short enough to go unnoticed.
+/// The sleeping time after which the loop rechecks memory, once. Events can be lost without a fault in this program:
+/// QEMU before 8.1 omits the memory barriers of a guest that it emulates on a single processor (TCG without `-smp
+/// 2`), which then goes to sleep between two accesses that pass each other. The time is long enough to cost a busy
+/// guest nothing, and short enough to go unnoticed.
 const RECHECK_AFTER: Duration = Duration::from_millis(2);
 
-/// A source of work that memory shows, such as a virtqueue.
+/// A source of work in memory, such as a virtqueue.
 pub trait Poller {
-    /// Takes up new work, if any, and says whether there was some. Called in a tight loop.
+    /// Processes new work, and returns true if there was some. Called in a tight loop.
     fn poll(&self) -> bool;
 
-    /// Asks the other side to raise an event for new work from now on, which will wake a task of this loop.
-    /// Returns whether there is work already; then the loop does not sleep.
+    /// Asks the other side to raise an event for new work from now on, which wakes a task of this loop. Returns true
+    /// if there is work already; then the loop does not sleep.
     fn arm(&self) -> bool;
 
-    /// Events are no longer needed: the loop is awake and polls.
+    /// Stops requesting events: the loop is awake and polls.
     fn disarm(&self);
 
-    /// Nothing has happened for a while: tells the other side again what it may have missed. [`Poller::poll`] is called
-    /// next.
+    /// Repeats notifications that the other side may have missed, because nothing has happened for a while.
+    /// [`Poller::poll`] is called next.
     fn recheck(&self);
 }
 
-/// What runs once at the end of a turn of the loop, after the turn's tasks; see [`Loop::call_at_turn_end`].
+/// A hook that runs once at the end of a turn of the loop, see [`Loop::call_at_turn_end`].
 pub(crate) trait TurnEnd {
-    /// Called after all tasks of the turn have run, before the loop submits and reaps again.
+    /// Runs after all tasks of the turn, before the loop submits and reaps again.
     fn turn(&self);
 }
 
@@ -81,7 +81,7 @@ pub(crate) trait TurnEnd {
 #[derive(Clone)]
 pub struct Loop(Rc<Core>);
 
-/// A handle that does not keep the loop alive; for what lives inside the loop's own tasks.
+/// A handle that does not keep the loop alive, for use inside the loop's own tasks.
 #[derive(Clone)]
 pub struct WeakLoop(Weak<Core>);
 
@@ -93,7 +93,7 @@ struct Core {
     remote: Remote,
     timers: RefCell<Timers>,
     clock: Clock,
-    /// See [`Loop::turn_time`].
+    /// The time of this turn, see [`Loop::turn_time`].
     turn: Cell<Option<LoopTime>>,
     ring: Option<Ring>,
     pollers: RefCell<Vec<Rc<dyn Poller>>>,
@@ -102,7 +102,7 @@ struct Core {
     counters: Counters,
 }
 
-/// What the loop has done; for status output and tests.
+/// Counters of the loop, for status output and tests.
 #[derive(Default)]
 struct Counters {
     sleeps: Cell<u64>,
@@ -112,15 +112,15 @@ struct Counters {
 /// A snapshot of the loop's counters.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoopStatistics {
-    /// Times the thread went to sleep in the kernel.
+    /// The number of times that the thread went to sleep in the kernel.
     pub sleeps: u64,
-    /// Times a task was polled.
+    /// The number of times that a task was polled.
     pub task_polls: u64,
 }
 
 enum Clock {
     Real(Instant),
-    /// Nanoseconds since the start.
+    /// The nanoseconds since the start.
     Simulated(Cell<u64>),
 }
 
@@ -129,12 +129,12 @@ enum Clock {
 pub struct LoopTime(u64);
 
 impl LoopTime {
-    /// Nanoseconds since the loop began.
+    /// Returns the nanoseconds since the loop began.
     pub fn as_nanos(self) -> u64 {
         self.0
     }
 
-    /// This point and `delay` more.
+    /// Returns the time `delay` after this one.
     pub fn after(self, delay: Duration) -> Self {
         Self(
             self.0
@@ -142,7 +142,7 @@ impl LoopTime {
         )
     }
 
-    /// The time from `earlier` to this; zero if it is not earlier.
+    /// Returns the time from `earlier` to this point; zero if `earlier` is not earlier.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
@@ -150,7 +150,7 @@ impl LoopTime {
 
 type TaskIndex = u32;
 
-/// Something the loop runs. `poll` returns whether it has finished and its slot may be freed.
+/// A unit of execution of the loop. `poll` returns true if it has finished and its slot may be freed.
 trait Task {
     fn poll(&self, context: &mut Context<'_>) -> bool;
 }
@@ -160,7 +160,7 @@ struct TaskSlot {
     queued: bool,
 }
 
-/// A spawned future of its own type.
+/// A spawned future, stored with its own type.
 struct Spawned<F>(RefCell<Option<Pin<Box<F>>>>);
 
 impl<F: Future<Output = ()>> Task for Spawned<F> {
@@ -193,7 +193,7 @@ pub async fn yield_now() {
 }
 
 impl Loop {
-    /// A loop over io_uring for this thread. It spins up to `poll_max` for new work before it sleeps.
+    /// Creates a loop over io_uring for this thread. It spins up to `poll_max` for new work before it sleeps.
     ///
     /// # Errors
     /// The kernel lacks io_uring, forbids it (`kernel.io_uring_disabled`), or the process is out of descriptors.
@@ -203,8 +203,8 @@ impl Loop {
         Ok(Self::build(Clock::Real(Instant::now()), Some(ring), remote, poll_max))
     }
 
-    /// A loop without a kernel behind it, whose clock starts at zero and jumps to the next timer when nothing else can
-    /// run.
+    /// Creates a loop without a kernel behind it. Its clock starts at zero and jumps to the next timer when nothing
+    /// else can run.
     ///
     /// # Errors
     /// The process is out of descriptors.
@@ -237,28 +237,28 @@ impl Loop {
         }))
     }
 
-    /// A handle that does not keep the loop alive.
+    /// Returns a handle that does not keep the loop alive.
     pub fn downgrade(&self) -> WeakLoop {
         WeakLoop(Rc::downgrade(&self.0))
     }
 
-    /// Whether there is no kernel behind it.
+    /// Returns true if the loop has no kernel behind it.
     pub fn is_simulated(&self) -> bool {
         matches!(self.0.clock, Clock::Simulated(_))
     }
 
-    /// The present, in the loop's time.
+    /// Returns the present in the loop's time.
     pub fn now(&self) -> LoopTime {
         self.0.now()
     }
 
-    /// The time of this turn of the loop: that at which it was first asked for since the loop last looked at all its
-    /// sources of work. Asking the clock costs more than some requests do.
+    /// Returns the time of this turn of the loop, which is read once per turn: reading the clock costs more than some
+    /// requests do.
     pub fn turn_time(&self) -> LoopTime {
         self.0.turn_time()
     }
 
-    /// What the loop has done so far.
+    /// Returns a snapshot of the loop's counters.
     pub fn statistics(&self) -> LoopStatistics {
         LoopStatistics {
             sleeps: self.0.counters.sleeps.get(),
@@ -266,14 +266,14 @@ impl Loop {
         }
     }
 
-    /// Runs `future` on this loop, beside everything else, until it ends or the loop does.
+    /// Runs `future` on this loop, concurrently with other tasks, until the future or the loop ends.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
         let task = Rc::new(Spawned(RefCell::new(Some(Box::pin(future)))));
         let index = self.0.insert_task(task);
         self.0.enqueue(index);
     }
 
-    /// Runs `future` as a task and gives its result to whoever awaits the handle.
+    /// Runs `future` as a task and passes its result to the handle.
     pub fn spawn_with_result<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
         let shared = Rc::new(JoinState {
             value: RefCell::new(None),
@@ -300,7 +300,7 @@ impl Loop {
         Sleep::new(self, deadline)
     }
 
-    /// `future`'s result, or `None` if it takes longer than `limit`.
+    /// Returns `future`'s result, or `None` if it takes longer than `limit`.
     pub async fn timeout<T>(&self, limit: Duration, future: impl Future<Output = T>) -> Option<T> {
         let mut future = pin!(future);
         let mut sleep = pin!(self.sleep(limit));
@@ -327,16 +327,17 @@ impl Loop {
         self.0.at_turn_end.borrow_mut().push(hook);
     }
 
-    /// Sets how long the loop spins for new work at most before it sleeps.
+    /// Sets the maximum time for which the loop spins for new work before it sleeps.
     pub fn set_poll_max(&self, poll_max: Duration) {
         self.0.poll_max.set(poll_max);
     }
 
-    /// Runs the loop until `future` ends, and returns its result. Other tasks stay where they are and go on with the
+    /// Runs the loop until `future` ends, and returns its result. Other tasks are retained, and continue with the
     /// next call.
     ///
     /// # Panics
-    /// In a simulated loop, if `future` can never end because no task is ready and no timer is set: a hang, found.
+    /// In a simulated loop, if `future` can never end because no task is ready and no timer is set: a hang is
+    /// detected.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
         let core = &*self.0;
         let _current = waker::enter(core);
@@ -378,7 +379,7 @@ impl Loop {
     }
 }
 
-/// The future of `block_on` itself lives on the stack; its task slot only carries wake-ups.
+/// The task slot of `block_on`'s future, which lives on the stack; the slot only carries wake-ups.
 struct MainTask;
 
 impl Task for MainTask {
@@ -387,7 +388,7 @@ impl Task for MainTask {
     }
 }
 
-/// The result of a spawned task; see [`Loop::spawn_with_result`].
+/// The result of a spawned task, see [`Loop::spawn_with_result`].
 pub struct JoinHandle<T>(Rc<JoinState<T>>);
 
 struct JoinState<T> {
@@ -407,7 +408,7 @@ impl<T> Future for JoinHandle<T> {
     }
 }
 
-/// Keeps a [`Poller`] in its loop; see [`Loop::add_poller`].
+/// Keeps a [`Poller`] in its loop until it is dropped, see [`Loop::add_poller`].
 pub struct PollerGuard {
     core: Weak<Core>,
     poller: Rc<dyn Poller>,
@@ -424,7 +425,7 @@ impl Drop for PollerGuard {
 }
 
 impl WeakLoop {
-    /// The loop, if it still exists.
+    /// Returns the loop, if it still exists.
     pub fn upgrade(&self) -> Option<Loop> {
         self.0.upgrade().map(Loop)
     }
@@ -464,7 +465,7 @@ impl Core {
         let task = {
             let mut tasks = self.tasks.borrow_mut();
             let slot = &mut tasks[index as usize];
-            // A wake-up that is still queued finds an empty slot, or wakes its next user once too often.
+            // A wake-up that is still queued finds an empty slot, or wakes the slot's next task once too often.
             slot.task.take()
         };
         drop(task);
@@ -499,7 +500,7 @@ impl Core {
 
     fn end_turn(&self) {
         loop {
-            // A hook may ask for the next call of itself.
+            // A hook may register itself again.
             let hook = self.at_turn_end.borrow_mut().pop();
             match hook {
                 Some(hook) => hook.turn(),
@@ -520,7 +521,7 @@ impl Core {
         any
     }
 
-    /// The ring's completions and the pollers' new work.
+    /// Reaps the ring's completions and polls the pollers. Returns true if there was work.
     fn poll_sources(&self) -> bool {
         let mut worked = match &self.ring {
             Some(ring) => ring.submit_and_reap(),
@@ -550,7 +551,7 @@ impl Core {
         }
     }
 
-    /// Arms every poller; whether one of them has work already.
+    /// Arms every poller. Returns true if one of them has work already.
     fn arm_pollers(&self) -> bool {
         let mut work = false;
         for poller in self.pollers.borrow().iter() {
@@ -576,24 +577,24 @@ impl Core {
     }
 }
 
-/// What the loop does while there is nothing to do: spin for a while where that pays, then sleep.
+/// The idle phase of the loop: it spins for a while where that pays, then sleeps.
 struct Idle<'a> {
     core: &'a Core,
-    /// For waiting on the other side alone, and for waiting on transfers under way too: a fast guest over a slow disk
-    /// is worth spinning for in between, but not while the disk works.
+    /// One predictor for waiting on the other side alone, and one for waiting on in-flight transfers too. Between the
+    /// requests of a fast guest over a slow disk, spinning pays; while the disk works, it does not.
     predictors: [Predictor; 2],
     watch: Watch,
     waiting: Option<Waiting>,
 }
 
-/// A time without work.
+/// A period without work.
 struct Waiting {
     since: Instant,
-    /// Which predictor has a say.
+    /// The index of the predictor in use.
     kind: usize,
-    /// How long the loop had spun when it went to sleep.
+    /// The time for which the loop had spun when it went to sleep.
     spun: Option<Duration>,
-    /// The pollers have been asked to look again.
+    /// The pollers were asked to recheck.
     rechecked: bool,
 }
 
@@ -607,7 +608,7 @@ impl<'a> Idle<'a> {
         }
     }
 
-    /// Work has come: learns from how that went.
+    /// Ends the period without work, and trains the predictor with its outcome.
     fn end(&mut self) {
         let Some(waiting) = self.waiting.take() else { return };
         let predictor = &mut self.predictors[waiting.kind];
@@ -646,7 +647,7 @@ impl<'a> Idle<'a> {
                 predictor.stopped();
             }
             if predictor.spins() && spun < core.poll_max.get() {
-                // Polling itself is the caller's loop; here only the time is watched.
+                // The caller's loop does the polling; here only the time is checked.
                 std::hint::spin_loop();
                 return;
             }
@@ -669,7 +670,7 @@ impl<'a> Idle<'a> {
         core.disarm_pollers();
     }
 
-    /// Simulated time: on to the next timer.
+    /// Advances simulated time to the next timer.
     fn jump(&self) {
         let Clock::Simulated(now) = &self.core.clock else {
             return;

@@ -1,4 +1,4 @@
-//! Tasks whose memory is reused: for the one future per request that an export runs.
+//! Tasks whose memory is reused, for the one future per request that an export runs.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -8,7 +8,7 @@ use std::task::Context;
 
 use super::{Loop, Task, TaskIndex, waker};
 
-/// A bounded set of tasks of one future type. Starting a task allocates nothing once the pool has been that full
+/// A bounded set of tasks of one future type. Starting a task allocates nothing if the pool held that many tasks
 /// before.
 pub struct TaskPool<F> {
     owner: Loop,
@@ -34,7 +34,7 @@ impl<F: Future<Output = ()> + 'static> Slot<F> {
             return;
         };
         let Some(future) = slot.as_mut() else { return };
-        // SAFETY: the future lives in an `Rc` that never moves it, and leaves its place only by being dropped there.
+        // SAFETY: the future lives in an `Rc` that never moves it, and is only removed by being dropped in place.
         let future = unsafe { Pin::new_unchecked(future) };
         if future.poll(context).is_ready() {
             *slot = None;
@@ -50,13 +50,13 @@ impl<F: Future<Output = ()> + 'static> Slot<F> {
 impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
     fn poll(&self, context: &mut Context<'_>) -> bool {
         self.run(context);
-        // The slot keeps its place in the loop for the next future, until the pool is dropped.
+        // The slot stays registered in the loop for the next future, until the pool is dropped.
         self.idle.strong_count() == 0 && self.future.try_borrow().is_ok_and(|future| future.is_none())
     }
 }
 
 impl<F: Future<Output = ()> + 'static> TaskPool<F> {
-    /// A pool of at most `capacity` tasks on `owner`.
+    /// Creates a pool of at most `capacity` tasks on `owner`.
     pub fn new(owner: &Loop, capacity: usize) -> Self {
         Self {
             owner: owner.clone(),
@@ -67,12 +67,12 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
         }
     }
 
-    /// How many tasks run now.
+    /// Returns the number of tasks that run now.
     pub fn busy(&self) -> usize {
         self.busy.get()
     }
 
-    /// Starts `future` and polls it once before returning, so that what needs no waiting is done by then.
+    /// Starts `future` and polls it once before returning, so that work without waiting is done by then.
     ///
     /// # Errors
     /// Returns the future if the pool is full.
@@ -106,7 +106,7 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
 
 impl<F> Drop for TaskPool<F> {
     fn drop(&mut self) {
-        // Idle slots would otherwise stay registered; busy ones leave when their future ends.
+        // Idle slots would otherwise stay registered. A busy slot is removed when its future ends.
         for slot in self.idle.take() {
             self.owner.0.remove_task(slot.index.get());
         }

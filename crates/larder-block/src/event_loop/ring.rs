@@ -1,13 +1,14 @@
 //! io_uring: operations as futures, with slots that are reused.
 //!
-//! Every operation has a slot; its index is the kernel's `user_data`. Memory that the kernel reads or writes belongs to
-//! the caller, who promises to keep it until the operation's future resolves or is dropped. Dropping one that the
-//! kernel still works on cancels it and waits for its end, so that the promise can be kept.
+//! Every operation has a slot; its index is the kernel's `user_data`. Memory that the kernel reads or writes belongs
+//! to the caller, which must keep it until the operation's future resolves or is dropped. Dropping the future of an
+//! operation in flight cancels the operation and waits for its completion, so that the caller can free the memory
+//! then.
 //!
-//! Submission is lazy: entries collect until the loop next looks at the ring, and one system call submits them all.
+//! Submission is lazy: entries collect until the loop next processes the ring, and one system call submits them all.
 //!
-//! A ring does what is listed in [`OPERATIONS`] and nothing else, for ever: the kernel's workers may have rights that the
-//! process has given up since, and no entry that a guest's attack may put into the ring shall open a file with them.
+//! A ring is restricted for ever to the operations in [`OPERATIONS`]: the kernel's workers may have rights that the
+//! process has dropped since, and no entry that a guest's attack may put into the ring must open a file with them.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -24,13 +25,13 @@ use io_uring::{IoUring, opcode, squeue};
 
 use crate::buffer::{IoVec, ReadBuf, WriteBuf};
 
-/// Submission entries. More requests than that in one turn of the loop cost one more system call, nothing else.
+/// The number of submission entries. More requests in one turn of the loop cost one more system call, nothing else.
 const RING_ENTRIES: u32 = 256;
 
-/// Completion entries. The kernel keeps what does not fit, at a cost.
+/// The number of completion entries. The kernel stores excess completions, at a cost.
 const COMPLETION_ENTRIES: u32 = 4096;
 
-/// All that is ever asked of a ring.
+/// All operations that a ring permits.
 const OPERATIONS: [u8; 8] = [
     opcode::Read::CODE,
     opcode::Write::CODE,
@@ -42,14 +43,14 @@ const OPERATIONS: [u8; 8] = [
     opcode::AsyncCancel::CODE,
 ];
 
-/// Begins disabled, to be restricted first.
+/// Creates a ring that is disabled at first, and restricts it before it is enabled.
 fn restricted(builder: &mut io_uring::Builder) -> io::Result<IoUring> {
     let uring = builder
         .setup_r_disabled()
         .setup_cqsize(COMPLETION_ENTRIES)
         .build(RING_ENTRIES)?;
     let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
-    // No operation of io_uring_register is in the list, so none can be done once the ring is enabled.
+    // The list permits no operation of io_uring_register, so none works once the ring is enabled.
     let mut all: Vec<Restriction> = OPERATIONS.into_iter().map(Restriction::sqe_op).chain([flags]).collect();
     let submitter = uring.submitter();
     submitter.register_restrictions(&mut all)?;
@@ -73,7 +74,7 @@ struct Inner {
 struct Slot {
     state: State,
     is_transfer: bool,
-    /// The pieces of a vectored operation; the kernel reads them when the entry is submitted.
+    /// The pieces of a vectored operation, which the kernel reads when the entry is submitted.
     pieces: Vec<IoVec>,
 }
 
@@ -83,16 +84,17 @@ enum State {
     Free,
     Waiting(Option<Waker>),
     Done(i32),
-    /// Nobody waits any more; the slot is freed when the kernel is done with it.
+    /// The future was dropped; the slot is freed when the kernel completes the operation.
     Abandoned,
 }
 
-/// `user_data` of entries whose completion nobody needs: cancellations.
+/// The `user_data` of entries whose completion is ignored: cancellations.
 const NO_SLOT: u64 = u64::MAX;
 
 impl Ring {
     pub(super) fn new() -> io::Result<Self> {
-        // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread; slower, and just as right.
+        // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread, which is slower but equally
+        // correct.
         let modern = restricted(
             IoUring::builder()
                 .setup_single_issuer()
@@ -113,7 +115,7 @@ impl Ring {
         })))
     }
 
-    /// Submits what has collected and takes completions; whether there were any.
+    /// Submits collected entries and reaps completions. Returns true if there were any.
     pub(super) fn submit_and_reap(&self) -> bool {
         self.0.turns.set(self.0.turns.get() + 1);
         {
@@ -122,7 +124,7 @@ impl Ring {
             submission.sync();
             let pending = submission.len();
             if pending > 0 || submission.taskrun() || submission.cq_overflow() {
-                // SAFETY: plain submission without an argument; the entries were checked by whoever pushed them.
+                // SAFETY: plain submission without an argument; the code that pushed the entries has checked them.
                 let result = unsafe { submitter.enter::<()>(to_u32(pending), 0, GET_EVENTS, None) };
                 check_enter(result);
             }
@@ -130,17 +132,17 @@ impl Ring {
         self.reap()
     }
 
-    /// Whether data is on its way between memory and a device.
+    /// Returns true if transfers between memory and a device are in flight.
     pub(super) fn has_transfers(&self) -> bool {
         self.0.transfers.get() > 0
     }
 
-    /// A number that stays the same while requests are taken up that were there together.
+    /// Returns the number of this turn, which all requests that were taken up together share.
     pub(crate) fn turn(&self) -> u64 {
         self.0.turns.get()
     }
 
-    /// Sleeps until a completion comes or the time is up.
+    /// Sleeps until a completion arrives or `limit` has passed.
     pub(super) fn sleep(&self, limit: Option<Duration>) {
         let uring = self.0.uring.borrow();
         let result = match limit {
@@ -203,7 +205,8 @@ impl Ring {
     fn push(&self, entry: &squeue::Entry) {
         let mut uring = self.0.uring.borrow_mut();
         loop {
-            // SAFETY: memory that the entry names is kept by the operation's owner until it completes; see the module.
+            // SAFETY: the operation's owner keeps memory that the entry names until the operation completes; see the
+            // module.
             if unsafe { uring.submission().push(entry) }.is_ok() {
                 return;
             }
@@ -222,7 +225,7 @@ impl Ring {
         }
     }
 
-    /// An operation on no memory of the caller's.
+    /// Starts an operation that uses no memory of the caller.
     pub(crate) fn start_plain(&self, entry: squeue::Entry) -> RingOp {
         self.start(entry, false)
     }
@@ -280,7 +283,7 @@ impl Ring {
         };
         self.push(&entry.user_data(u64::from(index)));
         if how.by_worker {
-            // Now, not at the end of the turn: the point is to work at the same time.
+            // Submitted now, not at the end of the turn, so that the worker runs in parallel.
             check_enter(self.0.uring.borrow().submit());
         }
         RingOp {
@@ -292,12 +295,13 @@ impl Ring {
     }
 }
 
-/// How a transfer is to be done.
+/// Options of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Transfer {
-    /// Every part is on stable storage when it completes (RWF_DSYNC); for writes.
+    /// Every part is on stable storage when a write completes (RWF_DSYNC).
     pub(crate) durable: bool,
-    /// By one of the kernel's workers, even if it could be done at once: it copies while the loop goes on.
+    /// Uses one of the kernel's workers, even if the call could complete at once: the worker copies while the loop
+    /// continues.
     pub(crate) by_worker: bool,
 }
 
@@ -313,14 +317,14 @@ fn to_u32(count: usize) -> u32 {
 fn check_enter(result: io::Result<usize>) {
     if let Err(error) = result {
         match error.raw_os_error() {
-            // Interrupted, timed out, or short of memory for a moment: the loop comes round again.
+            // Interrupted, timed out, or short of memory for a moment: the loop retries.
             Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY) => {}
             _ => panic!("io_uring_enter failed: {error}"),
         }
     }
 }
 
-/// An operation under way. Its output is the kernel's result: a count, or a negative error number.
+/// An operation in flight. Its output is the kernel's result: a count, or a negative error number.
 pub struct RingOp {
     ring: Ring,
     index: u32,
@@ -329,7 +333,7 @@ pub struct RingOp {
 }
 
 impl RingOp {
-    /// Whether it has completed, without taking the result.
+    /// Returns true if the operation has completed, without taking the result.
     pub(super) fn is_done(&self) -> bool {
         matches!(self.ring.0.slots.borrow()[self.index as usize].state, State::Done(_))
     }
@@ -376,7 +380,7 @@ impl Drop for RingOp {
             self.ring.0.slots.borrow_mut()[self.index as usize].state = State::Abandoned;
             return;
         }
-        // The kernel may still touch the caller's memory: not before it says that it is done may this return.
+        // The kernel may access the caller's memory until the operation completes, so this must not return before.
         while !self.is_done() {
             let result = self.ring.0.uring.borrow_mut().submit_and_wait(1);
             check_enter(result);
@@ -408,8 +412,8 @@ impl Memory<'_> {
     }
 }
 
-/// A whole transfer: goes on after a short or interrupted operation until all is done, the file ends, or it fails.
-/// Its output is the number of bytes moved (short only at the end of the file), or the error number.
+/// A whole transfer: it continues after a short or interrupted operation until all is done, the file ends, or it
+/// fails. Its output is the number of bytes moved (short only at the end of the file), or the error number.
 pub(crate) struct RingIo<'a> {
     op: RingOp,
     descriptor: RawFd,
@@ -420,7 +424,7 @@ pub(crate) struct RingIo<'a> {
     retries: u32,
 }
 
-/// How often an operation that the kernel would not even begin is offered again before its error is reported.
+/// The number of times that an operation that the kernel did not even begin is retried before its error is reported.
 const RETRIES_MAX: u32 = 64;
 
 impl<'a> RingIo<'a> {
@@ -476,7 +480,7 @@ impl Future for RingIo<'_> {
 mod tests {
     use super::*;
 
-    /// Has the ring do it; what the kernel says.
+    /// Runs one operation on the ring, and returns its result.
     fn result_of(ring: &Ring, entry: squeue::Entry) -> i32 {
         let op = ring.start_plain(entry);
         while !op.is_done() {
@@ -487,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_opens_no_file_and_makes_no_connection() {
+    fn ring_refuses_operations_outside_its_list() {
         let ring = Ring::new().expect("a ring");
         let path = c"/etc/hostname".as_ptr();
         let here = Fd(libc::AT_FDCWD);

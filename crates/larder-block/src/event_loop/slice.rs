@@ -1,11 +1,11 @@
-//! Long loops that let other tasks run.
+//! Time slices for long loops, so that other tasks run.
 
 use super::yield_now;
 
-/// Divides a long loop into slices, after each of which every other ready task runs once. A request whose work goes by its
-/// length uses one, so that it does not keep the loop's thread.
+/// Divides a long loop into slices, after each of which every other ready task runs once. A request whose work grows
+/// with its length uses one, so that it does not occupy the loop's thread.
 ///
-/// Other tasks may run in a step, so a loop checks again after it whatever they may change.
+/// Other tasks may run in [`WorkSlice::did`], so the caller must recheck all state that they may change.
 #[derive(Debug)]
 pub struct WorkSlice {
     steps_max: u64,
@@ -13,12 +13,12 @@ pub struct WorkSlice {
 }
 
 impl WorkSlice {
-    /// Slices of so many steps; of one if `steps_max` is zero.
+    /// Creates slices of `steps_max` steps; of one if `steps_max` is zero.
     pub fn new(steps_max: u64) -> Self {
         Self { steps_max, steps: 0 }
     }
 
-    /// Counts `steps` that were done, and yields at the end of a slice.
+    /// Counts `steps` completed steps, and yields at the end of a slice.
     #[inline]
     pub async fn did(&mut self, steps: u64) {
         self.steps += steps;

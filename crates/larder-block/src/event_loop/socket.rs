@@ -1,7 +1,7 @@
 //! Stream sockets on the loop: unix and TCP, with descriptor passing.
 //!
-//! Data moves by non-blocking calls from the loop's own thread; io_uring only tells when a socket is ready. So memory
-//! given to a read or write is never touched after the call's future is gone.
+//! Data moves by non-blocking calls from the loop's own thread; io_uring only reports when a socket is ready. So
+//! memory passed to a read or write is never accessed after the call's future was dropped.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,16 +24,16 @@ use super::{Loop, Ring};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::opener::opener;
 
-/// Where to connect or listen.
+/// The address to connect to or to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SocketAddress {
     /// A unix stream socket.
     Unix(PathBuf),
     /// A TCP port; the host is a name or an address without brackets.
     Tcp {
-        /// Name or address.
+        /// The name or address.
         host: String,
-        /// Port.
+        /// The port.
         port: u16,
     },
 }
@@ -60,7 +60,7 @@ pub struct Listener {
     ring: Ring,
 }
 
-/// The most descriptors that one message may carry (vhost-user: eight memory regions).
+/// The maximum number of descriptors in one message (vhost-user: eight memory regions).
 const DESCRIPTORS_MAX: usize = 8;
 
 fn would_block(error: Errno) -> bool {
@@ -75,10 +75,10 @@ impl Loop {
             .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "a simulated loop has no kernel behind it"))
     }
 
-    /// The ring of this loop, for backends.
+    /// Returns the ring of this loop, for backends.
     ///
     /// # Panics
-    /// If the loop is simulated: a backend that needs the kernel was put on it.
+    /// If the loop is simulated: a backend that needs the kernel runs on it.
     pub(crate) fn ring_or_panic(&self) -> Ring {
         match self.ring() {
             Ok(ring) => ring.clone(),
@@ -98,7 +98,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Runs `work` on a thread of its own and gives back its result: for calls that block and have no other form.
+    /// Runs `work` on a separate thread and returns its result, for calls that have no non-blocking form.
     ///
     /// # Errors
     /// No thread can be started.
@@ -136,17 +136,17 @@ impl Loop {
     }
 }
 
-/// A TCP peer that has been silent for so long is asked whether its host is there...
+/// The silence of a TCP peer after which the kernel sends keepalive probes.
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(60);
 
-/// ...so often...
+/// The interval of keepalive probes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// ...and is taken to have vanished if nothing is acknowledged for so long, or nothing of what waits for it can be sent: tcp(7)
-/// counts a peer that has no room for more among them.
+/// The time after which a TCP peer counts as lost, if it acknowledges nothing, or none of the waiting data can be
+/// sent: tcp(7) includes a peer that has no buffer space left.
 const VANISHED_AFTER: Duration = Duration::from_secs(300);
 
-/// Sends what is written at once, and ends the connection of a peer whose host has vanished.
+/// Sends written data at once, and closes the connection of a peer whose host is lost.
 fn set_up_tcp(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
@@ -163,7 +163,7 @@ impl Socket {
     /// Connects to `address`.
     ///
     /// # Errors
-    /// Nobody listens there, the name does not resolve, or the path is too long.
+    /// No server listens there, the name does not resolve, or the path is too long.
     pub async fn connect(on: &Loop, address: &SocketAddress) -> io::Result<Self> {
         match address {
             SocketAddress::Unix(path) => {
@@ -243,7 +243,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Waits until something can be read, or the other side has closed.
+    /// Waits until data can be read, or the other side has closed the connection.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -251,7 +251,7 @@ impl Socket {
         self.ready(false).await
     }
 
-    /// Waits until something can be written, or the connection has broken.
+    /// Waits until data can be written, or the connection has broken.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -259,23 +259,23 @@ impl Socket {
         self.ready(true).await
     }
 
-    /// Reads what is there; 0 at the end of the stream.
+    /// Reads the available data; 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if nothing is there yet, `Interrupted`, or the connection broke.
+    /// `WouldBlock` if no data is available, `Interrupted`, or the connection broke.
     pub fn try_read(&self, into: ReadBuf<'_>) -> io::Result<usize> {
         self.read_pieces_now(into)
     }
 
-    /// Writes what the socket takes of `head` followed by `body`; how many bytes.
+    /// Writes as much of `head` followed by `body` as the socket accepts, and returns the number of bytes.
     ///
     /// # Errors
-    /// `WouldBlock` if it takes nothing now, `Interrupted`, or the connection broke.
+    /// `WouldBlock` if the socket accepts nothing now, `Interrupted`, or the connection broke.
     pub fn try_write(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
         self.write_pieces_now(head, body)
     }
 
-    /// Reads what is there, at least one byte; 0 at the end of the stream. Dropping the future loses nothing.
+    /// Reads the available data, at least one byte; 0 at the end of the stream. Dropping the future loses no data.
     ///
     /// # Errors
     /// The connection broke.
@@ -367,8 +367,8 @@ impl Socket {
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Reads what is there, with the descriptors that came along; 0 bytes at the end of the stream. Descriptors beyond
-    /// what a message may carry are closed by the kernel.
+    /// Reads the available data, with the descriptors sent along; 0 bytes at the end of the stream. The kernel closes
+    /// descriptors beyond the maximum of a message.
     ///
     /// # Errors
     /// The connection broke.
@@ -399,7 +399,7 @@ impl Socket {
         }
     }
 
-    /// Writes all of `bytes`, sending `descriptors` with the first of them.
+    /// Writes all of `bytes`, sending `descriptors` with the first bytes.
     ///
     /// # Errors
     /// The connection broke.
@@ -422,25 +422,26 @@ impl Socket {
         Ok(())
     }
 
-    /// The process at the other end of a unix socket as `qemu-nbd, pid 4711`; of a pair, the one that made it. `None` if
-    /// the kernel does not tell: it is on another host, or in another PID namespace.
+    /// Returns the process at the other end of a unix socket as `qemu-nbd, pid 4711`; of a socket pair, the process
+    /// that made it. Returns `None` if the kernel does not report it: the process is on another host, or in another
+    /// PID namespace.
     pub fn peer_process(&self) -> Option<String> {
         let pid = self.peer_pid()?;
         let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
         Some(format!("{}, pid {pid}", name.trim_end()))
     }
 
-    /// The IP address at the other end of a TCP socket.
+    /// Returns the IP address at the other end of a TCP socket.
     pub fn peer_address(&self) -> Option<IpAddr> {
         let address = rustix::net::getpeername(&self.descriptor).ok()??;
         SocketAddr::try_from(address).ok().map(|address| address.ip())
     }
 
-    /// The process at the other end of a unix socket; see [`Socket::peer_process`].
+    /// Returns the process ID at the other end of a unix socket, see [`Socket::peer_process`].
     pub fn peer_pid(&self) -> Option<i32> {
         let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
-        // SAFETY: the kernel writes no more than `bytes` bytes to `credentials`, which any bytes are good for.
+        // SAFETY: the kernel writes no more than `bytes` bytes to `credentials`, for which any bytes are valid.
         let result = unsafe {
             libc::getsockopt(
                 self.descriptor.as_raw_fd(),
@@ -450,11 +451,11 @@ impl Socket {
                 &raw mut bytes,
             )
         };
-        // 0 of a process in another PID namespace, and of a TCP socket.
+        // The pid is 0 for a process in another PID namespace, and for a TCP socket.
         (result == 0 && credentials.pid > 0).then_some(credentials.pid)
     }
 
-    /// Ends both directions; reads and writes under way fail.
+    /// Closes both directions; reads and writes in flight fail.
     pub fn shutdown(&self) {
         // It may be gone already.
         let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);

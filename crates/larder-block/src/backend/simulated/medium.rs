@@ -1,9 +1,9 @@
-//! What a simulated disk holds: the durable image, and apart from it every version of a sector written since.
+//! The content of a simulated disk: the durable image, and separately every version of a sector written since.
 //!
 //! Invariants:
-//! - The versions of a sector are in the order in which they were applied; the last one is what a read returns.
-//! - Making a version durable gives up it and all that are older, never a newer one.
-//! - Losing power picks one of durable image and versions for each sector, once, and writes it into the image.
+//! - The versions of a sector are in the order in which they were applied; a read returns the last one.
+//! - Making a version durable removes it and all older ones, never a newer one.
+//! - A power loss picks one of durable image and versions for each sector, once, and writes it into the image.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -14,18 +14,18 @@ use super::image::Image;
 use super::random::Random;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// The number of a change (write, zeroes, discard) of a medium, in the order in which they started.
+/// The number of a change (write, zeroes, discard) of a medium, in the order in which the changes started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ChangeNumber(u64);
 
-/// Index of a sector of [`Medium::sector_size`] bytes.
+/// The index of a sector of [`Medium::sector_size`] bytes.
 type SectorIndex = u64;
 
-/// What a sector holds.
+/// The content of a sector.
 #[derive(Clone)]
 pub(super) enum Content {
     Zeros,
-    /// A sector that begins that many bytes into the buffer of a write.
+    /// A sector that begins at this offset in the buffer of a write.
     Bytes(Rc<[u8]>, usize),
 }
 
@@ -35,24 +35,24 @@ struct Version {
     content: Content,
 }
 
-/// What a change writes; see [`Medium::apply`].
+/// The content that a change writes, see [`Medium::apply`].
 #[derive(Clone)]
 pub(super) enum Source {
     /// A write's data; its first byte belongs to the first byte of the change's range.
     Data(Rc<[u8]>),
     Zeros,
-    /// Each sector keeps what it holds, or becomes zeros, or what it durably was.
+    /// Each sector keeps its content, or becomes zeros, or returns to its durable content.
     Discard,
 }
 
-/// Which changes a flush covers: those that had ended when it was called.
+/// The changes that a flush covers: those that had completed when it was called.
 pub(super) struct FlushMark {
     next: ChangeNumber,
     under_way: Vec<ChangeNumber>,
 }
 
 impl FlushMark {
-    /// Covers every change so far but those `under_way`.
+    /// Covers every change so far except those `under_way`.
     pub(super) fn new(medium: &Medium, under_way: impl Iterator<Item = ChangeNumber>) -> Self {
         Self {
             next: medium.next,
@@ -65,7 +65,7 @@ impl FlushMark {
     }
 }
 
-/// What a simulated disk holds: it outlives the device, so that a new one can be opened over it.
+/// The content of a simulated disk. It outlives the device, so that a new one can be opened over it.
 #[derive(Clone)]
 pub struct Medium {
     size: ByteLen,
@@ -73,17 +73,17 @@ pub struct Medium {
     durable: Image,
     volatile: BTreeMap<SectorIndex, Vec<Version>>,
     next: ChangeNumber,
-    /// Files in the host's memory, by user, which a loss of power takes away.
+    /// Files in the host's memory, by user, which a power loss removes.
     host_memory: BTreeMap<u32, Rc<File>>,
-    /// Which parts, of [`ROOM_UNIT`] bytes, have room of their own, if that is tracked: as a sparse file's blocks.
+    /// The allocated parts, of [`ROOM_UNIT`] bytes each, if allocation is tracked: like the blocks of a sparse file.
     with_room: Option<BTreeSet<u64>>,
 }
 
-/// What takes room together, in bytes.
+/// The unit of allocation, in bytes.
 pub(super) const ROOM_UNIT: u64 = 4096;
 
 impl Medium {
-    /// A disk of `size` bytes of zeros that writes `sector_size` bytes (a power of two) at once or not at all. A size
+    /// Creates a disk of `size` bytes of zeros that writes `sector_size` bytes (a power of two) atomically. A size
     /// that is no multiple of it is rounded down.
     ///
     /// # Panics
@@ -101,13 +101,13 @@ impl Medium {
         }
     }
 
-    /// Keeps track of which parts have room of their own, so that the room can be limited; none has yet. Costs memory for
-    /// each part that has.
+    /// Tracks the allocated parts, so that space can be limited; none is allocated yet. Costs memory for each
+    /// allocated part.
     pub fn track_room(&mut self) {
         self.with_room = Some(BTreeSet::new());
     }
 
-    /// How many parts of `range` have no room yet.
+    /// Returns the number of unallocated parts of `range`.
     pub(super) fn without_room(&self, range: ByteRange) -> u64 {
         let wide = range.widened(ROOM_UNIT);
         self.with_room.as_ref().map_or(0, |parts| {
@@ -116,14 +116,14 @@ impl Medium {
         })
     }
 
-    /// Gives `range` room.
+    /// Allocates `range`.
     pub(super) fn take_room(&mut self, range: ByteRange) {
         if let Some(parts) = &mut self.with_room {
             parts.extend(room_units(range.widened(ROOM_UNIT)));
         }
     }
 
-    /// Takes the room of what is wholly in `range` away; how many parts had some.
+    /// Deallocates the parts that are wholly in `range`, and returns the number that were allocated.
     pub(super) fn give_room_back(&mut self, range: ByteRange) -> u64 {
         self.with_room.as_mut().map_or(0, |parts| {
             let given: Vec<u64> = parts.range(room_units(range.narrowed(ROOM_UNIT))).copied().collect();
@@ -134,7 +134,7 @@ impl Medium {
         })
     }
 
-    /// A user's file in the memory of the disk's host: it outlives the process, but no loss of power.
+    /// Returns a user's file in the memory of the disk's host. It outlives the process, but not a power loss.
     pub(super) fn host_memory(&mut self, user: u32) -> io::Result<Rc<File>> {
         if let Some(file) = self.host_memory.get(&user) {
             return Ok(Rc::clone(file));
@@ -145,27 +145,27 @@ impl Medium {
         Ok(file)
     }
 
-    /// Loses the files in the host's memory.
+    /// Removes the files in the host's memory.
     pub(super) fn lose_host_memory(&mut self) {
         self.host_memory.clear();
     }
 
-    /// Bytes that can be addressed.
+    /// Returns the disk's size in bytes.
     pub fn size(&self) -> ByteLen {
         self.size
     }
 
-    /// What is written at once or not at all, in bytes.
+    /// Returns the length in bytes of an atomic write.
     pub fn sector_size(&self) -> u32 {
         self.sector_size
     }
 
-    /// Sectors with versions that a loss of power may lose.
+    /// Returns the number of sectors with versions that a power loss may lose.
     pub fn volatile_sectors(&self) -> usize {
         self.volatile.len()
     }
 
-    /// Fills `buffer` with what the bytes from `start` on hold now.
+    /// Fills `buffer` with the present content of the bytes from `start` on.
     pub fn read(&self, start: ByteOffset, buffer: &mut [u8]) {
         self.durable.read(start, buffer);
         let range = start.range(ByteLen::of_buffer(buffer.len()));
@@ -185,7 +185,7 @@ impl Medium {
         }
     }
 
-    /// Writes `bytes` as if they had always been there; for preparing a disk.
+    /// Writes `bytes` durably and without a version, to prepare a disk.
     pub fn write_durably(&mut self, start: ByteOffset, bytes: &[u8]) {
         let range = start.range(ByteLen::of_buffer(bytes.len()));
         let (first, behind) = (self.sectors(range).start, self.sectors(range).end);
@@ -196,7 +196,7 @@ impl Medium {
         self.take_room(range);
     }
 
-    /// The first part of `range` that may hold something else than zeros; what is before it does not.
+    /// Returns the first part of `range` that may hold anything but zeros. The bytes before it are zeros.
     pub(super) fn next_data(&self, range: ByteRange) -> Option<ByteRange> {
         let durable = self.durable.next_data(range);
         let volatile = self.volatile.range(self.sectors(range)).next();
@@ -208,15 +208,15 @@ impl Medium {
         }
     }
 
-    /// The number for a change that starts now.
+    /// Returns the number for a change that starts now.
     pub(super) fn start_change(&mut self) -> ChangeNumber {
         let change = self.next;
         self.next = ChangeNumber(change.0 + 1);
         change
     }
 
-    /// Applies the sectors of `part` of a change of `whole`: reads see it from now on. `choose` says for each sector
-    /// whether it is applied at all.
+    /// Applies the sectors of `part` of a change of `whole`: reads return them from now on. `choose` decides for each
+    /// sector whether it is applied at all.
     pub(super) fn apply(
         &mut self,
         change: ChangeNumber,
@@ -237,7 +237,8 @@ impl Medium {
         }
     }
 
-    /// The sectors of `range` that a change from `source` changes: of zeros, only those that may hold something.
+    /// Returns the sectors of `range` that a change from `source` affects. Zeros and discards affect only sectors
+    /// that may hold data.
     fn changed_sectors(&self, range: ByteRange, source: &Source) -> Vec<SectorIndex> {
         if let Source::Data(_) = source {
             return self.sectors(range).collect();
@@ -252,7 +253,7 @@ impl Medium {
         sectors
     }
 
-    /// What a change makes of a sector; `None` if it leaves it as it is.
+    /// Returns the content that a change gives a sector; `None` if the sector keeps its content.
     fn content(&self, whole: ByteRange, sector: SectorIndex, source: &Source, random: &mut Random) -> Option<Content> {
         let place = self.range_of(sector);
         match source {
@@ -273,7 +274,7 @@ impl Medium {
         }
     }
 
-    /// Makes durable what `mark` covers.
+    /// Makes the changes that `mark` covers durable.
     pub(super) fn flush(&mut self, mark: &FlushMark) {
         let durable = &mut self.durable;
         let sector_size = u64::from(self.sector_size);
@@ -290,7 +291,7 @@ impl Medium {
         });
     }
 
-    /// Makes `change` durable, and what it overwrote.
+    /// Makes `change` durable, and the versions that it overwrote.
     pub(super) fn force(&mut self, change: ChangeNumber, range: ByteRange) {
         let sectors: Vec<SectorIndex> = self.volatile.range(self.sectors(range)).map(|(s, _)| *s).collect();
         for sector in sectors {
@@ -306,7 +307,7 @@ impl Medium {
         }
     }
 
-    /// Loses power. Each sector becomes, durably, what it durably was or one of the versions since.
+    /// Loses power. Each sector keeps its durable content or one of the versions since.
     pub(super) fn lose_power(&mut self, random: &mut Random) {
         self.lose_host_memory();
         let fate = random.pick(&[Fate::NothingSurvives, Fate::AllSurvives, Fate::Random, Fate::Random]);
@@ -322,8 +323,8 @@ impl Medium {
         }
     }
 
-    /// Changes the size at once and durably, as the host's administrator does. What is cut off is gone; what is added
-    /// reads as zeros.
+    /// Changes the size at once and durably, as the host's administrator does. Data after the new end is lost; added
+    /// space reads as zeros.
     pub(super) fn set_size(&mut self, size: ByteLen) {
         let end = ByteOffset::new(size.get());
         if size < self.size {
@@ -349,7 +350,7 @@ fn room_units(range: ByteRange) -> std::ops::Range<u64> {
     range.start.get() / ROOM_UNIT..range.end().get() / ROOM_UNIT
 }
 
-/// What a loss of power leaves of unflushed sectors.
+/// The effect of a power loss on unflushed sectors.
 #[derive(Clone, Copy)]
 enum Fate {
     NothingSurvives,
@@ -357,7 +358,7 @@ enum Fate {
     Random,
 }
 
-/// Makes version `newest` of a sector durable and gives up it and all older ones.
+/// Makes version `newest` of a sector durable, and removes it and all older ones from the versions.
 fn settle(
     durable: &mut Image,
     start: ByteOffset,

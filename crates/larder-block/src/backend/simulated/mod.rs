@@ -1,9 +1,9 @@
 //! Simulated devices, for the simulator and for experiments.
 //!
-//! - [`SimulatedDevice`] keeps what is durable and what is not apart, fails, delays and reorders requests, and can be
-//!   stopped at any moment. What it leaves is a [`Medium`], over which the next device is opened. Everything that it
-//!   does follows from its seed. It is as weak as the contract allows: a stack that works over it relies on no more.
-//! - [`SlowDevice`] makes any device take the time that a [`ServiceModel`] says, on the real or the virtual clock.
+//! - [`SimulatedDevice`] separates durable from volatile data, fails, delays and reorders requests, and can be
+//!   stopped at any moment. It leaves a [`Medium`], over which the next device is opened. All its behaviour follows
+//!   from its seed. It is as weak as the contract allows: a stack that works over it relies on no more.
+//! - [`SlowDevice`] slows any device down to the durations of a [`ServiceModel`], on the real or the virtual clock.
 
 mod device;
 mod fault;

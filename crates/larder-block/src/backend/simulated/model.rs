@@ -1,44 +1,44 @@
-//! How long a kind of disk takes to serve a request, as a queueing model with few parameters.
+//! The service times of kinds of disks, as a queueing model with few parameters.
 //!
-//! A disk has a number of channels that work at the same time, and a link each way. A request waits for the first free
-//! channel, takes the latency of its kind, and for what is longer than 4 KiB the link's time; it keeps its channel
-//! busy for as long as the disk's rate of requests allows. A read behind busy writes takes longer. A preset's figures
-//! are the makers' or, where it says so, published measurements; what nobody publishes (channels, interference, flush)
-//! is an estimate and marked as one.
+//! A disk has a number of channels that work at the same time, and a link each way. A request waits for the first
+//! free channel, takes the latency of its kind, and for its part above 4 KiB the link's time. It keeps its channel
+//! busy for as long as the disk's rate of requests demands. A read takes longer while channels are busy with writes.
+//! A preset's figures are the makers' or, where noted, published measurements. Unpublished ones (channels,
+//! interference, flush) are estimates and marked as such.
 
 use std::time::Duration;
 
 use crate::event_loop::LoopTime;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// The size of request that latencies and rates are given for, in bytes.
+/// The request size in bytes for which latencies and rates are given.
 const UNIT: u64 = 4096;
 
-/// How requests of one direction are served.
+/// The service of requests of one direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Service {
-    /// Time for one 4 KiB request at an idle disk.
+    /// The time for one 4 KiB request on an idle disk.
     pub latency: Duration,
-    /// 4 KiB requests per second at most, at random places.
+    /// The maximum rate of 4 KiB requests at random offsets, per second.
     pub requests_per_second: u32,
-    /// Bytes per second at most.
+    /// The maximum bandwidth, in bytes per second.
     pub bytes_per_second: u64,
 }
 
-/// How a disk serves its requests.
+/// The parameters of a disk.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ServiceModel {
-    /// Reads.
+    /// The service of reads.
     pub read: Service,
-    /// Writes; discards and zeroes count as writes without bytes.
+    /// The service of writes. Discards and zeroes count as writes without bytes.
     pub write: Service,
-    /// How many requests it works on at the same time.
+    /// The number of requests that the disk works on at the same time.
     pub channels: u32,
-    /// How much longer a read takes while every channel writes, in percent of its latency.
+    /// The additional latency of a read while every channel writes, in percent.
     pub interference_percent: u32,
-    /// Time for a flush, after the writes before it.
+    /// The time for a flush, after the writes before it.
     pub flush: Duration,
-    /// The latency of a request that begins where the one before it ended, if that matters (a disk that seeks).
+    /// The latency of a request that begins where the previous one ended, if it differs (a disk that seeks).
     pub sequential: Option<Duration>,
 }
 
@@ -99,7 +99,7 @@ impl ServiceModel {
         sequential: Some(Duration::from_micros(60)),
     };
 
-    /// Name and model of every preset, for command lines.
+    /// The name and model of every preset, for command lines.
     pub const PRESETS: [(&str, Self); 5] = [
         ("nvme-tlc", Self::NVME_TLC),
         ("optane", Self::OPTANE),
@@ -108,7 +108,7 @@ impl ServiceModel {
         ("sas-disk", Self::SAS_DISK),
     ];
 
-    /// The preset of that name.
+    /// Returns the preset of that name.
     pub fn preset(name: &str) -> Option<Self> {
         let found = Self::PRESETS.iter().find(|(own, _)| *own == name);
         found.map(|(_, model)| *model)
@@ -123,7 +123,7 @@ const fn service(latency_us: u64, requests_per_second: u32, bytes_per_second: u6
     }
 }
 
-/// What a model serves.
+/// The direction of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A transfer from the disk.
@@ -132,11 +132,11 @@ pub enum Kind {
     Write,
 }
 
-/// When the requests of one disk are served. Bounded: it remembers channels, not requests.
+/// The service times of the requests of one disk. Its size is bounded: it stores channels, not requests.
 pub(super) struct Schedule {
     model: ServiceModel,
     channels: Vec<Channel>,
-    /// When the link is free, for reads and for writes.
+    /// The times from which the link is free, for reads and for writes.
     link_free: [LoopTime; 2],
     writes_done: LoopTime,
     last_end: ByteOffset,
@@ -163,7 +163,7 @@ impl Schedule {
         }
     }
 
-    /// When a request that arrives at `now` is done, `bytes` of it being transferred.
+    /// Returns the completion time of a request that arrives at `now` and transfers `bytes`.
     pub(super) fn admit(&mut self, kind: Kind, range: ByteRange, bytes: ByteLen, now: LoopTime) -> LoopTime {
         let service = match kind {
             Kind::Read => self.model.read,
@@ -190,18 +190,19 @@ impl Schedule {
         done
     }
 
-    /// When a flush that arrives at `now` is done.
+    /// Returns the completion time of a flush that arrives at `now`.
     pub(super) fn admit_flush(&self, now: LoopTime) -> LoopTime {
         now.max(self.writes_done).after(self.model.flush)
     }
 
-    /// How long a request keeps a channel busy, so that all together serve no more than the service's rate.
+    /// Returns the time for which a request keeps a channel busy. All channels together then serve no more than the
+    /// service's rate.
     fn busy(&self, service: Service) -> Duration {
         let rate = u64::from(service.requests_per_second.max(1));
         Duration::from_nanos(self.channels.len() as u64 * 1_000_000_000 / rate)
     }
 
-    /// How many channels are busy writing.
+    /// Returns the number of channels that are busy with writes.
     fn writing(&self, now: LoopTime) -> u32 {
         let writing = self
             .channels
@@ -210,7 +211,7 @@ impl Schedule {
         writing.count() as u32
     }
 
-    /// Keeps the first free channel busy; when it begins.
+    /// Occupies the first free channel, and returns the start of the request's service.
     fn take_channel(&mut self, kind: Kind, busy: Duration, now: LoopTime) -> LoopTime {
         let Some(channel) = self.channels.iter_mut().min_by_key(|channel| channel.free) else {
             return now;

@@ -1,30 +1,31 @@
-//! How a simulated device is to be, and how it ends.
+//! Options of a simulated device, and the ways in which it stops.
 
 use super::latency::Latency;
 
-/// What a simulated device is like.
+/// The options of a simulated device.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Its name, for messages.
+    /// The device's name, for messages.
     pub name: String,
-    /// Where all its choices come from.
+    /// The seed of all random choices.
     pub seed: u64,
-    /// As in [`block_size`](crate::Geometry::block_size); a multiple of the medium's sector.
+    /// The block size, as in [`block_size`](crate::Geometry::block_size); a multiple of the medium's sector size.
     pub block_size: u32,
-    /// As in [`memory_alignment`](crate::Geometry::memory_alignment). Like direct I/O, the device refuses other memory.
+    /// The alignment of memory, as in [`memory_alignment`](crate::Geometry::memory_alignment). Like direct I/O, the
+    /// device refuses unaligned memory.
     pub memory_alignment: u32,
-    /// As in [`read_only`](crate::Geometry::read_only).
+    /// Changes are refused, as in [`read_only`](crate::Geometry::read_only).
     pub read_only: bool,
-    /// As in [`fast_zeroes`](crate::Geometry::fast_zeroes).
+    /// Writing zeroes is fast, as in [`fast_zeroes`](crate::Geometry::fast_zeroes).
     pub fast_zeroes: bool,
-    /// How long requests take.
+    /// The latency of requests.
     pub latency: Latency,
-    /// How many requests in a thousand fail with an I/O error, beside the faults that are set.
+    /// The number of requests in a thousand that fail with an I/O error, in addition to the injected faults.
     pub failures_per_mille: u32,
 }
 
 impl Default for Options {
-    /// Blocks of 512 bytes, varied latencies, no failures.
+    /// Returns options with blocks of 512 bytes, varied latencies, and no failures.
     fn default() -> Self {
         Self {
             name: "simulated".to_owned(),
@@ -39,13 +40,13 @@ impl Default for Options {
     }
 }
 
-/// How a device comes to its end.
+/// The way in which a device stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The host loses power: of what was not flushed, each sector is kept or lost.
+    /// The host loses power: each unflushed sector is kept or lost.
     PowerLoss,
-    /// The process is killed: what was written stays, but is no more durable than it was.
+    /// The process is killed: written data stays, but is not durable yet.
     Kill,
-    /// The same, and what was in the host's memory is lost, as that of a container that is gone.
+    /// The process is killed and the host's memory is lost, like that of a removed container.
     KillAndForget,
 }

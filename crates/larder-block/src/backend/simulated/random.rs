@@ -10,18 +10,18 @@ pub struct Random {
 }
 
 impl Random {
-    /// The generator for `seed`.
+    /// Creates the generator for `seed`.
     pub fn new(seed: u64) -> Self {
         Self { state: seed }
     }
 
-    /// A generator of its own for a part of the simulation, so that a change in one part leaves the others' numbers as
-    /// they are.
+    /// Returns a separate generator for a part of the simulation, so that a change in one part does not alter the
+    /// numbers of the others.
     pub fn fork(&mut self) -> Self {
         Self::new(self.next_u64())
     }
 
-    /// Any number.
+    /// Returns a random number of 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.state;
@@ -30,31 +30,31 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`; 0 if `bound` is 0.
+    /// Returns a number below `bound`; 0 if `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        // The high half of the product: even enough for bounds far below 2^64.
+        // The high half of the product is uniform enough for bounds far below 2^64.
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A number from `least` to `most`, both included; `least` if `most` is smaller.
+    /// Returns a number from `least` to `most`, both included; `least` if `most` is smaller.
     pub fn between(&mut self, least: u64, most: u64) -> u64 {
         least + self.below(most.saturating_sub(least).saturating_add(1))
     }
 
-    /// True `per_mille` times in a thousand.
+    /// Returns true `per_mille` times in a thousand.
     pub fn chance(&mut self, per_mille: u32) -> bool {
         self.below(1000) < u64::from(per_mille)
     }
 
-    /// One of `choices`.
+    /// Returns one of `choices`.
     ///
     /// # Panics
-    /// If there is none.
+    /// If `choices` is empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
     }
 
-    /// A time from `least` to `most`, both included.
+    /// Returns a time from `least` to `most`, both included.
     pub fn duration(&mut self, least: Duration, most: Duration) -> Duration {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         Duration::from_nanos(self.between(nanos(least), nanos(most)))
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_always_gives_the_same_numbers() {
+    fn seed_always_gives_same_numbers() {
         // The first outputs of the published splitmix64 for seed 1234567.
         let mut random = Random::new(1_234_567);
         assert_eq!(random.next_u64(), 6_457_827_717_110_365_317);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stay_inside_their_bounds() {
+    fn numbers_stay_within_bounds() {
         let mut random = Random::new(7);
         assert_eq!(random.below(0), 0);
         assert_eq!(random.between(5, 5), 5);

@@ -1,4 +1,4 @@
-//! A device that takes the time that a model says, over a device that stores.
+//! A device that adds the service times of a model to another device.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -11,8 +11,9 @@ use crate::error::IoResult;
 use crate::event_loop::{Loop, LoopTime, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// Makes a request over `lower` take at least the time that a model says. On the real clock a timer adds some tens of
-/// microseconds, so models of the fastest disks are exact on the virtual one only. All promises are `lower`'s.
+/// A layer over `lower` whose requests take at least the time that a model gives. On the real clock a timer adds some
+/// tens of microseconds, so models of the fastest disks are exact on the virtual one only. All promises are
+/// `lower`'s.
 pub struct SlowDevice {
     lower: Rc<dyn BlockDevice>,
     on: WeakLoop,
@@ -20,7 +21,7 @@ pub struct SlowDevice {
 }
 
 impl SlowDevice {
-    /// `lower`, as slow as `model`, on `on`.
+    /// Creates a layer over `lower` with the speed of `model`, on `on`.
     pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, model: ServiceModel) -> Self {
         Self {
             lower,
@@ -38,7 +39,7 @@ impl SlowDevice {
         self.schedule.borrow_mut().admit(kind, range, bytes, now)
     }
 
-    /// Gives the request's result at `done`, or when there is one.
+    /// Returns the request's result at `done`, or later if the request takes longer.
     async fn until(&self, done: LoopTime, request: impl Future<Output = IoResult>) -> IoResult {
         let result = request.await;
         let sleep = self.on.upgrade().map(|on| on.sleep_until(done));
@@ -48,7 +49,7 @@ impl SlowDevice {
         result
     }
 
-    /// As slow as the model says, unless it failed in the call.
+    /// Delays a request by the model's time, unless it failed in the call.
     fn slowed<'a>(&'a self, mut request: Io<'a>, admit: impl FnOnce() -> LoopTime) -> Io<'a> {
         match request.result_now() {
             Some(Err(error)) => Io::ready(Err(error)),
