@@ -1,21 +1,22 @@
-//! Counts how long things take, in buckets whose bounds grow by a fifth to a quarter.
+//! A histogram of durations, in buckets whose bounds grow by a fifth to a quarter.
 
 use std::cell::Cell;
 use std::time::Duration;
 
-/// log2 of the buckets between a power of two and the next.
+/// The log2 of the number of buckets between a power of two and the next.
 const STEPS_BITS: u32 = 2;
 const STEPS: u64 = 1 << STEPS_BITS;
 
-/// log2 of the bound of the first bucket, in nanoseconds.
+/// The log2 of the bound of the first bucket, in nanoseconds.
 const FIRST_BITS: u32 = 8;
 
-/// log2 of the bound of the last one but one: 69 s.
+/// The log2 of the bound of the last bucket but one, in nanoseconds: 69 s.
 const LAST_BITS: u32 = 36;
 
 const BUCKETS: usize = ((LAST_BITS - FIRST_BITS) as usize) * STEPS as usize + 2;
 
-/// Whether the next one is the one of `every` that is timed; `untimed` are those since the last one.
+/// Returns true once in `every` calls, for an event that should be timed; `untimed` counts the events since the last
+/// one.
 #[inline]
 pub fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
     let before = untimed.get() + 1;
@@ -24,11 +25,12 @@ pub fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
     is_due
 }
 
-/// A histogram of times. Constant memory; a figure read from it is at most 25 % above the true one.
+/// A histogram of durations. It takes constant memory, and a quantile read from it is at most 25 % above the true
+/// one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; BUCKETS],
-    /// In nanoseconds, as the next one.
+    /// The sum in nanoseconds, like `max`.
     sum: u64,
     max: u64,
 }
@@ -46,24 +48,25 @@ impl Default for Histogram {
 /// One bucket that is not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bucket {
-    /// Times in it are below this, and not below the bound of the bucket before; `None` for the last, which has no bound.
+    /// The upper bound of the bucket, exclusive; the lower one is the bound of the previous bucket. `None` for the
+    /// last bucket, which has no bound.
     pub below: Option<Duration>,
-    /// How many.
+    /// The number of durations in the bucket.
     pub count: u64,
 }
 
 impl Histogram {
-    /// Counts a time.
+    /// Adds a duration.
     pub fn add(&mut self, time: Duration) {
         self.add_many(time, 1);
     }
 
-    /// Counts a time so many times.
+    /// Adds a duration `count` times.
     pub fn add_many(&mut self, time: Duration, count: u32) {
         self.add_nanos(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), count);
     }
 
-    /// The same of a time in nanoseconds.
+    /// Adds a duration in nanoseconds `count` times.
     pub fn add_nanos(&mut self, nanos: u64, count: u32) {
         let count = u64::from(count);
         self.counts[index(nanos)] += count;
@@ -71,22 +74,22 @@ impl Histogram {
         self.max = self.max.max(nanos);
     }
 
-    /// Times counted.
+    /// Returns the number of durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// All times together.
+    /// Returns the sum of all durations.
     pub fn sum(&self) -> Duration {
         Duration::from_nanos(self.sum)
     }
 
-    /// The longest.
+    /// Returns the longest duration.
     pub fn max(&self) -> Duration {
         Duration::from_nanos(self.max)
     }
 
-    /// Those buckets that are not empty, from the shortest times on.
+    /// Returns the buckets that are not empty, in ascending order.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
         let filled = self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
         filled.map(|(index, count)| Bucket {
@@ -96,8 +99,8 @@ impl Histogram {
     }
 }
 
-/// The time that a share of the times in `buckets` (in order, each with its bound) does not exceed; `None` if there is
-/// none, and `longest` for the last one.
+/// Returns the bound that a share of the durations in `buckets` (in order) does not exceed: `longest` for the last
+/// bucket, and `None` if there are no buckets.
 pub fn quantile(buckets: &[Bucket], share: f64, longest: Duration) -> Option<Duration> {
     let all: u64 = buckets.iter().map(|bucket| bucket.count).sum();
     let mut left = (share * all as f64).ceil().max(1.0) as u64;
@@ -131,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_time_is_in_a_bucket_near_it() {
+    fn buckets_bound_durations_closely() {
         let mut before = Duration::ZERO;
         for index_of in 0..BUCKETS - 1 {
             let below = bound(index_of).expect("a bound");
@@ -148,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_those_of_the_times() {
+    fn quantiles_match_the_durations() {
         let mut histogram = Histogram::default();
         (1..=1000).for_each(|micros| histogram.add(Duration::from_micros(micros)));
         histogram.add(Duration::from_secs(100));

@@ -1,7 +1,7 @@
-//! The block device contract, units and buffers, the io_uring loop, and the plain backends: file and block device, NBD
-//! client, memory, and the simulated device.
+//! The block device contract, units and buffers, the io_uring loop, and the basic backends: file and block device,
+//! NBD client, memory, and the simulated device.
 //!
-//! Start with [`device`] for what a block device promises, then [`event_loop`] for what runs it.
+//! Start with [`device`] for the promises of a block device, then [`event_loop`] for the loop that runs it.
 
 pub mod backend;
 pub mod boot;

@@ -1,9 +1,9 @@
-//! How long to wait for a lock on a file that another process has.
+//! The waiting time for a lock on a file that another process has.
 //!
-//! A process that was killed keeps its locks until the kernel has ended its I/O and freed its memory, however long that
-//! takes. Its successor waits as long as that process exists, not for a time. I/O that was under way (direct I/O to a
-//! device that is slow) may outlive the process itself, and holds the lock, too: then no process of the host has it. A
-//! process that runs on is waited for only briefly, in case it has been asked to end.
+//! A process that was killed keeps its locks until the kernel has ended its I/O and freed its memory, however long
+//! that takes. Its successor waits as long as that process exists, without a time limit. In-flight I/O (direct I/O to
+//! a slow device) may outlive the process itself and hold the lock: then no process of the host owns it. A process
+//! that continues to run is waited for only briefly, in case it was asked to stop.
 
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -12,40 +12,41 @@ use std::time::{Duration, Instant};
 
 use crate::opener::opener;
 
-/// How long a process that runs on is waited for.
+/// The maximum waiting time for a lock owner that continues to run.
 const RUNNING_PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long a lock is waited for that no process of the host has. The bound is for owners that cannot be seen: in another
-/// PID namespace, or in a descriptor on its way through a socket.
+/// The maximum waiting time for a lock that no process of the host owns. The bound is for owners that are not
+/// visible: in another PID namespace, or in a descriptor in transit through a socket.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The time between two looks for the owner, each of which inspects every process of the host: at first, and in a long wait.
+/// The initial and the maximum interval between two searches for the owner, each of which inspects every process of
+/// the host.
 const INSPECT_INTERVAL: Duration = Duration::from_millis(100);
 const INSPECT_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
-/// How often the reason for waiting is reported.
+/// The interval at which the reason for waiting is logged.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The bit of SIGKILL in the masks of pending signals.
 const KILL_PENDING: u64 = 1 << (libc::SIGKILL - 1);
 
-/// The kernel's PF_EXITING: a task that is being torn down.
+/// The kernel's PF_EXITING: a task that is exiting.
 const PF_EXITING: u64 = 4;
 
 /// A kind of lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
-    /// Of a byte range, which belongs to an open file (`F_OFD_SETLK`); any, or one that has this byte.
+    /// A byte-range lock that belongs to an open file (`F_OFD_SETLK`): any, or one that includes this byte.
     Ofd(Option<i64>),
     /// `flock`.
     Flock,
-    /// The claim of a block device (open(2), `O_EXCL`). The kernel does not report which open file has it, so a process that
-    /// is ending counts as its owner if it has the device open.
+    /// The claim of a block device (open(2), `O_EXCL`). The kernel does not report which open file has it, so a
+    /// process that is exiting counts as its owner if it has the device open.
     Claim,
 }
 
 impl LockKind {
-    /// Whether a line of `/proc/PID/fdinfo` is about such a lock.
+    /// Returns true if a line of `/proc/PID/fdinfo` describes such a lock.
     fn is_in(self, line: &str) -> bool {
         let (name, byte) = match self {
             Self::Ofd(byte) => ("OFDLCK", byte),
@@ -56,7 +57,7 @@ impl LockKind {
         if !words.any(|word| word == name) {
             return false;
         }
-        // "ADVISORY WRITE -1 fe:00:123 300 300"
+        // An example: "ADVISORY WRITE -1 fe:00:123 300 300"
         let mut range = words.skip(4).map(|word| word.parse::<i64>().unwrap_or(i64::MAX));
         match (byte, range.next(), range.next()) {
             (Some(byte), Some(first), Some(last)) => (first..=last).contains(&byte),
@@ -65,31 +66,32 @@ impl LockKind {
     }
 }
 
-/// Who has a lock.
+/// The owner of a lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LockOwner {
-    /// A process that runs on, or one that cannot be inspected.
+    /// A process that continues to run, or one that cannot be inspected.
     Running,
-    /// A process that was killed or ends, as `larder, pid 4711`.
+    /// A process that was killed or is exiting, as `larder, pid 4711`.
     Ending(String),
     /// No process of this host.
     Nobody,
 }
 
-/// Decides, from one try to the next, whether a lock is worth waiting for.
+/// Decides, from one attempt to the next, whether to keep waiting for a lock.
 #[derive(Debug)]
 pub struct LockWait {
     kind: LockKind,
-    /// When the wait for an owner that does not end began: the first time, or when one that was ending had ended.
+    /// The start of the wait for an owner that is not exiting: the first attempt, or the time when an exiting owner
+    /// had exited.
     since: Option<Instant>,
     owner: Option<LockOwner>,
-    /// When the owner was looked for first, and last.
+    /// The times of the first and the last search for the owner.
     inspected: Option<(Instant, Instant)>,
     reported: Option<Instant>,
 }
 
 impl LockWait {
-    /// Begins to wait with the first lock that fails.
+    /// Starts waiting for a lock, at the first attempt that fails.
     pub fn new(kind: LockKind) -> Self {
         Self {
             kind,
@@ -100,8 +102,8 @@ impl LockWait {
         }
     }
 
-    /// Returns whether to try again to lock `file`, which failed just now, and reports the reason: `busy` says what is
-    /// locked, and why not.
+    /// Returns true if the caller should retry to lock `file`, which failed just now, and logs the reason. `busy` is
+    /// a text that names the locked object and the failure.
     pub fn goes_on(&mut self, file: BorrowedFd<'_>, busy: &dyn std::fmt::Display) -> bool {
         let now = Instant::now();
         let (first, last) = self.inspected.unwrap_or((now, now));
@@ -111,7 +113,7 @@ impl LockWait {
         self.inspected = Some((first, now));
         let owner = opener().lock_owner(file, self.kind);
         let is_other = |before: &LockOwner| std::mem::discriminant(before) != std::mem::discriminant(&owner);
-        // What a process that was ending leaves to the kernel is waited for anew.
+        // Locks that an exiting process leaves to the kernel are waited for anew.
         let was_ending = matches!(self.owner, Some(LockOwner::Ending(_)));
         let since = match self.since {
             Some(since) if !was_ending => since,
@@ -134,7 +136,7 @@ impl LockWait {
     }
 }
 
-/// The time until the owner is looked for again, after so long a wait.
+/// Returns the interval until the next search for the owner, after waiting for `waited`.
 fn inspect_interval(waited: Duration) -> Duration {
     (waited / 4).clamp(INSPECT_INTERVAL, INSPECT_INTERVAL_MAX)
 }
@@ -154,7 +156,7 @@ fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
     }
 }
 
-/// Finds out who has a lock on `file` by another open file, as far as this process may know.
+/// Finds the process that has a lock on `file` through another open file, as far as it is visible to this process.
 pub(crate) fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
     let (Some(locked), Ok(processes)) = (identity(file, kind), fs::read_dir("/proc")) else {
         return LockOwner::Running;
@@ -163,7 +165,7 @@ pub(crate) fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
     let (mut ending, mut all_seen) = (None, true);
     for pid in processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok()) {
         let has = has_locked(pid, locked, kind);
-        // The files of one that is being torn down may be gone already, while the kernel still holds them.
+        // The files of an exiting process may be closed already, while the kernel still holds them.
         let may_have = has.unwrap_or(false) || name_of(pid) == own_name;
         if may_have && is_ending(pid) {
             ending.get_or_insert_with(|| format!("{}, pid {pid}", name_of(pid)));
@@ -185,7 +187,7 @@ fn name_of(pid: u32) -> String {
     name.trim_end().to_owned()
 }
 
-/// Returns the numbers that tell the locked object apart: those of the file, or of the device that it stands for.
+/// Returns the numbers that identify the locked object: those of the file, or of the device that it represents.
 fn identity(file: BorrowedFd<'_>, kind: LockKind) -> Option<(u64, u64)> {
     let found = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     Some(numbers(&found, kind))
@@ -198,12 +200,12 @@ fn numbers(found: &fs::Metadata, kind: LockKind) -> (u64, u64) {
     }
 }
 
-/// Whether a process has such a lock on a file; `None` if this user may not know.
+/// Returns true if a process has such a lock on a file; `None` if this user may not inspect the process.
 fn has_locked(pid: u32, locked: (u64, u64), kind: LockKind) -> Option<bool> {
     let descriptors = match fs::read_dir(format!("/proc/{pid}/fd")) {
         Ok(descriptors) => descriptors,
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return None,
-        // It is gone.
+        // The process has exited.
         Err(_) => return Some(false),
     };
     let is_locked = |path| fs::metadata(path).is_ok_and(|found| numbers(&found, kind) == locked);
@@ -216,12 +218,12 @@ fn has_locked(pid: u32, locked: (u64, u64), kind: LockKind) -> Option<bool> {
     Some(descriptors.flatten().any(|descriptor| {
         let number = descriptor.file_name();
         let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
-        // Only then is the file itself asked: one on a file server that is away would not answer.
+        // The file itself is queried only after a match: a file on an unreachable server would not answer.
         info.lines().any(|line| line.contains(&inode) && kind.is_in(line)) && is_locked(descriptor.path())
     }))
 }
 
-/// Whether all threads of a process were killed or are being torn down, and one of them is still there.
+/// Returns true if all threads of a process were killed or are exiting, and one of them still exists.
 fn is_ending(pid: u32) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return false;
@@ -238,19 +240,19 @@ fn is_ending(pid: u32) -> bool {
     is_there
 }
 
-/// What becomes of a task of the kernel.
+/// The state of a task of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskState {
     Running,
     Ending,
-    /// It has nothing any more, but was not waited for.
+    /// A zombie: it has released everything, but was not waited for.
     Gone,
 }
 
 impl TaskState {
-    /// Out of `stat` and `status` of proc(5); of one that is not there any more both are empty.
+    /// Parses `stat` and `status` of proc(5), which are both empty for a task that no longer exists.
     fn of(stat: &str, status: &str) -> Self {
-        // The name, in brackets, may have brackets.
+        // The name is in parentheses, and may contain some.
         let Some((_, rest)) = stat.rsplit_once(')') else {
             return Self::Gone;
         };
@@ -278,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locks_are_told_apart_by_kind_and_byte() {
+    fn locks_are_matched_by_kind_and_byte() {
         let ofd = "lock:\t1: OFDLCK ADVISORY  WRITE -1 fe:00:123 300 300";
         let flock = "lock:\t1: FLOCK  ADVISORY  WRITE 99 fe:00:123 0 EOF";
         assert!(LockKind::Ofd(None).is_in(ofd) && LockKind::Ofd(Some(300)).is_in(ofd));

@@ -1,19 +1,19 @@
-//! Memory of the process.
+//! Memory management of the process.
 
-/// Gives the kernel what of the heap is free. For who has freed much that is not needed again soon: the allocator of the C
-/// library keeps for later about as much as the largest pieces that it was given back.
+/// Returns free heap memory to the kernel. For callers that have freed much memory that is not needed again soon: the
+/// allocator of the C library otherwise retains about as much as the largest pieces that were freed.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it touches nothing but the allocator's own, under its locks.
+    // SAFETY: it accesses only the allocator's own memory, under its locks.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
-/// Asks memory for what is there, and does not wait for it.
+/// Prefetches the cache line of a byte, without waiting.
 pub fn prefetch(of: &u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: it changes nothing, and has no effect that is not one of time.
+    // SAFETY: a prefetch changes nothing and only affects timing.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(of).cast());
     }

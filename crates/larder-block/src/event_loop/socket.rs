@@ -457,7 +457,7 @@ impl Socket {
 
     /// Closes both directions; reads and writes in flight fail.
     pub fn shutdown(&self) {
-        // It may be gone already.
+        // The connection may be closed already.
         let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);
     }
 }
@@ -469,7 +469,7 @@ impl AsFd for Socket {
 }
 
 impl Listener {
-    /// Completes once somebody waits to be accepted.
+    /// Completes once a connection waits to be accepted.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -493,10 +493,10 @@ impl Listener {
         })
     }
 
-    /// Waits for the next connection. Dropping the future loses nothing.
+    /// Waits for the next connection. Dropping the future loses no connection.
     ///
     /// # Errors
-    /// The socket is broken. Running out of descriptors is waited out, not reported.
+    /// The socket is broken. Running out of descriptors is not an error: the call waits until there are some.
     pub async fn accept(&self, on: &Loop) -> io::Result<Socket> {
         loop {
             match rustix::net::accept_with(&self.descriptor, stream_flags()) {
@@ -505,7 +505,7 @@ impl Listener {
                     let _ = set_up_tcp(&descriptor);
                     return Socket::from_descriptor(on, descriptor);
                 }
-                // accept(2): errors of the new connection's network are passed on, and are to be treated like EAGAIN.
+                // accept(2): network errors of the new connection are passed on, and should be treated like EAGAIN.
                 Err(
                     Errno::INTR
                     | Errno::CONNABORTED

@@ -1,55 +1,56 @@
-//! Whether to spin for the next piece of work or to sleep at once: what spinning has saved against what it has cost.
+//! The decision whether to spin for the next piece of work or to sleep at once, by comparing the saved and the wasted
+//! time of earlier spinning.
 //!
-//! Sleeping costs a wake-up when work comes; spinning costs the time until it comes. A [`Predictor`] keeps the balance
-//! of the two. While it is positive the loop spins, up to its limit; when it runs out the loop sleeps at once, and tries
-//! again after a while, ever more rarely as long as that does not pay.
+//! Sleeping costs a wake-up when work arrives; spinning costs the time until it arrives. A [`Predictor`] keeps the
+//! balance of the two. While it is positive the loop spins, up to its limit; when it is used up the loop sleeps at
+//! once, and retries spinning after a while, ever more rarely as long as that does not pay.
 //!
-//! A thread that is stopped while it spins has kept somebody else from a processor, most likely the QEMU that it waits
-//! for. That cannot be weighed against a wake-up, so spinning ends there, for longer.
+//! A thread that the kernel preempts while it spins has kept another thread from a processor, most likely the QEMU
+//! that it waits for. That cost cannot be weighed against a wake-up, so spinning stops then, for longer.
 
 use std::time::{Duration, Instant};
 
-/// What a sleep and a wake-up cost, in nanoseconds: the two switches, the system call, and on a virtualised host the
-/// interrupt to another processor (measured at 10 to 50 us). Much less, and a client that needs 20 us between two requests
-/// is not worth spinning for after any hiccup; QEMU's I/O threads spin for as long.
+/// The cost of a sleep and a wake-up, in nanoseconds: the two switches, the system call, and on a virtualised host
+/// the interrupt to another processor (measured at 10 to 50 us). With a much lower value, any hiccup would stop
+/// spinning for a client that needs 20 us between two requests; QEMU's I/O threads spin for as long.
 const WAKE_NANOS: i64 = 32_000;
 
-/// The balance a try begins with, in nanoseconds: room for one spin in vain of the default limit.
+/// The initial balance of a try, in nanoseconds: enough for one fruitless spin of the default limit.
 const TRY_NANOS: i64 = 60_000;
 
-/// The most that is saved up, so that a change of the load is noticed soon.
+/// The maximum balance, in nanoseconds, so that a change of the load is noticed soon.
 const BALANCE_MAX_NANOS: i64 = 400_000;
 
-/// Sleeps between two tries at most.
+/// The maximum number of sleeps between two tries.
 const SKIP_MAX: u32 = 64;
 
-/// Sleeps until the next try after somebody else had wanted the processor, at least and at most.
+/// The minimum and maximum number of sleeps until the next try after the thread was preempted.
 const CONTENDED_SKIP_MIN: u32 = 32;
 const CONTENDED_SKIP_MAX: u32 = 4096;
 
-/// Who spins looks for work more often than this, unless it is stopped.
+/// The maximum time between two checks for work of a spinning thread that is not preempted.
 const LOOK_MAX: Duration = Duration::from_micros(10);
 
-/// Decides for one kind of waiting.
+/// The spin decision for one kind of waiting.
 #[derive(Debug, Default)]
 pub(super) struct Predictor {
     spinning: bool,
     balance_nanos: i64,
-    /// Short sleeps before the next try.
+    /// The number of short sleeps left before the next try.
     skip: u32,
-    /// As many after the next failure.
+    /// The number of short sleeps after the next failed try.
     skip_next: u32,
-    /// The last try ended because somebody else wanted the processor.
+    /// The last try ended because the thread was preempted.
     contended: bool,
 }
 
 impl Predictor {
-    /// Whether to spin now.
+    /// Returns true if the loop should spin now.
     pub(super) fn spins(&self) -> bool {
         self.spinning
     }
 
-    /// Work came while the loop had been spinning for `spun`.
+    /// Records that work came while the loop had been spinning for `spun`.
     pub(super) fn found(&mut self, spun: Duration) {
         self.add(WAKE_NANOS - nanos(spun));
         if self.balance_nanos == BALANCE_MAX_NANOS {
@@ -58,7 +59,7 @@ impl Predictor {
         }
     }
 
-    /// Spinning was stopped: somebody else wanted the processor.
+    /// Records that the thread was preempted while it was spinning.
     pub(super) fn stopped(&mut self) {
         self.spinning = false;
         self.contended = true;
@@ -66,8 +67,8 @@ impl Predictor {
         self.skip = self.skip_next;
     }
 
-    /// Work came only after the loop had gone to sleep, having spun for `spun`. It was a `long` sleep if the work belongs
-    /// to another burst.
+    /// Records that work came only after the loop had gone to sleep, having spun for `spun`. The sleep was `long` if
+    /// the work belongs to another burst.
     pub(super) fn slept(&mut self, spun: Duration, long: bool) {
         if self.spinning {
             self.add(-nanos(spun));
@@ -88,17 +89,17 @@ impl Predictor {
             self.spinning = false;
             self.skip_next = (self.skip_next * 2).clamp(1, SKIP_MAX);
             self.contended = false;
-            // One more than is counted down at once.
+            // One more than the skips to wait, because one is counted down at once.
             self.skip = self.skip_next + 1;
         }
     }
 }
 
-/// Sees whether a thread that spins is stopped for another one, by looking at the time as often as at the work.
+/// Detects preemption of a spinning thread, by reading the clock as often as it checks for work.
 #[derive(Debug)]
 pub(super) struct Watch {
     looked: Instant,
-    /// How often the kernel had stopped the thread for others when that was last asked.
+    /// The number of involuntary context switches when it was last read.
     stops: libc::c_long,
 }
 
@@ -110,13 +111,13 @@ impl Watch {
         }
     }
 
-    /// The thread begins to spin.
+    /// Starts watching when the thread begins to spin.
     pub(super) fn begin(&mut self, now: Instant) {
         self.looked = now;
     }
 
-    /// The thread spins on; whether it was stopped since it last looked. A pause alone does not say so: it may be an
-    /// interrupt, or the host of this host.
+    /// Returns true if the thread was preempted since the last call. A pause alone is no proof: it may be an
+    /// interrupt, or the hypervisor below this host.
     pub(super) fn was_stopped(&mut self, now: Instant) -> bool {
         let pause = now - self.looked;
         self.looked = now;
@@ -128,9 +129,9 @@ impl Watch {
     }
 }
 
-/// How often the kernel has stopped this thread for another one.
+/// Returns the number of involuntary context switches of this thread.
 fn stops() -> libc::c_long {
-    // SAFETY: zeros are a valid `rusage`, and it is one that the kernel may fill.
+    // SAFETY: zeros are a valid `rusage`, and the kernel may fill it.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
@@ -148,7 +149,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_micros(50);
 
-    /// Lets work come at these intervals; how much of the time was spent spinning, in percent.
+    /// Simulates work at these intervals, and returns the percentage of time spent spinning.
     fn spinning_percent(intervals_micros: impl Iterator<Item = u64>) -> u64 {
         let mut predictor = Predictor::default();
         let (mut spun, mut total) = (Duration::ZERO, Duration::ZERO);
@@ -167,19 +168,19 @@ mod tests {
     }
 
     #[test]
-    fn it_spins_for_work_that_comes_at_once() {
+    fn predictor_spins_for_immediate_work() {
         assert!(spinning_percent(std::iter::repeat_n(5, 10_000)) > 95);
     }
 
     #[test]
-    fn it_does_not_spin_for_work_that_takes_longer() {
+    fn predictor_sleeps_for_late_work() {
         assert!(spinning_percent(std::iter::repeat_n(90, 10_000)) < 5);
         assert!(spinning_percent(std::iter::repeat_n(45, 10_000)) < 10);
         assert!(spinning_percent(std::iter::repeat_n(1_000, 10_000)) == 0);
     }
 
     #[test]
-    fn it_hardly_spins_where_others_want_the_processor() {
+    fn preempted_thread_hardly_spins() {
         let mut predictor = Predictor::default();
         let mut spins = 0;
         for index in 0..10_000 {
@@ -190,14 +191,14 @@ mod tests {
             predictor.slept(Duration::ZERO, index % 4 == 0);
         }
         assert!((1..20).contains(&spins), "{spins}");
-        // They have gone.
+        // No thread preempts it any more.
         (0..5_000).for_each(|_| predictor.slept(Duration::ZERO, false));
         (0..100).for_each(|_| predictor.found(Duration::from_micros(5)));
         assert!(predictor.spins());
     }
 
     #[test]
-    fn one_late_piece_of_work_changes_nothing() {
+    fn one_late_piece_of_work_keeps_spinning() {
         assert!(spinning_percent((0..10_000).map(|index| if index % 100 == 0 { 90 } else { 5 })) > 80);
     }
 }

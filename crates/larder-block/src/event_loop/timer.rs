@@ -1,4 +1,4 @@
-//! Timers of a loop: a heap of deadlines, each with the waker of who waits for it.
+//! Timers of a loop: a heap of deadlines, each with the waker of its waiting task.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -8,8 +8,8 @@ use std::task::{Context, Poll, Waker};
 
 use super::{Loop, LoopTime, WeakLoop};
 
-/// Deadlines in order. A cancelled timer leaves its heap entry behind, which is skipped when it comes up; when such
-/// entries outnumber the live ones the heap is rebuilt, so it stays within twice what is set.
+/// Deadlines in order. A cancelled timer leaves its heap entry behind, which is skipped when it expires. When such
+/// entries outnumber the live ones the heap is rebuilt, so its size stays within twice the number of live timers.
 #[derive(Default)]
 pub(super) struct Timers {
     heap: BinaryHeap<Reverse<(LoopTime, u64)>>,
@@ -38,7 +38,7 @@ impl Timers {
         }
     }
 
-    /// The next deadline. May be that of a cancelled timer: waking too early is harmless.
+    /// Returns the next deadline. It may be that of a cancelled timer: waking too early is harmless.
     pub(super) fn next(&self) -> Option<LoopTime> {
         if self.wakers.is_empty() {
             return None;
@@ -60,7 +60,7 @@ impl Timers {
     }
 }
 
-/// Completes at its deadline; see [`Loop::sleep`].
+/// A future that completes at its deadline, see [`Loop::sleep`].
 pub struct Sleep {
     owner: WeakLoop,
     deadline: LoopTime,

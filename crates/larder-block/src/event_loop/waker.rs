@@ -1,8 +1,8 @@
 //! Wakers of a loop's tasks: a number, not an allocation, that may be used from any thread.
 //!
 //! A waker is the pair (loop, task). On the loop's own thread waking pushes the task onto the ready queue; from any
-//! other thread it goes through the loop's [`Remote`] queue and an eventfd. Task numbers are reused, so a late wake-up
-//! may reach a later task: spurious wake-ups are allowed by `Future`'s contract.
+//! other thread it goes through the loop's [`Remote`] queue and an eventfd. Task numbers are reused, so a late
+//! wake-up may reach a later task: spurious wake-ups are allowed by `Future`'s contract.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -18,23 +18,23 @@ use super::{Core, TaskIndex};
 
 pub(super) type LoopId = u32;
 
-/// Where other threads leave wake-ups for a loop.
+/// The queue of wake-ups for a loop from other threads.
 pub(super) struct Remote {
     shared: Arc<Shared>,
-    /// The ring's watch on the eventfd, while there is one.
+    /// The ring's poll of the eventfd, while there is one.
     watch: Cell<Option<RingOp>>,
 }
 
 struct Shared {
     woken: Mutex<Vec<TaskIndex>>,
-    /// There is something in `woken`.
+    /// Set while `woken` is not empty.
     raised: AtomicBool,
-    /// The loop sleeps, or is about to, and wants the eventfd written.
+    /// Set while the loop sleeps or is about to, so that a wake-up must write the eventfd.
     asleep: AtomicBool,
     event: OwnedFd,
 }
 
-/// The loops that exist, by number. Numbers are reused.
+/// The existing loops, by number. Numbers are reused.
 static LOOPS: Mutex<Vec<Option<Arc<Shared>>>> = Mutex::new(Vec::new());
 
 thread_local! {
@@ -45,7 +45,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Gives a loop its number, the lowest that is free.
+/// Assigns a loop the lowest free number.
 pub(super) fn register(remote: &Remote) -> LoopId {
     let mut loops = lock(&LOOPS);
     let entry = Some(Arc::clone(&remote.shared));
@@ -75,7 +75,7 @@ pub(super) fn enter(core: &Core) -> impl Drop + use<> {
 
 const VTABLE: RawWakerVTable = RawWakerVTable::new(|data| RawWaker::new(data, &VTABLE), wake, wake, |_| {});
 
-/// A waker for task `index` of loop `id`.
+/// Returns a waker for task `index` of loop `id`.
 pub(super) fn task_waker(id: LoopId, index: TaskIndex) -> Waker {
     let packed = (id as usize) << 32 | index as usize;
     // SAFETY: the data is a number; cloning and dropping do nothing, waking is safe from any thread (see `wake`).
@@ -87,7 +87,7 @@ fn wake(data: *const ()) {
     let (id, index) = ((packed >> 32) as LoopId, packed as TaskIndex);
     let current = CURRENT.get();
     if !current.is_null() {
-        // SAFETY: `enter` set it to a loop that `block_on` of this very thread borrows until it is reset.
+        // SAFETY: `enter` has set it to a loop that `block_on` of this very thread borrows until it is reset.
         let core = unsafe { &*current };
         if core.id == id {
             core.enqueue(index);
@@ -105,7 +105,7 @@ impl Shared {
         lock(&self.woken).push(index);
         self.raised.store(true, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
-            // The only error is a full counter, and then the event is raised already.
+            // The only possible error is a full counter, and then the event is raised already.
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }
     }
@@ -128,20 +128,20 @@ impl Remote {
         self.shared.raised.load(Ordering::SeqCst)
     }
 
-    /// Hands over what other threads have woken.
+    /// Passes the tasks that other threads have woken to `each`.
     pub(super) fn take(&self, mut each: impl FnMut(TaskIndex)) {
         self.shared.raised.store(false, Ordering::SeqCst);
         let woken = std::mem::take(&mut *lock(&self.shared.woken));
         woken.into_iter().for_each(&mut each);
     }
 
-    /// From here on a wake-up writes the eventfd, and the ring watches that. The caller then looks at `is_raised` once
+    /// Makes wake-ups write the eventfd from now on, and the ring watch it. The caller must check `is_raised` once
     /// more before it sleeps.
     pub(super) fn prepare_to_sleep(&self, ring: &Ring) {
         let watch = self.watch.take().filter(|watch| !watch.is_done());
         let watch = watch.unwrap_or_else(|| {
             let mut drained = [0; 8];
-            // Resets the counter; it is empty when the last wake-up came without a write.
+            // Resets the counter, which is empty if the last wake-up came without a write.
             let _ = rustix::io::read(&self.shared.event, &mut drained);
             ring.poll_readable(self.shared.event.as_raw_fd())
         });

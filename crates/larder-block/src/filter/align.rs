@@ -1,20 +1,22 @@
-//! Presents blocks of 512 bytes (or whatever is asked for, down to one byte), at any place in memory, over a device with
-//! larger blocks and demands on memory. This is the one place of the block path where requests are split.
+//! Presents blocks of 512 bytes (or another size, down to one byte), at any address in memory, over a device with
+//! larger blocks and memory alignment. Only this layer of the block path splits requests.
 //!
-//! - What the device below takes as it is goes straight through, at the cost of a check.
-//! - Memory that the device does not take is bounced through a bounded pool of buffers; long requests in pieces.
-//! - A part of a block is written by reading the block, changing the part, and writing the whole block back. That read goes
-//!   past a layer which keeps earlier answers ([`Align::with_edges`]): old bytes, written back, would undo the writes that
-//!   others have made meanwhile.
+//! - A request that fits the device below is passed on, at the cost of a check.
+//! - Memory that the device does not accept is bounced through a bounded pool of buffers; long requests in pieces.
+//! - A partial block is written by reading the block, changing the part, and writing the whole block back. That read
+//!   bypasses a layer that caches earlier reads ([`Align::with_edges`]): stale bytes, written back, would undo
+//!   concurrent writes of other clients.
 //!
 //! Invariants:
-//! - While a block is read, changed and written back, nothing else changes it: a change of whole blocks waits, and one
-//!   that is under way is waited for. So a completed change is never undone by a neighbour's.
-//! - A block that is written back holds, outside the part that was changed, what it held: a crash that keeps some of
-//!   its sectors and loses others leaves the neighbours as they were, to the device's own atomicity.
-//! - A buffer is taken before blocks are, and who has blocks waits only for the device: no deadlock.
+//! - While a block is read, changed and written back, no other request changes it: a change of whole blocks waits,
+//!   and one in flight is waited for. So a completed change is never undone by a neighbour's.
+//! - Outside the changed part, a block is written back with its former content: a crash that keeps some of its
+//!   sectors and loses others leaves the neighbours as they were, within the device's own atomicity.
+//! - A buffer is taken before blocks are locked, and a request that has locked blocks waits only for the device, so
+//!   there is no deadlock.
 //!
-//! How it fails: with the device's failure, for the whole of the request, some of whose sectors may have been changed.
+//! How it fails: with the device's failure, for the whole of the request, some of whose sectors may have been
+//! changed.
 
 use std::rc::Rc;
 
@@ -26,19 +28,19 @@ use crate::filter::Filter;
 use crate::range_lock::{Mode, Ranges};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// How to align.
+/// Options for the alignment.
 #[derive(Clone, Copy, Debug)]
 pub struct AlignOptions {
     /// The block size to present, in bytes, a power of two; if the device's is smaller, that is presented.
     pub block_size: u32,
-    /// The longest piece that is bounced, in bytes; rounded up to two blocks of the device.
+    /// The maximum length of a bounced piece, in bytes; rounded up to two blocks of the device.
     pub bounce_len: ByteLen,
-    /// How many pieces are bounced at the same time; more wait.
+    /// The number of pieces that are bounced at the same time; more wait.
     pub bounce_count: usize,
 }
 
 impl AlignOptions {
-    /// Single bytes, for clients of NBD: 16 pieces of 64 KiB, made when needed.
+    /// Single bytes, for NBD clients: 16 pieces of 64 KiB, allocated on demand.
     pub const BYTES: Self = Self {
         block_size: 1,
         bounce_len: ByteLen::kib(64),
@@ -47,7 +49,7 @@ impl AlignOptions {
 }
 
 impl Default for AlignOptions {
-    /// 512 bytes; 16 pieces of 256 KiB, made when needed.
+    /// Returns blocks of 512 bytes and 16 pieces of 256 KiB, allocated on demand.
     fn default() -> Self {
         Self {
             block_size: 512,
@@ -57,20 +59,20 @@ impl Default for AlignOptions {
     }
 }
 
-/// A device with small blocks over one with large ones. Keeps the promises of [`crate::device`] as far as the device
-/// below does.
+/// A device with small blocks over one with large ones. It keeps the promises of [`crate::device`] as far as the
+/// device below does.
 ///
-/// A request that waits for a block waits for the requests that have it, so a caller that has made several must poll
-/// all of them, not one after the other.
+/// A request that waits for a block waits for the requests that have locked it, so a caller with several requests
+/// must poll all of them concurrently.
 pub struct Align {
     lower: Rc<dyn BlockDevice>,
-    /// Gives the rest of a block that is written in part.
+    /// The source of the unchanged rest of a partially written block.
     edges: Rc<dyn BlockDevice>,
     /// The block size presented, in bytes.
     block_size: u32,
     /// The block size below, in bytes.
     unit: u64,
-    /// Where memory must begin for the device below.
+    /// The memory alignment of the device below, in bytes.
     memory_alignment: usize,
     ranges: Ranges,
     pool: BufferPool,
@@ -78,13 +80,13 @@ pub struct Align {
 
 /// The next part of a request.
 enum Piece {
-    /// Whole blocks from memory that the device takes.
+    /// Whole blocks in memory that the device accepts.
     Direct(ByteRange),
-    /// Through a bounce buffer.
+    /// A part that goes through a bounce buffer.
     Bounced(ByteRange),
 }
 
-/// What to write.
+/// The data to write.
 #[derive(Clone, Copy)]
 enum Source<'a> {
     Buffer(WriteBuf<'a>),
@@ -92,20 +94,21 @@ enum Source<'a> {
 }
 
 impl Align {
-    /// `lower` with smaller blocks and no demands on memory.
+    /// Creates a layer over `lower` with smaller blocks and no memory alignment.
     ///
     /// # Panics
-    /// If the block size asked for is not a power of two.
+    /// If the block size in `options` is not a power of two.
     pub fn new(lower: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
         let edges = Rc::clone(&lower);
         Self::with_edges(lower, edges, options)
     }
 
-    /// The same over a `lower` that may answer a read with an earlier answer of the device below it, `edges`. The rest of a
-    /// block that is written in part is read from `edges`, which has every completed write, so it is never the older one.
+    /// Creates a layer like [`Align::new`] over a `lower` that may cache earlier reads of the device below it,
+    /// `edges`. The rest of a partially written block is read from `edges`, which has every completed write, so it is
+    /// never stale.
     ///
     /// # Panics
-    /// If the block size asked for is not a power of two, or the two devices have different blocks.
+    /// If the block size in `options` is not a power of two, or the two devices have different blocks.
     pub fn with_edges(lower: Rc<dyn BlockDevice>, edges: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
         assert!(options.block_size.is_power_of_two());
         let geometry = lower.geometry();
@@ -131,12 +134,12 @@ impl Align {
         IoError::new(self.lower.name(), operation, range, failure)
     }
 
-    /// Whether a part of a block may have to be written, so that changes must be kept apart.
+    /// Returns true if partial blocks may have to be written, so that changes must be serialised.
     fn splits_blocks(&self) -> bool {
         u64::from(self.block_size) < self.unit
     }
 
-    /// Hands a change of whole blocks through, or lets it wait for who has them alone.
+    /// Passes on a change of whole blocks, or makes it wait for requests that have locked them.
     fn pass_change<'a>(&'a self, range: ByteRange, change: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
         // The device refuses a range past 2^64.
         if !self.splits_blocks() || range.checked_end().is_none() {
@@ -151,7 +154,7 @@ impl Align {
         }
     }
 
-    /// The part of `rest` to do next; `fits` says whether the memory of a part can be handed to the device.
+    /// Returns the next part of `rest`; `fits` returns true if the device accepts the memory of a part.
     fn next_piece(&self, rest: ByteRange, fits: impl Fn(ByteRange) -> bool) -> Piece {
         let bounce_len = ByteLen::of_buffer(self.pool.buffer_len());
         let whole = rest.narrowed(self.unit);
@@ -224,7 +227,7 @@ impl Align {
         Ok(())
     }
 
-    /// Writes at most a bounce buffer's length, wherever it begins and ends.
+    /// Writes at most a bounce buffer's length, with any start and end.
     async fn write_bounced(&self, range: ByteRange, source: Source<'_>, flags: WriteFlags) -> IoResult {
         let wide = range.widened(self.unit);
         let mut bounce = self.pool.take().await;
@@ -244,7 +247,7 @@ impl Align {
         self.lower.write(wide.start, WriteBuf::new(bounce), flags).await
     }
 
-    /// Reads the blocks of `wide` that `range` covers in part.
+    /// Reads the blocks of `wide` that `range` covers partially.
     async fn read_edges(&self, range: ByteRange, wide: ByteRange, bounce: &mut [u8]) -> IoResult {
         let unit = self.unit as usize;
         let (head, tail) = (range.start > wide.start, range.end() < wide.end());
@@ -272,7 +275,7 @@ impl Align {
             }
             return self.zero_bounced(range, flags).await.map_err(failed);
         }
-        // First, because the device may refuse it, and then nothing has been changed.
+        // The whole blocks go first, because the device may refuse them, and then nothing has been changed.
         {
             let _held = self.ranges.enter(whole, Mode::Shared).await;
             self.lower.write_zeroes(whole, flags).await.map_err(failed)?;
@@ -285,7 +288,7 @@ impl Align {
         Ok(())
     }
 
-    /// Zeros in at most two blocks.
+    /// Writes zeros in at most two blocks.
     async fn zero_bounced(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
         let flags = WriteFlags { fua: flags.fua };
         self.write_bounced(range, Source::Zeros, flags).await
@@ -346,7 +349,7 @@ impl Filter for Align {
             Some(_) => range.narrowed(self.unit),
             None => range,
         };
-        // The edges stay as they are.
+        // Partial blocks at the ends are not discarded.
         if whole != range {
             if let Err(error) = self.checked(Operation::Discard, range) {
                 return Io::ready(Err(error));
@@ -370,7 +373,7 @@ impl Filter for Align {
     }
 
     fn allocate(&self, range: ByteRange) -> Io<'_> {
-        // It changes nothing, so it need not be kept apart from what does.
+        // An allocation changes no content, so it needs no lock.
         match self.checked(Operation::Write, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => self.lower.allocate(range.widened(self.unit)),

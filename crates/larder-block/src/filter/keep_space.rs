@@ -1,5 +1,5 @@
-//! Keeps what a disk has allocated: discards are ignored, and zeroes are written without giving space back. For images
-//! that were allocated in full on purpose (QEMU's `discard=ignore`).
+//! Keeps a disk's space allocated: discards are ignored, and zeroes are written without deallocating. For images that
+//! were allocated in full on purpose (QEMU's `discard=ignore`).
 
 use std::rc::Rc;
 
@@ -8,11 +8,11 @@ use crate::error::Operation;
 use crate::filter::Filter;
 use crate::units::ByteRange;
 
-/// A device that never gives space back, over one that may. All promises are the lower device's.
+/// A device that never deallocates space, over one that may. All promises are the lower device's.
 pub struct KeepSpace(Rc<dyn BlockDevice>);
 
 impl KeepSpace {
-    /// `lower`, without discards.
+    /// Creates a layer over `lower` that ignores discards.
     pub fn new(lower: Rc<dyn BlockDevice>) -> Self {
         Self(lower)
     }

@@ -1,4 +1,4 @@
-//! Counts what goes to and comes from a device.
+//! Counts the bytes read from and written to a device.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -8,7 +8,7 @@ use crate::device::{BlockDevice, Io, WriteFlags};
 use crate::filter::Filter;
 use crate::units::{ByteLen, ByteOffset};
 
-/// Bytes that were asked for so far.
+/// The bytes requested so far.
 #[derive(Default, Debug)]
 pub struct Meter {
     read: Cell<u64>,
@@ -16,12 +16,12 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Bytes asked of the device by reads.
+    /// Returns the bytes requested by reads.
     pub fn read(&self) -> ByteLen {
         ByteLen::new(self.read.get())
     }
 
-    /// Bytes given to it by writes; without zeroes, of which only the number is told to it.
+    /// Returns the bytes passed by writes, without those of write-zeroes.
     pub fn written(&self) -> ByteLen {
         ByteLen::new(self.written.get())
     }
@@ -32,7 +32,7 @@ struct Metered {
     meter: Rc<Meter>,
 }
 
-/// `lower`, and what is counted of it from now on.
+/// Returns a layer over `lower`, and its counters from now on.
 pub fn metered(lower: Rc<dyn BlockDevice>) -> (Rc<dyn BlockDevice>, Rc<Meter>) {
     let meter = Rc::<Meter>::default();
     let device = Metered {

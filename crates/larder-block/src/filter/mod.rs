@@ -1,4 +1,4 @@
-//! Filters that every disk may need, whatever its format; and what a filter is.
+//! The filter interface, and filters that every disk may need, whatever its format.
 
 pub mod align;
 pub mod keep_space;
@@ -14,71 +14,71 @@ use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, W
 use crate::error::IoResult;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// A layer that hands on to the one below whatever it does not answer in another way. It is a [`BlockDevice`], whose
-/// methods these are.
+/// A layer that passes on to the layer below all requests that it does not override. It is a [`BlockDevice`] with
+/// these methods.
 pub trait Filter {
-    /// The layer below.
+    /// Returns the layer below.
     fn lower(&self) -> &Rc<dyn BlockDevice>;
 
-    /// As [`BlockDevice::geometry`].
+    /// See [`BlockDevice::geometry`].
     fn geometry(&self) -> Geometry {
         self.lower().geometry()
     }
 
-    /// As [`BlockDevice::read`].
+    /// See [`BlockDevice::read`].
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         self.lower().read(start, buffer)
     }
 
-    /// As [`BlockDevice::write`].
+    /// See [`BlockDevice::write`].
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         self.lower().write(start, buffer, flags)
     }
 
-    /// As [`BlockDevice::minds_content`].
+    /// See [`BlockDevice::minds_content`].
     fn minds_content(&self, range: ByteRange) -> bool {
         self.lower().minds_content(range)
     }
 
-    /// As [`BlockDevice::check_content`].
+    /// See [`BlockDevice::check_content`].
     ///
     /// # Errors
-    /// The one that the write would end with.
+    /// The error that the write would return.
     fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
         self.lower().check_content(start, buffer)
     }
 
-    /// As [`BlockDevice::flush`].
+    /// See [`BlockDevice::flush`].
     fn flush(&self) -> Io<'_> {
         self.lower().flush()
     }
 
-    /// As [`BlockDevice::discard`].
+    /// See [`BlockDevice::discard`].
     fn discard(&self, range: ByteRange) -> Io<'_> {
         self.lower().discard(range)
     }
 
-    /// As [`BlockDevice::write_zeroes`].
+    /// See [`BlockDevice::write_zeroes`].
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         self.lower().write_zeroes(range, flags)
     }
 
-    /// As [`BlockDevice::allocate`].
+    /// See [`BlockDevice::allocate`].
     fn allocate(&self, range: ByteRange) -> Io<'_> {
         self.lower().allocate(range)
     }
 
-    /// As [`BlockDevice::extents`].
+    /// See [`BlockDevice::extents`].
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.lower().extents(range, limit)
     }
 
-    /// As [`BlockDevice::grow`].
+    /// See [`BlockDevice::grow`].
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         self.lower().grow(size)
     }
 
-    /// As [`BlockDevice::close`].
+    /// See [`BlockDevice::close`].
     fn close(&self) -> BoxFuture<'_, IoResult> {
         self.lower().close()
     }

@@ -1,9 +1,9 @@
 //! Keeps a raw disk whose format was guessed from becoming another format's image.
 //!
-//! Nobody has said that the image is raw: it only begins like nothing else. Its guest may write what it likes, and so
-//! could make the first sector the header of another format; the next one to open the image would believe it, and follow
-//! a backing file's name that the guest chose to any file of the host. Such a write fails. QEMU does the same with the
-//! raw images that it probes (`block/raw-format.c`).
+//! The image's format was not specified as raw: the image only does not begin like any other format. Its guest may
+//! write any data, and so could turn the first sector into the header of another format. The next program that opens
+//! the image would then trust the header, and follow a backing file's name that the guest chose to any file of the
+//! host. Such a write fails. QEMU does the same with raw images that it probes (`block/raw-format.c`).
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,26 +14,26 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::filter::Filter;
 use crate::units::{ByteOffset, ByteRange};
 
-/// What is looked at, in bytes; no request is for less than that of it.
+/// The number of bytes that are checked. A request covers all of them or none.
 const SECTOR: usize = 512;
 
-/// A raw device whose first sector never comes to begin like another format, over one that was found to begin like none.
-/// All promises are the lower device's.
+/// A raw device whose first sector never gets the header of another format, over one that was found to begin with
+/// none. All promises are the lower device's.
 pub struct StayRaw {
     lower: Rc<dyn BlockDevice>,
     begins_like: BeginsLike,
-    /// The user has been told.
+    /// The warning was logged.
     is_told: Cell<bool>,
 }
 
-/// The format, other than raw, that these bytes are the beginning of.
+/// Returns the format, other than raw, that begins with these bytes.
 pub type BeginsLike = fn(&[u8]) -> Option<&'static str>;
 
 impl StayRaw {
-    /// `lower`, which is not to begin like any format that `begins_like` knows.
+    /// Creates a layer over `lower` that keeps it from beginning like any format that `begins_like` knows.
     ///
     /// # Panics
-    /// If `lower` has blocks smaller than a sector: a header could be put together of several writes.
+    /// If `lower` has blocks smaller than a sector: a header could be put together from several writes.
     pub fn new(lower: Rc<dyn BlockDevice>, begins_like: BeginsLike) -> Self {
         assert!(lower.geometry().block_size as usize >= SECTOR);
         Self {
@@ -48,7 +48,7 @@ impl StayRaw {
         if let Err(error) = check_request(self.lower.name(), &self.lower.geometry(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
-        // What was looked at is what is written: a guest can change its memory in between.
+        // The checked copy is written, because a guest can change its memory in between.
         let mut sector = [0; SECTOR];
         buffer.copy_to_slice(&mut sector);
         if let Err(error) = self.check_start(range, &sector) {
@@ -65,7 +65,7 @@ impl StayRaw {
         })
     }
 
-    /// Refuses a write to `range` that makes the first sector what `sector` is.
+    /// Refuses a write to `range` that would change the first sector to `sector`, if that is a header.
     fn check_start(&self, range: ByteRange, sector: &[u8]) -> IoResult {
         let Some(format) = (self.begins_like)(sector) else {
             return Ok(());
@@ -105,7 +105,7 @@ impl Filter for StayRaw {
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        // Requests are of whole blocks: one that begins further on does not touch the first sector, or fails.
+        // Requests cover whole blocks: one that begins later does not include the first sector, or fails.
         if start == ByteOffset::ZERO && !buffer.is_empty() {
             return self.write_start(buffer, flags);
         }

@@ -1,7 +1,8 @@
-//! A place in a disk's stack whose layer can be exchanged while the disk is used.
+//! A layer of a disk's stack that can be exchanged while the disk is in use.
 //!
-//! Every request has a share in the layer that it went to, so that one that was exchanged goes with its last request, and
-//! it is known how many are under way. To be exchanged, new ones are held, and those under way are waited for.
+//! Every request shares ownership of the layer that it was passed to. So an exchanged layer is dropped with its last
+//! request, and the reference count is the number of requests in flight. For an exchange, new requests are held back,
+//! and those in flight are waited for.
 
 use std::cell::{Cell, Ref, RefCell};
 use std::rc::Rc;
@@ -14,21 +15,21 @@ use crate::event_loop::WeakLoop;
 use crate::signal::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// How often it is looked whether requests are still under way.
+/// The interval at which requests in flight are rechecked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A layer over a disk, which can be exchanged for another one over the same disk. All promises are the layer's.
+/// A layer over a disk that can be exchanged for another one over the same disk. All promises are the layer's.
 pub struct Switch {
     disk: Rc<dyn BlockDevice>,
     layer: RefCell<Rc<Lent>>,
     is_held: Cell<bool>,
     is_closed: Cell<bool>,
-    /// Requests are not held any more.
+    /// Raised when requests are no longer held back.
     goes_on: Signal,
 }
 
 impl Switch {
-    /// `layer`, which is over `disk`, and like it in name, geometry and changes of the size.
+    /// Creates a switch with `layer`, which is over `disk` and has its name, geometry and size changes.
     pub fn new(disk: Rc<dyn BlockDevice>, layer: Rc<dyn BlockDevice>) -> Self {
         Self {
             disk,
@@ -39,33 +40,34 @@ impl Switch {
         }
     }
 
-    /// Has new requests wait, until what is returned goes. `None` if they do already, or the disk is closed, or about to be.
+    /// Holds back new requests until the result is dropped. Returns `None` if they are held back already, or the disk
+    /// is closed or closing.
     pub fn hold(&self) -> Option<Held<'_>> {
         let can_be = !self.is_closed.get() && !self.is_held.replace(true);
         can_be.then(|| Held(self))
     }
 
-    /// What was [kept](Held::keep), to be ended.
+    /// Returns the guard that was [kept](Held::keep), so that it can be dropped.
     pub fn held(&self) -> Option<Held<'_>> {
         self.is_held.get().then(|| Held(self))
     }
 
-    /// The layer, unless requests are held.
+    /// Returns the layer, unless requests are held back.
     fn now(&self) -> Option<Ref<'_, Rc<Lent>>> {
         (!self.is_held.get()).then(|| self.layer.borrow())
     }
 
-    /// The layer, once requests are not held.
+    /// Returns the layer, once requests are not held back.
     async fn layer(&self) -> Rc<Lent> {
         self.goes_on.until(|| self.now().map(|layer| Rc::clone(&layer))).await
     }
 }
 
-/// New requests of a [`Switch`] wait as long as this lives.
+/// A guard that holds back new requests of a [`Switch`] until it is dropped.
 pub struct Held<'a>(&'a Switch);
 
 impl Held<'_> {
-    /// Completes when no request is under way.
+    /// Completes when no request is in flight.
     pub async fn drained(&self, on: &WeakLoop) {
         while Rc::strong_count(&self.0.layer.borrow()) > 1 {
             let Some(sleep) = on.upgrade().map(|on| on.sleep(LOOK_INTERVAL)) else {
@@ -75,12 +77,12 @@ impl Held<'_> {
         }
     }
 
-    /// Requests wait until [`Switch::held`] is asked for it, and that goes.
+    /// Keeps holding back requests without the guard, until a guard from [`Switch::held`] is dropped.
     pub fn keep(self) {
         std::mem::forget(self);
     }
 
-    /// From now on it is `layer`.
+    /// Replaces the layer.
     pub fn exchange(&self, layer: Rc<dyn BlockDevice>) {
         self.0.layer.replace(Rc::new(Lent(layer)));
     }

@@ -1,15 +1,15 @@
-//! Limits how much a disk does per second: bytes and requests, of reads, of writes, and of both together.
+//! Limits a disk's throughput per second: bytes and requests, of reads, of writes, and of both together.
 //!
-//! The limits are those of libvirt's `<iotune>` and QEMU's throttling, and mean the same (see [`Limits`]). A request
-//! that comes while there is room goes straight through. Otherwise it waits, reads behind reads and writes behind
-//! writes, in the order in which they came; where both wait for the same limit they take turns. Write-zeroes counts
-//! as a write of as many bytes. Flushes and discards are not limited.
+//! The limits are those of libvirt's `<iotune>` and QEMU's throttling, with the same meaning (see [`Limits`]). A
+//! request within the limits is passed on at once. Otherwise it waits, reads behind reads and writes behind writes,
+//! in order of arrival; where both wait for the same limit they take turns. Write-zeroes counts as a write of as many
+//! bytes. Flushes and discards are not limited.
 //!
 //! Invariants:
-//! - Only the first of each queue has a timer. Without limits nothing waits and there is no timer.
-//! - What waits is the callers' own requests; nothing is copied, and the memory for a place in a queue is bounded by
-//!   them.
-//! - Whoever leaves a queue wakes the first of both, so nobody waits for an event that has passed.
+//! - Only the first request of each queue has a timer. Without limits no request waits and there is no timer.
+//! - The queues hold the callers' own requests; nothing is copied, and the memory of the queues is bounded by the
+//!   number of requests.
+//! - A request that leaves a queue wakes the first of both queues, so none waits for an event that has passed.
 
 mod bucket;
 mod limits;
@@ -31,7 +31,7 @@ use crate::event_loop::{Loop, LoopTime, Sleep, WeakLoop};
 use crate::filter::Filter;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// Which queue.
+/// The queue of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Read = 0,
@@ -51,19 +51,19 @@ impl Direction {
 pub struct Throttle {
     lower: Rc<dyn BlockDevice>,
     on: WeakLoop,
-    /// Whether there are limits; all that a request looks at if there are none.
+    /// Limits are set. Requests check only this if there are none.
     limited: Cell<bool>,
     state: RefCell<State>,
 }
 
 struct State {
     limits: Limits,
-    /// Shared by both directions.
+    /// The limits of both directions together.
     totals: [Bucket; 2],
-    /// By direction.
+    /// The limits by direction.
     parts: [[Bucket; 2]; 2],
     queues: [Queue; 2],
-    /// Who goes first when both could.
+    /// The direction whose request goes first when both could.
     turn: Direction,
 }
 
@@ -79,10 +79,10 @@ struct Waiter {
 }
 
 impl Throttle {
-    /// `lower`, limited, on `on`.
+    /// Creates a throttled layer over `lower`, on `on`.
     ///
     /// # Errors
-    /// The limits make no sense.
+    /// The limits are invalid.
     pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, limits: Limits) -> Result<Self, LimitError> {
         limits.check()?;
         Ok(Self {
@@ -93,15 +93,15 @@ impl Throttle {
         })
     }
 
-    /// The limits that are set.
+    /// Returns the limits that are set.
     pub fn limits(&self) -> Limits {
         self.state.borrow().limits
     }
 
-    /// Sets other limits, from now on and also for what waits. As in QEMU, what was done before does not count.
+    /// Sets other limits, from now on and for waiting requests too. As in QEMU, earlier requests do not count.
     ///
     /// # Errors
-    /// The limits make no sense; the old ones stay.
+    /// The limits are invalid; the old ones stay in effect.
     pub fn set_limits(&self, limits: Limits) -> Result<(), LimitError> {
         limits.check()?;
         self.limited.set(limits.limits_anything());
@@ -116,7 +116,7 @@ impl Throttle {
         Ok(())
     }
 
-    /// How many requests wait.
+    /// Returns the number of waiting requests.
     pub fn waiting(&self) -> usize {
         self.state.borrow().queues.iter().map(|queue| queue.waiting.len()).sum()
     }
@@ -125,7 +125,7 @@ impl Throttle {
         self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
     }
 
-    /// Lets a request through, now or when there is room.
+    /// Passes a request on, now or when the limits permit.
     #[inline(never)]
     fn pass<'a>(&'a self, direction: Direction, bytes: ByteLen, request: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
         if self.state.borrow_mut().admit_first(direction, bytes, self.now()) {
@@ -164,14 +164,15 @@ impl State {
         &mut self.queues[direction as usize]
     }
 
-    /// How long the first request of a direction has to wait.
+    /// Returns the waiting time of the first request of a direction.
     fn wait(&mut self, direction: Direction, now: LoopTime) -> Duration {
         let own = &mut self.parts[direction as usize];
         let all = self.totals.iter_mut().chain(own);
         all.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
     }
 
-    /// Whether the first request of a direction may go, and if not, after how long to ask again; `None` to be woken.
+    /// Returns `Ok` if the first request of a direction may start. Otherwise returns the time after which to check
+    /// again, or `None` to be woken.
     fn may_go(&mut self, direction: Direction, now: LoopTime) -> Result<(), Option<Duration>> {
         let wait = self.wait(direction, now);
         if !wait.is_zero() {
@@ -179,7 +180,7 @@ impl State {
         }
         let other = direction.other();
         if self.turn == other && !self.queue(other).waiting.is_empty() && self.wait(other, now).is_zero() {
-            // It leaves its queue now and wakes us.
+            // The other request now leaves its queue and wakes this one.
             if let Some(first) = self.queue(other).waiting.front() {
                 first.waker.wake_by_ref();
             }
@@ -188,7 +189,7 @@ impl State {
         Ok(())
     }
 
-    /// Counts a request that goes now.
+    /// Counts a request that starts now.
     fn count(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) {
         let amounts = [bytes.get() as f64, self.limits.requests(bytes)];
         for buckets in [&mut self.totals, &mut self.parts[direction as usize]] {
@@ -199,7 +200,7 @@ impl State {
         self.turn = direction.other();
     }
 
-    /// Lets a request that has just come go at once, if nobody waits before it and there is room.
+    /// Admits a new request at once, if none waits before it and the limits permit. Returns true if it was admitted.
     fn admit_first(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) -> bool {
         let goes = self.queue(direction).waiting.is_empty() && self.may_go(direction, now).is_ok();
         if goes {
@@ -217,19 +218,19 @@ impl State {
     }
 }
 
-/// Completes when a request may go; counts it then.
+/// A future that completes when a request may start, and counts the request.
 struct Admission<'a> {
     throttle: &'a Throttle,
     direction: Direction,
     bytes: ByteLen,
-    /// Its number in its queue, once it has one.
+    /// The request's number in its queue, once it has one.
     place: Option<u64>,
-    /// Set while it is the first and has to wait for room.
+    /// Set while the request is the first and has to wait for the limits.
     timer: Option<Sleep>,
 }
 
 impl Admission<'_> {
-    /// Takes a place, or renews the waker; whether it is the first.
+    /// Enters the queue, or renews the waker. Returns true if the request is the first.
     fn queue_up(&mut self, state: &mut State, waker: &Waker) -> bool {
         let queue = state.queue(self.direction);
         let number = *self.place.get_or_insert_with(|| {
@@ -241,7 +242,7 @@ impl Admission<'_> {
             });
             number
         });
-        // Numbers ascend.
+        // The numbers ascend, so the queue is sorted.
         if let Ok(index) = queue.waiting.binary_search_by_key(&number, |waiter| waiter.number) {
             let waiter = &mut queue.waiting[index];
             if !waiter.waker.will_wake(waker) {

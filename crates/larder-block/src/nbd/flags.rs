@@ -16,37 +16,37 @@ macro_rules! flag_set {
             /// No flag.
             pub const NONE: Self = Self(0);
 
-            /// Whether every flag of `other` is in `self`.
+            /// Returns true if every flag of `other` is in `self`.
             pub const fn contains(self, other: Self) -> bool {
                 self.0 & other.0 == other.0
             }
 
-            /// The flags of both.
+            /// Returns the flags of both.
             #[must_use]
             pub const fn with(self, other: Self) -> Self {
                 Self(self.0 | other.0)
             }
 
-            /// `self`, and `other` too if `condition` holds.
+            /// Returns `self`, and `other` too if `condition` holds.
             #[must_use]
             pub const fn with_if(self, condition: bool, other: Self) -> Self {
                 if condition { self.with(other) } else { self }
             }
 
-            /// The flags that are in both.
+            /// Returns the flags that are in both.
             #[must_use]
             pub const fn intersection(self, other: Self) -> Self {
                 Self(self.0 & other.0)
             }
 
-            /// The flags of `self` that are not in `other`.
+            /// Returns the flags of `self` that are not in `other`.
             #[must_use]
             pub const fn without(self, other: Self) -> Self {
                 Self(self.0 & !other.0)
             }
         }
 
-        /// The names of the flags, as the spec has them; unknown ones as a number.
+        /// Formats the names of the flags, as in the spec; unknown ones as a number.
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let mut rest = self.0;
@@ -68,43 +68,43 @@ macro_rules! flag_set {
 }
 
 flag_set! {
-    /// What an export can do (spec, "Transmission flags").
+    /// The features of an export (spec, "Transmission flags").
     TransmissionFlags {
         /// Always set.
         HAS_FLAGS = 0, "HAS_FLAGS";
         /// Changes are refused.
         READ_ONLY = 1, "READ_ONLY";
-        /// Knows `FLUSH`.
+        /// The server supports `FLUSH`.
         FLUSH = 2, "SEND_FLUSH";
-        /// Knows the flag `FUA`.
+        /// The server supports the flag `FUA`.
         FUA = 3, "SEND_FUA";
         /// Seeking costs time.
         ROTATIONAL = 4, "ROTATIONAL";
-        /// Knows `TRIM`.
+        /// The server supports `TRIM`.
         TRIM = 5, "SEND_TRIM";
-        /// Knows `WRITE_ZEROES`.
+        /// The server supports `WRITE_ZEROES`.
         WRITE_ZEROES = 6, "SEND_WRITE_ZEROES";
-        /// Knows the flag `DF`.
+        /// The server supports the flag `DF`.
         DF = 7, "SEND_DF";
-        /// A flush on one connection covers what was written on others.
+        /// A flush on one connection covers the writes of other connections.
         CAN_MULTI_CONN = 8, "CAN_MULTI_CONN";
-        /// Knows `CACHE`.
+        /// The server supports `CACHE`.
         CACHE = 10, "SEND_CACHE";
-        /// Knows the flag `FAST_ZERO`.
+        /// The server supports the flag `FAST_ZERO`.
         FAST_ZERO = 11, "SEND_FAST_ZERO";
     }
 }
 
 flag_set! {
-    /// How a command is to be done (spec, "Command flags").
+    /// The options of a command (spec, "Command flags").
     CommandFlags {
-        /// Durable before the reply.
+        /// The change is durable before the reply.
         FUA = 0, "FUA";
-        /// Zeroes stay allocated.
+        /// The zeroed range stays allocated.
         NO_HOLE = 1, "NO_HOLE";
-        /// One content chunk at most.
+        /// The reply has one content chunk at most.
         DF = 2, "DF";
-        /// One extent per context at most.
+        /// The reply has one extent per context at most.
         REQ_ONE = 3, "REQ_ONE";
         /// Fail at once rather than write zeroes slowly.
         FAST_ZERO = 4, "FAST_ZERO";
@@ -113,7 +113,7 @@ flag_set! {
     }
 }
 
-/// What a request asks for (spec, "Request types").
+/// The command of a request (spec, "Request types").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Command {
@@ -128,7 +128,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Its number on the wire.
+    /// Returns the command's number on the wire.
     pub const fn code(self) -> u16 {
         match self {
             Self::Read => 0,
@@ -142,7 +142,7 @@ impl Command {
         }
     }
 
-    /// The command with that number.
+    /// Returns the command with that number.
     pub const fn from_code(code: u16) -> Option<Self> {
         Some(match code {
             0 => Self::Read,
@@ -157,7 +157,7 @@ impl Command {
         })
     }
 
-    /// Whether it changes the export.
+    /// Returns true if the command changes the export.
     pub const fn is_change(self) -> bool {
         matches!(self, Self::Write | Self::Trim | Self::WriteZeroes)
     }
@@ -176,7 +176,7 @@ pub mod errors {
     pub const ESHUTDOWN: u32 = 108;
 }
 
-/// What an error number in a reply means.
+/// Returns the failure for an error number in a reply.
 pub fn failure_of(error: u32) -> Failure {
     match error {
         errors::EPERM => Failure::ReadOnly,
@@ -189,8 +189,8 @@ pub fn failure_of(error: u32) -> Failure {
     }
 }
 
-/// The error number for a failed request. `writes`: it was to write data or zeroes, which the spec answers differently
-/// when they leave the export.
+/// Returns the error number for a failed request. `writes` is true for writes and write-zeroes, for which the spec
+/// has another error if they exceed the export.
 pub fn error_of(failure: Failure, writes: bool) -> u32 {
     match failure {
         Failure::NoSpace => errors::ENOSPC,

@@ -1,4 +1,4 @@
-//! The handshake phase: options, their replies, and what they carry (spec, "Handshake phase").
+//! The handshake phase: options, their replies, and their data (spec, "Handshake phase").
 
 use super::flags::TransmissionFlags;
 use super::{Fields, Malformed, PAYLOAD_LEN_MAX};
@@ -14,10 +14,10 @@ pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
 /// Handshake flag, and the client's answer to it: options get replies.
 pub const FIXED_NEWSTYLE: u16 = 1 << 0;
-/// Handshake flag, and the client's answer to it: no padding behind the reply to `EXPORT_NAME`.
+/// Handshake flag, and the client's answer to it: no padding after the reply to `EXPORT_NAME`.
 pub const NO_ZEROES: u16 = 1 << 1;
 
-/// Padding behind the reply to `EXPORT_NAME`, in bytes.
+/// The length of the padding after the reply to `EXPORT_NAME`, in bytes.
 pub const EXPORT_NAME_PADDING: usize = 124;
 
 /// Option numbers (spec, "Option types").
@@ -35,7 +35,7 @@ pub mod options {
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
-/// Kinds of replies to options (spec, "Option reply types"). Errors have the highest bit set.
+/// Types of replies to options (spec, "Option reply types"). Errors have the highest bit set.
 #[allow(missing_docs)]
 pub mod replies {
     pub const ACK: u32 = 1;
@@ -55,7 +55,7 @@ pub mod replies {
     pub const ERR_EXT_HEADER_REQD: u32 = ERROR | 10;
 }
 
-/// Kinds of information about an export (spec, `NBD_REP_INFO`).
+/// Types of information about an export (spec, `NBD_REP_INFO`).
 #[allow(missing_docs)]
 pub mod infos {
     pub const EXPORT: u16 = 0;
@@ -64,7 +64,7 @@ pub mod infos {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// An option's name as the spec has it.
+/// Returns an option's name as in the spec.
 pub fn option_name(option: u32) -> &'static str {
     match option {
         options::EXPORT_NAME => "EXPORT_NAME",
@@ -81,7 +81,7 @@ pub fn option_name(option: u32) -> &'static str {
     }
 }
 
-/// What an error reply to an option means.
+/// Returns the meaning of an error reply to an option.
 pub fn reply_error_name(kind: u32) -> &'static str {
     match kind {
         replies::ERR_UNSUP => "it does not know that option",
@@ -98,10 +98,10 @@ pub fn reply_error_name(kind: u32) -> &'static str {
     }
 }
 
-/// Length of the server's first message, in bytes.
+/// The length of the server's first message, in bytes.
 pub const GREETING_LEN: usize = 18;
 
-/// The server's first message: two magic numbers and the handshake flags.
+/// Encodes the server's first message: two magic numbers and the handshake flags.
 pub fn encode_greeting(flags: u16) -> [u8; GREETING_LEN] {
     let mut message = [0; GREETING_LEN];
     message[..8].copy_from_slice(&INIT_MAGIC.to_be_bytes());
@@ -110,10 +110,10 @@ pub fn encode_greeting(flags: u16) -> [u8; GREETING_LEN] {
     message
 }
 
-/// The handshake flags in a server's first message.
+/// Returns the handshake flags in a server's first message.
 ///
 /// # Errors
-/// It is not a newstyle NBD server.
+/// The message does not come from a newstyle NBD server.
 pub fn parse_greeting(message: &[u8; GREETING_LEN]) -> Result<u16, Malformed> {
     let mut fields = Fields::of("the server's greeting", message);
     fields.magic(INIT_MAGIC)?;
@@ -121,15 +121,15 @@ pub fn parse_greeting(message: &[u8; GREETING_LEN]) -> Result<u16, Malformed> {
     fields.u16("flags")
 }
 
-/// Length of an option's header, in bytes.
+/// The length of an option's header, in bytes.
 pub const OPTION_HEADER_LEN: usize = 16;
 
 /// An option's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionHeader {
-    /// Which option.
+    /// The option's number, one of [`options`].
     pub option: u32,
-    /// Bytes of data behind the header.
+    /// The length in bytes of the data after the header.
     pub len: u32,
 }
 
@@ -148,7 +148,7 @@ impl OptionHeader {
     }
 }
 
-/// An option with its data.
+/// Encodes an option with its data.
 pub fn encode_option(option: u32, data: &[u8]) -> Vec<u8> {
     let mut message = Vec::with_capacity(OPTION_HEADER_LEN + data.len());
     message.extend(OPTION_MAGIC.to_be_bytes());
@@ -158,7 +158,7 @@ pub fn encode_option(option: u32, data: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Length of the header of a reply to an option, in bytes.
+/// The length of the header of a reply to an option, in bytes.
 pub const OPTION_REPLY_HEADER_LEN: usize = 20;
 
 /// The header of a reply to an option.
@@ -166,9 +166,9 @@ pub const OPTION_REPLY_HEADER_LEN: usize = 20;
 pub struct OptionReplyHeader {
     /// The option that is answered.
     pub option: u32,
-    /// One of [`replies`].
+    /// The type of the reply, one of [`replies`].
     pub kind: u32,
-    /// Bytes of data behind the header.
+    /// The length in bytes of the data after the header.
     pub len: u32,
 }
 
@@ -187,7 +187,7 @@ impl OptionReplyHeader {
         })
     }
 
-    /// Whether it tells of an error.
+    /// Returns true if the reply reports an error.
     pub fn is_error(&self) -> bool {
         self.kind & replies::ERROR != 0
     }
@@ -202,19 +202,19 @@ pub fn push_option_reply(message: &mut Vec<u8>, option: u32, kind: u32, data: &[
     message.extend(data);
 }
 
-/// The sizes that an export wants requests to keep to, in bytes (spec, "Size constraints").
+/// The sizes of requests that an export demands or prefers, in bytes (spec, "Size constraints").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSizes {
-    /// Every offset and length is a multiple of this.
+    /// The unit of every offset and length.
     pub minimum: u32,
-    /// Requests of multiples of this go best.
+    /// The unit of the most efficient requests.
     pub preferred: u32,
-    /// The longest payload of a request or reply.
+    /// The maximum payload of a request or reply.
     pub payload_max: u32,
 }
 
 impl BlockSizes {
-    /// What a client can count on when the server says nothing.
+    /// The sizes that a client may assume if the server does not report any.
     pub const DEFAULT: Self = Self {
         minimum: 512,
         preferred: 4096,
@@ -225,20 +225,20 @@ impl BlockSizes {
 /// A piece of information about an export (spec, `NBD_REP_INFO`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Info<'a> {
-    /// Size in bytes, and what the export can do.
+    /// The size and features of the export.
     Export {
-        /// In bytes.
+        /// The size in bytes.
         size: u64,
-        /// What it can do.
+        /// The features of the export.
         flags: TransmissionFlags,
     },
-    /// Its name as the server has it.
+    /// The server's canonical name of the export.
     Name(&'a str),
-    /// For people.
+    /// A description for human readers.
     Description(&'a str),
     /// The sizes of requests.
     BlockSize(BlockSizes),
-    /// Of a kind that we do not know.
+    /// Information of an unknown type.
     Other(u16),
 }
 
@@ -246,7 +246,7 @@ impl<'a> Info<'a> {
     /// Parses the data of an `NBD_REP_INFO`.
     ///
     /// # Errors
-    /// Its length does not fit its kind, or a text is not UTF-8.
+    /// The length does not match the type, or a text is not UTF-8.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
         let mut fields = Fields::of("information about the export", data);
         let kind = fields.u16("kind")?;
@@ -269,7 +269,7 @@ impl<'a> Info<'a> {
         Ok(info)
     }
 
-    /// Encodes it as the data of an `NBD_REP_INFO`.
+    /// Encodes the information as the data of an `NBD_REP_INFO`.
     pub fn encode(&self) -> Vec<u8> {
         let mut data = Vec::new();
         match self {
@@ -303,7 +303,7 @@ impl<'a> Info<'a> {
 pub struct ExportRequest<'a> {
     /// The export's name; empty for the default one.
     pub name: &'a str,
-    /// The [`infos`] that are asked for, big-endian pairs of bytes.
+    /// The requested [`infos`], as big-endian pairs of bytes.
     wanted: &'a [u8],
 }
 
@@ -311,7 +311,7 @@ impl<'a> ExportRequest<'a> {
     /// Parses the data of the option.
     ///
     /// # Errors
-    /// A length does not fit, or the name is not UTF-8.
+    /// A length does not match, or the name is not UTF-8.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
         let mut fields = Fields::of("the request for an export", data);
         let name = fields.counted_string("name")?;
@@ -330,7 +330,7 @@ impl<'a> ExportRequest<'a> {
         data
     }
 
-    /// Whether a kind of [`infos`] is asked for.
+    /// Returns true if a type of [`infos`] is requested.
     pub fn wants(&self, kind: u16) -> bool {
         self.wanted.chunks_exact(2).any(|pair| pair == kind.to_be_bytes())
     }
@@ -341,18 +341,18 @@ impl<'a> ExportRequest<'a> {
 pub struct MetaContextRequest<'a> {
     /// The export's name.
     pub name: &'a str,
-    /// Contexts, or patterns of them.
+    /// The contexts, or patterns of them.
     pub queries: Vec<&'a str>,
 }
 
-/// The most queries that are looked at; no client has use for more.
+/// The maximum number of queries; no client needs more.
 const META_CONTEXT_QUERIES_MAX: u32 = 1024;
 
 impl<'a> MetaContextRequest<'a> {
     /// Parses the data of the option.
     ///
     /// # Errors
-    /// A length does not fit, a text is not UTF-8, or there are more than 1024 queries.
+    /// A length does not match, a text is not UTF-8, or there are more than 1024 queries.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
         let mut fields = Fields::of("the request for metadata contexts", data);
         let name = fields.counted_string("name")?;
@@ -383,10 +383,10 @@ impl<'a> MetaContextRequest<'a> {
     }
 }
 
-/// A metadata context's number and name, from the data of an `NBD_REP_META_CONTEXT`.
+/// Returns a metadata context's ID and name, from the data of an `NBD_REP_META_CONTEXT`.
 ///
 /// # Errors
-/// It is too short or long, or the name is not UTF-8.
+/// The data is too short or too long, or the name is not UTF-8.
 pub fn parse_meta_context(data: &[u8]) -> Result<(u32, &str), Malformed> {
     let mut fields = Fields::of("a metadata context", data);
     let id = fields.u32("number")?;
@@ -394,14 +394,14 @@ pub fn parse_meta_context(data: &[u8]) -> Result<(u32, &str), Malformed> {
     Ok((id, name))
 }
 
-/// The data of an `NBD_REP_META_CONTEXT`.
+/// Encodes the data of an `NBD_REP_META_CONTEXT`.
 pub fn encode_meta_context(id: u32, name: &str) -> Vec<u8> {
     let mut data = id.to_be_bytes().to_vec();
     data.extend(name.as_bytes());
     data
 }
 
-/// The data of an `NBD_REP_SERVER`.
+/// Encodes the data of an `NBD_REP_SERVER`.
 pub fn encode_server(name: &str, description: &str) -> Vec<u8> {
     let mut data = Vec::new();
     push_counted_string(&mut data, name);
@@ -409,13 +409,13 @@ pub fn encode_server(name: &str, description: &str) -> Vec<u8> {
     data
 }
 
-/// Appends a string with its length in front.
+/// Appends a string after its length.
 fn push_counted_string(message: &mut Vec<u8>, text: &str) {
     push_len(message, text.len());
     message.extend(text.as_bytes());
 }
 
-/// Appends a length or count in 32 bits. What we send is always shorter than that.
+/// Appends a length or count in 32 bits. All lengths that are sent fit.
 fn push_len(message: &mut Vec<u8>, len: usize) {
     debug_assert!(u32::try_from(len).is_ok());
     message.extend((len as u32).to_be_bytes());
@@ -436,7 +436,7 @@ mod tests {
         }
 
         #[test]
-        fn requests_for_contexts_survive_the_wire(
+        fn meta_context_request_round_trips(
             name in "[^\0]{0,20}", queries in prop::collection::vec("[^\0]{0,20}", 0..5),
         ) {
             let request = MetaContextRequest { name: &name, queries: queries.iter().map(String::as_str).collect() };
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_for_an_export_survives_the_wire() {
+    fn export_request_round_trips() {
         let data = ExportRequest::encode("disk", &[infos::BLOCK_SIZE, infos::NAME]);
         let request = ExportRequest::parse(&data).expect("is well-formed");
         assert_eq!(request.name, "disk");
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_beyond_the_message_are_refused() {
+    fn length_beyond_message_is_refused() {
         let mut data = ExportRequest::encode("disk", &[]);
         data[3] = 200;
         assert!(matches!(

@@ -1,4 +1,4 @@
-//! Takes messages off a stream: headers through a small buffer, payloads straight to where they belong.
+//! Reads messages from a stream: headers through a small buffer, payloads straight into their destination.
 
 use std::io;
 use std::rc::Rc;
@@ -8,21 +8,22 @@ use smallvec::SmallVec;
 use crate::buffer::{IoVec, ReadBuf};
 use crate::tls::Stream;
 
-/// Many headers fit, and the tail of one payload comes with the headers behind it in one system call.
+/// The length of the buffer, in bytes. Many headers fit, and one system call reads the tail of one payload together
+/// with the headers after it.
 const BUFFER_LEN: usize = 8 << 10;
 
 /// The receiving side of a stream.
 pub struct Input {
     stream: Rc<Stream>,
     buffer: Box<[u8]>,
-    /// What has arrived and not been taken is `buffer[start..end]`.
+    /// The received, unread bytes are `buffer[start..end]`.
     start: usize,
     end: usize,
     received: u64,
 }
 
 impl Input {
-    /// What `stream` will bring.
+    /// Creates the receiving side of `stream`.
     pub fn new(stream: Rc<Stream>) -> Self {
         Self {
             stream,
@@ -33,17 +34,18 @@ impl Input {
         }
     }
 
-    /// Bytes that have arrived so far.
+    /// Returns the number of bytes received so far.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// What has arrived and not been taken.
+    /// Returns the received, unread bytes.
     pub fn arrived(&self) -> &[u8] {
         &self.buffer[self.start..self.end]
     }
 
-    /// Waits until at least `len` bytes have arrived, and shows them. `len` is that of a header, a few dozen bytes.
+    /// Waits until at least `len` bytes have arrived, and returns them without consuming them. `len` is the length of
+    /// a header, a few dozen bytes.
     ///
     /// # Errors
     /// The connection broke or ended (`UnexpectedEof`) before.
@@ -57,10 +59,10 @@ impl Input {
         Ok(&self.buffer[self.start..self.start + len])
     }
 
-    /// Waits for `N` bytes and takes them.
+    /// Waits for `N` bytes and consumes them.
     ///
     /// # Errors
-    /// As [`Input::peek`].
+    /// See [`Input::peek`].
     pub async fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut taken = [0; N];
         taken.copy_from_slice(self.peek(N).await?);
@@ -68,7 +70,7 @@ impl Input {
         Ok(taken)
     }
 
-    /// Leaves out `len` bytes that have been looked at.
+    /// Consumes `len` bytes that were peeked at.
     pub fn consume(&mut self, len: usize) {
         debug_assert!(len <= self.end - self.start);
         self.start += len;
@@ -77,7 +79,7 @@ impl Input {
     /// Fills `into`.
     ///
     /// # Errors
-    /// As [`Input::peek`].
+    /// See [`Input::peek`].
     pub async fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
         let into = ReadBuf::new(into);
         let mut done = 0;
@@ -90,10 +92,10 @@ impl Input {
         Ok(())
     }
 
-    /// Leaves out `len` bytes that have not arrived yet.
+    /// Discards the next `len` bytes, waiting for them.
     ///
     /// # Errors
-    /// As [`Input::peek`].
+    /// See [`Input::peek`].
     pub async fn skip(&mut self, len: u64) -> io::Result<()> {
         let mut left = len;
         while left > 0 {
@@ -107,7 +109,7 @@ impl Input {
         Ok(())
     }
 
-    /// Waits until there may be more.
+    /// Waits until more bytes may have arrived.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -115,7 +117,7 @@ impl Input {
         self.stream.readable().await
     }
 
-    /// Moves what has arrived into `into`, without waiting; how many bytes, 0 if nothing has arrived.
+    /// Moves available bytes to `into`, without waiting. Returns their number, or 0 if none are available.
     ///
     /// # Errors
     /// The connection broke or ended (`UnexpectedEof`).
@@ -131,8 +133,8 @@ impl Input {
         let mut pieces: SmallVec<[IoVec; 16]> = into.pieces().take(PIECES_MAX).collect();
         let wanted: usize = pieces.iter().map(|piece| piece.len()).sum();
         pieces.push(IoVec::new(self.buffer.as_mut_ptr(), self.buffer.len()));
-        // SAFETY: the pieces of `into` are valid by its own contract until this call returns, and the last one is our
-        // buffer, to which no reference exists meanwhile.
+        // SAFETY: the pieces of `into` are valid by its own contract until this call returns, and the last one is
+        // this object's buffer, to which no reference exists meanwhile.
         let there = unsafe { ReadBuf::from_pieces(&pieces) };
         let count = receive(&self.stream, there)?;
         self.received += count as u64;
@@ -141,7 +143,7 @@ impl Input {
         Ok(moved)
     }
 
-    /// Reads into the free part of the buffer, without waiting; how many bytes.
+    /// Reads into the free part of the buffer, without waiting. Returns the number of bytes.
     fn fill_now(&mut self) -> io::Result<usize> {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
@@ -153,7 +155,7 @@ impl Input {
     }
 }
 
-/// Reads what is there; 0 if there is nothing yet.
+/// Reads available bytes; 0 if there are none yet.
 fn receive(stream: &Stream, into: ReadBuf<'_>) -> io::Result<usize> {
     loop {
         match stream.try_read(into) {
@@ -166,5 +168,5 @@ fn receive(stream: &Stream, into: ReadBuf<'_>) -> io::Result<usize> {
     }
 }
 
-/// Pieces of a payload that one call fills, besides the buffer.
+/// The maximum number of pieces of a payload that one call fills, in addition to the buffer.
 const PIECES_MAX: usize = 60;

@@ -1,9 +1,9 @@
 //! The NBD protocol, as both sides need it: constants, and pure functions that encode and parse messages.
 //!
-//! Everything here follows the specification of the Network Block Device project (`doc/proto.md`, called "the spec"
-//! below) and its `extension-ext-header` branch. All integers on the wire are big-endian. Nothing here does I/O or
-//! trusts a length: parsers take what has arrived and say what is wrong with it ([`Malformed`]). `docs/nbd.md` has the
-//! byte diagrams and what of the protocol is supported.
+//! The module follows the specification of the Network Block Device project (`doc/proto.md`, called "the spec" below)
+//! and its `extension-ext-header` branch. All integers on the wire are big-endian. No function here does I/O or
+//! trusts a length: parsers take received bytes and report their errors ([`Malformed`]). `docs/nbd.md` has the byte
+//! diagrams and lists the supported parts of the protocol.
 //!
 //! The client is [`crate::backend::nbd`], the server is the crate `larder-export`.
 
@@ -20,17 +20,17 @@ pub use flags::{Command, CommandFlags, TransmissionFlags};
 pub use input::Input;
 pub use uri::{NbdUri, NbdUriError};
 
-/// The port for NBD that IANA has assigned.
+/// The port that IANA has assigned to NBD.
 pub const PORT: u16 = 10809;
 
-/// The longest string (export name, description, error message) that the spec allows, in bytes.
+/// The maximum length of a string (export name, description, error message) in the spec, in bytes.
 pub const STRING_LEN_MAX: usize = 4096;
 
-/// An export's description, for people; empty for none.
+/// An export's description for human readers; empty for none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExportDescription(String);
 
-/// Reasons to refuse a description.
+/// The reason to refuse a description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ExportDescriptionError {
@@ -58,10 +58,10 @@ impl fmt::Display for ExportDescription {
     }
 }
 
-/// The payload that the spec lets a client count on when the server names no other limit, in bytes.
+/// The maximum payload that the spec lets a client assume if the server reports no other limit, in bytes.
 pub const PAYLOAD_LEN_MAX: u32 = 32 << 20;
 
-/// The metadata context that tells data, zeros and holes apart.
+/// The metadata context that distinguishes data, zeros and holes.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
 /// Block status: not allocated (spec, "`base:allocation` metadata context").
@@ -70,10 +70,10 @@ pub const STATE_HOLE: u64 = 1 << 0;
 /// Block status: reads as zeros.
 pub const STATE_ZERO: u64 = 1 << 1;
 
-/// The most descriptors in one block status reply (spec, `NBD_REPLY_TYPE_BLOCK_STATUS`).
+/// The maximum number of descriptors in one block status reply (spec, `NBD_REPLY_TYPE_BLOCK_STATUS`).
 pub const STATUS_DESCRIPTORS_MAX: u32 = 1 << 20;
 
-/// A message that is not what the spec says it should be.
+/// A message that violates the spec.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Malformed {
@@ -97,7 +97,7 @@ pub enum Malformed {
     Nul { what: &'static str },
 }
 
-/// Takes big-endian fields off the front of a message.
+/// A parser that takes big-endian fields off the front of a message.
 pub(crate) struct Fields<'a> {
     what: &'static str,
     rest: &'a [u8],
@@ -135,7 +135,7 @@ impl<'a> Fields<'a> {
         Ok(u64::from_be_bytes(self.array(field)?))
     }
 
-    /// A string of `len` bytes for people. Some servers end it with a NUL, which is no part of it.
+    /// Takes a string of `len` bytes for human readers. Some servers end it with a NUL, which is removed.
     pub(crate) fn text(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
         let has_nul = len > 0 && self.rest.get(len - 1) == Some(&0);
         let text = self.string(len - usize::from(has_nul), field)?;
@@ -143,7 +143,7 @@ impl<'a> Fields<'a> {
         Ok(text)
     }
 
-    /// A string of `len` bytes.
+    /// Takes a string of `len` bytes.
     pub(crate) fn string(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
         if len > STRING_LEN_MAX {
             return Err(Malformed::Length {
@@ -153,14 +153,14 @@ impl<'a> Fields<'a> {
             });
         }
         let text = std::str::from_utf8(self.bytes(len, field)?).map_err(|_| Malformed::NotUtf8 { what: field })?;
-        // Spec, "Conventions": no string has a NUL in it.
+        // Spec, "Conventions": no string contains a NUL.
         match text.contains('\0') {
             true => Err(Malformed::Nul { what: field }),
             false => Ok(text),
         }
     }
 
-    /// A string with its length (32 bits) in front.
+    /// Takes a string after its length (32 bits).
     pub(crate) fn counted_string(&mut self, field: &'static str) -> Result<&'a str, Malformed> {
         let len = self.u32(field)?;
         self.string(len as usize, field)
@@ -170,7 +170,7 @@ impl<'a> Fields<'a> {
         self.rest
     }
 
-    /// Checks that nothing is left.
+    /// Checks that no bytes are left.
     pub(crate) fn end(self) -> Result<(), Malformed> {
         if self.rest.is_empty() {
             return Ok(());

@@ -1,23 +1,23 @@
 //! The transmission phase: requests and replies (spec, "Transmission phase").
 //!
-//! A connection uses one [`Framing`] throughout: compact headers (requests of 28 bytes; simple replies of 16 and chunks
-//! of 20) or extended ones (32 bytes both ways).
+//! A connection uses one [`Framing`] throughout: compact headers (requests of 28 bytes; simple replies of 16 and
+//! chunks of 20) or extended ones (32 bytes both ways).
 
 use super::flags::{Command, CommandFlags};
 use super::{Fields, Malformed, STATUS_DESCRIPTORS_MAX};
 
-/// First word of a compact request.
+/// The first word of a compact request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// First word of an extended request.
+/// The first word of an extended request.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// First word of a simple reply.
+/// The first word of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// First word of a chunk of a structured reply.
+/// The first word of a chunk of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// First word of a chunk of an extended reply.
+/// The first word of a chunk of an extended reply.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Kinds of chunks (spec, "Structured reply types").
+/// Types of chunks (spec, "Structured reply types").
 #[allow(missing_docs)]
 pub mod chunks {
     pub const NONE: u16 = 0;
@@ -25,7 +25,7 @@ pub mod chunks {
     pub const OFFSET_HOLE: u16 = 2;
     pub const BLOCK_STATUS: u16 = 5;
     pub const BLOCK_STATUS_EXT: u16 = 6;
-    /// Set in the kinds that tell of an error.
+    /// Set in the types that report an error.
     pub const ERROR_BIT: u16 = 1 << 15;
     pub const ERROR: u16 = ERROR_BIT | 1;
     pub const ERROR_OFFSET: u16 = ERROR_BIT | 2;
@@ -37,34 +37,34 @@ pub const CHUNK_DONE: u16 = 1 << 0;
 /// The headers that a connection uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
-    /// The original ones, with 32-bit lengths. Reads are answered by simple replies.
+    /// Compact headers, with 32-bit lengths. Reads are answered by simple replies.
     Simple,
-    /// The original ones, and reads are answered in chunks.
+    /// Compact headers, and reads are answered in chunks.
     Structured,
-    /// Extended ones, with 64-bit lengths.
+    /// Extended headers, with 64-bit lengths.
     Extended,
 }
 
-/// The longest request header, in bytes.
+/// The maximum length of a request header, in bytes.
 pub const REQUEST_HEADER_LEN_MAX: usize = 32;
 
 /// A request's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// How it is to be done.
+    /// The options of the command.
     pub flags: CommandFlags,
-    /// What is to be done: a code that may be unknown.
+    /// The command's code, which may be unknown.
     pub command: u16,
-    /// Chosen by the client; comes back in the reply.
+    /// A number chosen by the client, which the reply returns.
     pub cookie: u64,
-    /// Where, in bytes.
+    /// The offset in bytes.
     pub offset: u64,
-    /// How much, in bytes: of the payload for a write, of the export otherwise.
+    /// The length in bytes: of the payload for a write, of the range otherwise.
     pub len: u64,
 }
 
 impl Framing {
-    /// Length of a request's header, in bytes.
+    /// Returns the length of a request's header, in bytes.
     pub const fn request_header_len(self) -> usize {
         match self {
             Self::Simple | Self::Structured => 28,
@@ -72,7 +72,7 @@ impl Framing {
         }
     }
 
-    /// Length of a chunk's header, in bytes.
+    /// Returns the length of a chunk's header, in bytes.
     pub const fn chunk_header_len(self) -> usize {
         match self {
             Self::Simple | Self::Structured => 20,
@@ -105,8 +105,8 @@ impl Request {
         })
     }
 
-    /// Appends the header to `message`. Under compact headers the length must fit in 32 bits. Extended ones mark the
-    /// payload of a write by themselves.
+    /// Appends the header to `message`. With compact headers the length must fit in 32 bits. With extended ones the
+    /// flag for the payload of a write is added.
     pub fn push(&self, framing: Framing, message: &mut Vec<u8>) {
         match framing {
             Framing::Simple | Framing::Structured => {
@@ -132,8 +132,8 @@ impl Request {
         }
     }
 
-    /// Bytes of payload that follow the header. Under extended headers a write should say so by a flag; QEMU's client
-    /// (seen in 10.0) forgets to, and QEMU's server lets it pass, as we do.
+    /// Returns the length in bytes of the payload after the header. With extended headers a write should announce it
+    /// by a flag. QEMU's client (seen in 10.0) omits the flag; QEMU's server and this code accept that.
     pub fn payload_len(&self, framing: Framing) -> u64 {
         let says_so = framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
         if says_so || self.command == Command::Write.code() {
@@ -149,31 +149,31 @@ impl Request {
 pub enum ReplyHeader {
     /// The whole reply; a read's data follows if there is no error.
     Simple {
-        /// 0 for success.
+        /// The error number; 0 for success.
         error: u32,
-        /// Of the request.
+        /// The cookie of the request.
         cookie: u64,
     },
-    /// One of several chunks.
+    /// One chunk of a reply.
     Chunk {
-        /// The last of this reply.
+        /// This is the last chunk of the reply.
         done: bool,
-        /// One of [`chunks`].
+        /// The type of the chunk, one of [`chunks`].
         kind: u16,
-        /// Of the request.
+        /// The cookie of the request.
         cookie: u64,
-        /// Of the request, where the framing is extended.
+        /// The offset of the request, with extended headers.
         offset: Option<u64>,
-        /// Bytes of payload behind the header.
+        /// The length in bytes of the payload after the header.
         len: u64,
     },
 }
 
-/// Length of a simple reply's header, in bytes: what can be waited for before the kind of the reply is known.
+/// The length of a simple reply's header, in bytes: as much can be waited for before the type of the reply is known.
 pub const SIMPLE_REPLY_LEN: usize = 16;
 
 impl ReplyHeader {
-    /// How many bytes the header that begins with these four has.
+    /// Returns the length in bytes of the header that begins with these four bytes.
     ///
     /// # Errors
     /// No reply of that framing begins like this.
@@ -198,7 +198,7 @@ impl ReplyHeader {
     /// Parses a header of [`ReplyHeader::len`] bytes.
     ///
     /// # Errors
-    /// It is shorter than its kind needs.
+    /// The header is shorter than its type requires.
     pub fn parse(message: &[u8]) -> Result<Self, Malformed> {
         let mut fields = Fields::of("a reply", message);
         let magic = fields.u32("magic")?;
@@ -230,7 +230,8 @@ pub fn push_simple_reply(message: &mut impl Extend<u8>, error: u32, cookie: u64)
     message.extend(cookie.to_be_bytes());
 }
 
-/// Appends a chunk's header to `message`; `request` is what it answers, `len` the bytes of payload that will follow.
+/// Appends a chunk's header to `message`; `request` is the request that it answers, `len` the length in bytes of the
+/// payload that will follow.
 pub fn push_chunk_header(
     message: &mut impl Extend<u8>,
     framing: Framing,

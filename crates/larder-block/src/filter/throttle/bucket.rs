@@ -1,8 +1,8 @@
-//! A leaky bucket: it fills with what is done and leaks at the rate that is allowed.
+//! A leaky bucket: requests fill it, and it leaks at the permitted rate.
 //!
-//! The scheme and its constants are those of QEMU's docs/throttle.txt, so that the same settings mean the same: without
-//! a burst a tenth of a second's worth may be done at once; a burst of one second may be done at once; in a longer one
-//! a second bucket leaks at the burst's rate.
+//! The scheme and its constants are those of QEMU's docs/throttle.txt, so that the same settings have the same
+//! effect. Without a burst, a tenth of a second's worth may be done at once. A burst of one second may be done at
+//! once; in a longer burst a second bucket leaks at the burst's rate.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use crate::event_loop::LoopTime;
 
 pub(super) struct Bucket {
     limit: Limit,
-    /// What has been done and has not leaked yet, at `at`.
+    /// The amount that has not leaked yet, at `at`.
     level: f64,
-    /// The same, leaking at the burst's rate.
+    /// The amount in a second bucket, which leaks at the burst's rate.
     burst_level: f64,
     at: LoopTime,
 }
@@ -28,7 +28,7 @@ impl Bucket {
         }
     }
 
-    /// How long the next request has to wait; zero if it may go now.
+    /// Returns the waiting time of the next request; zero if it may start now.
     pub(super) fn wait(&mut self, now: LoopTime) -> Duration {
         if self.limit.average == 0 {
             return Duration::ZERO;
@@ -46,7 +46,7 @@ impl Bucket {
         wait
     }
 
-    /// Adds what a request does. A request may overfill the bucket; those behind it wait the longer.
+    /// Adds a request's amount. A request may overfill the bucket; later ones wait the longer.
     pub(super) fn fill(&mut self, amount: f64, now: LoopTime) {
         if self.limit.average == 0 {
             return;
@@ -64,7 +64,7 @@ impl Bucket {
     }
 }
 
-/// How long `extra` takes to leak, in whole nanoseconds, rounded up; zero if there is none.
+/// Returns the time in which `extra` leaks, in whole nanoseconds, rounded up; zero if there is none.
 fn time_to_leak(extra: f64, rate: f64) -> Duration {
     if extra <= 0.0 {
         return Duration::ZERO;

@@ -1,15 +1,15 @@
-//! The limits of a disk, as libvirt's `<iotune>` and QEMU's throttling have them.
+//! The limits of a disk, as in libvirt's `<iotune>` and QEMU's throttling.
 
 use crate::units::ByteLen;
 
-/// How much per second, in bytes or requests.
+/// A limit per second, in bytes or requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limit {
-    /// In the long run; 0 for no limit. At most [`Limit::MAX`].
+    /// The long-term average; 0 for no limit. At most [`Limit::MAX`].
     pub average: u64,
-    /// During a burst (`*_max`); 0 for no bursts. Not below `average`.
+    /// The rate during a burst (`*_max`); 0 for no bursts. Not below `average`.
     pub burst: u64,
-    /// How long a burst may last (`*_max_length`), in seconds; 0 means 1. Beyond 1 only with a burst.
+    /// The maximum duration of a burst (`*_max_length`), in seconds; 0 means 1. Beyond 1 only with a burst.
     pub burst_seconds: u32,
 }
 
@@ -21,10 +21,10 @@ impl Limit {
         burst_seconds: 0,
     };
 
-    /// The largest rate that can be set, per second.
+    /// The maximum rate that can be set, per second.
     pub const MAX: u64 = 1_000_000_000_000_000;
 
-    /// A limit without bursts.
+    /// Returns a limit without bursts.
     pub const fn per_second(average: u64) -> Self {
         Self {
             average,
@@ -65,26 +65,26 @@ impl Limit {
     }
 }
 
-/// The limits of a disk. A total and one for its direction cannot both be set, as in libvirt.
+/// The limits of a disk. A total and a limit for one of its directions cannot both be set, as in libvirt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of reads and writes together (`total_bytes_sec`).
+    /// The bytes of reads and writes together (`total_bytes_sec`).
     pub bytes_total: Limit,
-    /// Bytes read (`read_bytes_sec`).
+    /// The bytes read (`read_bytes_sec`).
     pub bytes_read: Limit,
-    /// Bytes written (`write_bytes_sec`).
+    /// The bytes written (`write_bytes_sec`).
     pub bytes_write: Limit,
-    /// Reads and writes together (`total_iops_sec`).
+    /// The number of reads and writes together (`total_iops_sec`).
     pub requests_total: Limit,
-    /// Reads (`read_iops_sec`).
+    /// The number of reads (`read_iops_sec`).
     pub requests_read: Limit,
-    /// Writes (`write_iops_sec`).
+    /// The number of writes (`write_iops_sec`).
     pub requests_write: Limit,
-    /// A request of more bytes than this counts as several (`size_iops_sec`); zero: each counts as one.
+    /// The number of bytes above which a request counts as several (`size_iops_sec`); zero: each counts as one.
     pub request_size: ByteLen,
 }
 
-/// Why limits cannot be set.
+/// The reason why limits cannot be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LimitError {
@@ -125,7 +125,7 @@ impl Limits {
         request_size: ByteLen::ZERO,
     };
 
-    /// Whether the limits make sense.
+    /// Checks that the limits are valid.
     ///
     /// # Errors
     /// See [`LimitError`].
@@ -163,7 +163,7 @@ impl Limits {
         all.iter().any(|limit| limit.average > 0)
     }
 
-    /// What a request of `bytes` counts as.
+    /// Returns the number of requests that a request of `bytes` counts as.
     pub(super) fn requests(&self, bytes: ByteLen) -> f64 {
         if self.request_size.is_zero() || bytes <= self.request_size {
             return 1.0;
