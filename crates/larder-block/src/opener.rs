@@ -1,9 +1,9 @@
-//! How this process gets at files by their paths: by itself, or through an opener, a process with more rights that opens for
-//! it what it is meant to have.
+//! Access to files by their paths: by this process itself, or through an opener, a process with more rights that
+//! opens only permitted files for it.
 //!
-//! A server that guests and images may take over gives up its rights before it reads a byte of theirs. From then on all files
-//! outside its own folders come from the opener, which knows what the server is meant to have, and from nowhere else. All code
-//! that opens, finds or removes such a file by its path does so through [`opener`].
+//! A server that guests and images may take over drops its rights before it reads a byte of theirs. From then on all
+//! files outside its own directories come only from the opener, which has a list of the server's permitted files. All
+//! code that opens, finds or removes such a file by its path does so through [`opener`].
 
 mod blkid;
 mod counters;
@@ -25,87 +25,89 @@ pub use counters::{DiskCounters, FileTimes};
 use crate::backend::image_lock;
 use crate::lock_wait::{self, LockKind, LockOwner};
 
-/// For what a file is opened.
+/// The purpose of opening a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// To look at it from outside: the descriptor stands for the file, and gives no access to what is in it (open(2), `O_PATH`).
+    /// To inspect it from outside: the descriptor refers to the file, and gives no access to its content (open(2),
+    /// `O_PATH`).
     Look,
-    /// To be read.
+    /// To read it.
     Read,
-    /// To be read and written.
+    /// To read and write it.
     Write,
     /// To claim a block device (open(2), `O_EXCL`); it can be read.
     Claim,
 }
 
-/// Whoever has chosen a path.
+/// The source of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NamedBy {
     /// The user.
     User,
-    /// An image's header. The path does not lead through the links of /proc, which are to files that processes have open.
+    /// An image's header. The path must not lead through the links of /proc, which point to files that processes have
+    /// open.
     Header,
 }
 
-/// Gets at files by their paths. What is not allowed is an error of the kind [`io::ErrorKind::PermissionDenied`].
+/// Access to files by their paths. A forbidden access is an error of the kind [`io::ErrorKind::PermissionDenied`].
 pub trait Opener: Send + Sync {
-    /// Opens what is at `path`. Only regular files and block devices are opened for more than a look: to open another device
-    /// can have effects, and a FIFO waits for its other end.
+    /// Opens the file at `path`. Only regular files and block devices are opened for more than [`Access::Look`]:
+    /// opening another device can have effects, and a FIFO waits for its other end.
     ///
     /// # Errors
-    /// The host's; [`io::ErrorKind::InvalidInput`] if it is no file or block device.
+    /// The host's error; [`io::ErrorKind::InvalidInput`] if the path leads to no regular file or block device.
     fn open(&self, path: &Path, access: Access, by: NamedBy) -> io::Result<File>;
 
-    /// Makes a regular file, for its owner alone, and opens it to be written.
+    /// Creates a regular file, for its owner alone, and opens it for writing.
     ///
     /// # Errors
-    /// The host's; there is something already.
+    /// The host's error; the path exists already.
     fn make(&self, path: &Path) -> io::Result<File>;
 
-    /// Removes a file that was made.
+    /// Removes a file that was created by [`Opener::make`].
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Connects to the unix socket at `path`, without waiting: [`io::ErrorKind::WouldBlock`] if too many others wait there.
+    /// Connects to the unix socket at `path`, without waiting: [`io::ErrorKind::WouldBlock`] if its backlog is full.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     fn connect(&self, path: &Path) -> io::Result<OwnedFd>;
 
-    /// Returns the path of what is at `path`, without links.
+    /// Returns the path without symbolic links.
     ///
     /// # Errors
-    /// There is nothing.
+    /// The path does not exist.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf>;
 
-    /// Returns the names in `folder` (of /dev) that lead to the same device as `path`.
+    /// Returns the names in `folder` (a directory of /dev) that lead to the same device as `path`.
     ///
     /// # Errors
-    /// One of the two cannot be looked at.
+    /// One of the two cannot be read.
     fn names_of_device(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>>;
 
-    /// Returns the number that the kernel has given to a disk when it appeared, and gives to no other until the host is started
-    /// anew. A partition has its disk's.
+    /// Returns the sequence number that the kernel has given to a disk when it appeared, and gives to no other disk
+    /// until a reboot. A partition has its disk's number.
     ///
     /// # Errors
-    /// The kernel does not say.
+    /// The kernel does not report it.
     fn disk_sequence(&self, device: u64) -> io::Result<String>;
 
-    /// Returns what the kernel counts of the writes to a block device.
+    /// Returns the kernel's counters of the writes to a block device.
     ///
     /// # Errors
-    /// The kernel does not say.
+    /// The kernel does not report them.
     fn disk_counters(&self, device: u64) -> io::Result<DiskCounters>;
 
-    /// Asks `blkid` of util-linux what is on an open file or device.
+    /// Runs `blkid` of util-linux on an open file or device.
     ///
     /// # Errors
     /// It cannot be run, or does not answer.
     fn blkid(&self, file: &File) -> io::Result<Blkid>;
 
-    /// Returns who has a lock on an open file by another open file.
+    /// Returns the process that has a lock on an open file through another open file.
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner;
 
     /// Returns the other processes that have locks of an image on an open file, as `qemu-nbd, pid 4711`.
@@ -114,7 +116,7 @@ pub trait Opener: Send + Sync {
 
 static HELPER: OnceLock<Box<dyn Opener>> = OnceLock::new();
 
-/// Returns what this process gets at files by.
+/// Returns the opener that this process uses.
 pub fn opener() -> &'static dyn Opener {
     match HELPER.get() {
         Some(helper) => &**helper,
@@ -122,21 +124,21 @@ pub fn opener() -> &'static dyn Opener {
     }
 }
 
-/// Has this process get at files by `helper` from now on, for good. It has one at most.
+/// Makes this process use `helper` from now on, for good. It can be set once.
 pub fn open_through(helper: Box<dyn Opener>) {
     let is_first = HELPER.set(helper).is_ok();
     assert!(is_first, "a process has one opener");
 }
 
-/// Returns what the host says of what is at `path`.
+/// Returns the metadata of the file at `path`.
 ///
 /// # Errors
-/// The host's.
+/// The host's error.
 pub fn metadata(path: &Path) -> io::Result<Metadata> {
     opener().open(path, Access::Look, NamedBy::User)?.metadata()
 }
 
-/// The process itself, with its own rights.
+/// An opener that uses this process's own rights.
 #[derive(Clone, Copy, Debug)]
 pub struct Itself;
 
@@ -148,7 +150,7 @@ impl Opener for Itself {
             NamedBy::Header => ResolveFlags::NO_MAGICLINKS,
         };
         let place = match resolve.is_empty() {
-            // Of any kernel, and also where openat2 is not allowed.
+            // Plain open works on any kernel, and also where openat2 is forbidden.
             true => rustix::fs::open(path, flags, Mode::empty()),
             false => rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), resolve),
         };
@@ -163,7 +165,8 @@ impl Opener for Itself {
                 "it is neither a file nor a block device",
             ));
         }
-        // Without waiting for a process that has a lease on it: it is told, and the next try finds the file.
+        // Non-blocking: the open does not wait for a process that has a lease on the file. That process is notified,
+        // and the next attempt succeeds.
         let claim = if access == Access::Claim { libc::O_EXCL } else { 0 };
         let file = fs::OpenOptions::new()
             .read(true)

@@ -1,14 +1,14 @@
 //! Text from outside (an image, a peer, another host), made safe to print.
 //!
-//! A terminal takes control characters for commands, and a line break inside a name looks like another line of output.
-//! Both are escaped as in JSON (`\u001b`), so JSON with such a character left in it stays JSON.
+//! A terminal interprets control characters as commands, and a line break inside a name looks like another line of
+//! output. Both are escaped as in JSON (`\u001b`), so JSON with such a character left in it stays JSON.
 
-/// Returns `text` on one line, with control characters and characters that turn the direction of writing escaped.
+/// Returns `text` on one line, with control characters and characters that change the direction of writing escaped.
 pub fn printable(text: &str) -> String {
     escaped(text, |_| false)
 }
 
-/// Returns `text` escaped like [`printable`], with its line breaks and tabs.
+/// Returns `text` escaped like [`printable`], but with its line breaks and tabs kept.
 pub fn printable_lines(text: &str) -> String {
     escaped(text, |letter| matches!(letter, '\n' | '\t'))
 }
@@ -16,7 +16,7 @@ pub fn printable_lines(text: &str) -> String {
 fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
     let mut shown = String::with_capacity(text.len());
     for letter in text.chars() {
-        // Unicode, "Bidirectional Algorithm": embeddings, overrides and isolates; and the two separators of lines.
+        // Unicode, "Bidirectional Algorithm": embeddings, overrides and isolates; and the two line separators.
         let turns = matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         let breaks = matches!(letter, '\u{2028}' | '\u{2029}');
         match (letter.is_control() || turns || breaks) && !is_kept(letter) {

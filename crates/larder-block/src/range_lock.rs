@@ -1,10 +1,10 @@
-//! Who may work on which ranges of a disk at the same time.
+//! Locks on ranges of a disk.
 //!
-//! A range is taken together with others (a change of whole blocks), or alone (one that reads, modifies and writes). Requests for blocks are served in the order in which they came, as far as they share a block, so none
-//! starves.
+//! A range is locked together with others (a change of whole blocks), or exclusively (a read, modify and write).
+//! Requests are served in order of arrival, as far as they share a block, so none starves.
 //!
-//! Invariants: two granted entries that overlap are both shared; an entry waits only for entries that came before it.
-//! Bounded by the requests that are under way.
+//! Invariants: two granted entries that overlap are both shared; an entry waits only for earlier entries. The size is
+//! bounded by the number of requests in flight.
 
 use std::cell::RefCell;
 use std::task::{Poll, Waker};
@@ -12,16 +12,16 @@ use std::task::{Poll, Waker};
 use crate::device::Watch;
 use crate::units::ByteRange;
 
-/// How a range is to be had.
+/// The mode of a range lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// With others that share it.
+    /// Together with other shared locks.
     Shared,
-    /// Alone.
+    /// Exclusively.
     Exclusive,
 }
 
-/// Which ranges are taken, and who waits for them.
+/// The locked ranges, and the requests that wait for them.
 #[derive(Default)]
 pub struct Ranges {
     entries: RefCell<Entries>,
@@ -29,7 +29,7 @@ pub struct Ranges {
 
 #[derive(Default)]
 struct Entries {
-    /// By ticket; `None` is free.
+    /// The entries by ticket; `None` is free.
     slots: Vec<Option<Entry>>,
     free: Vec<Ticket>,
     next_turn: u64,
@@ -40,18 +40,17 @@ struct Entries {
 struct Entry {
     range: ByteRange,
     mode: Mode,
-    /// Its place in the order of arrival.
+    /// The position in the order of arrival.
     turn: u64,
     granted: bool,
     waker: Option<Waker>,
 }
 
-/// Which entry; handed out again once it is left.
+/// The number of an entry; reused once the entry is removed.
 pub type Ticket = u32;
 
 impl Ranges {
-    /// Takes `range` to be changed together with others of its kind; `None` if it must wait. The ticket
-    /// is given back through [`Watch::ended`].
+    /// Locks `range` in shared mode; `None` if it must wait. The ticket is released through [`Watch::ended`].
     pub fn try_share(&self, range: ByteRange) -> Option<Ticket> {
         let mut entries = self.entries.borrow_mut();
         let turn = entries.next_turn;
@@ -61,7 +60,7 @@ impl Ranges {
         Some(entries.add(range, Mode::Shared, true))
     }
 
-    /// Takes `range` once all who came before have left it.
+    /// Locks `range` once all earlier conflicting requests have released it.
     pub async fn enter(&self, range: ByteRange, mode: Mode) -> Held<'_> {
         let held = {
             let mut entries = self.entries.borrow_mut();
@@ -86,7 +85,7 @@ impl Ranges {
         held
     }
 
-    /// Whether somebody has a part of `range`, or waits for it.
+    /// Returns true if a part of `range` is locked or waited for.
     pub fn touch(&self, range: ByteRange) -> bool {
         let entries = self.entries.borrow();
         entries.slots.iter().flatten().any(|entry| entry.range.overlaps(range))
@@ -104,7 +103,7 @@ impl Watch for Ranges {
     }
 }
 
-/// A range that is taken until this is dropped.
+/// A lock on a range, which is released when this value is dropped.
 pub struct Held<'a> {
     ranges: &'a Ranges,
     ticket: Ticket,
@@ -140,7 +139,7 @@ impl Entries {
         }
     }
 
-    /// Removes an entry; who may go on because of it.
+    /// Removes an entry, and returns the wakers of the requests that it had blocked.
     fn remove(&mut self, ticket: Ticket) -> Vec<Waker> {
         let Some(left) = self.slots[ticket as usize].take() else {
             return Vec::new();
@@ -154,7 +153,7 @@ impl Entries {
         self.grant(left.range)
     }
 
-    /// Grants what no longer has to wait of the entries that overlap `range`.
+    /// Grants those of the entries that overlap `range` which no longer have to wait.
     fn grant(&mut self, range: ByteRange) -> Vec<Waker> {
         let mut woken = Vec::new();
         for index in 0..self.slots.len() {
@@ -174,7 +173,7 @@ impl Entries {
         woken
     }
 
-    /// Whether one that came at `turn` must wait for one that came before.
+    /// Returns true if an entry of turn `turn` must wait for an earlier one.
     fn must_wait(&self, range: ByteRange, mode: Mode, turn: u64) -> bool {
         self.slots.iter().flatten().any(|entry| {
             entry.turn < turn
@@ -196,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_share_does_not_pass_one_who_waits_for_the_same_block() {
+    fn shared_lock_waits_behind_exclusive() {
         let ranges = Ranges::default();
         let mut context = Context::from_waker(Waker::noop());
         let first = ranges.try_share(blocks(0, 4)).expect("nobody else");
@@ -216,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn one_who_gives_up_waiting_lets_the_next_go() {
+    fn dropped_waiter_unblocks_the_next() {
         let ranges = Ranges::default();
         let mut context = Context::from_waker(Waker::noop());
         let share = ranges.try_share(blocks(0, 1)).expect("nobody else");

@@ -1,4 +1,4 @@
-//! Waiting on one loop for something to change, or for what ends first.
+//! Waiting on one loop for a change of state, or for the first of two futures.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
@@ -7,14 +7,14 @@ use std::task::{Poll, Waker};
 
 use smallvec::SmallVec;
 
-/// Wakes everybody who waits for a condition over shared state, to look at it again.
+/// A condition variable for tasks of one loop: it wakes all waiting tasks to check shared state again.
 #[derive(Default)]
 pub struct Signal {
     waiting: RefCell<SmallVec<[Waker; 4]>>,
 }
 
 impl Signal {
-    /// Tells that the state has changed.
+    /// Announces that the state has changed.
     #[inline]
     pub fn raise(&self) {
         if !self.waiting.borrow().is_empty() {
@@ -22,7 +22,7 @@ impl Signal {
         }
     }
 
-    /// Completes with what `look` finds, as soon as it finds something; it looks at once and after every change.
+    /// Completes with the result of `look`, as soon as there is one. `look` is called at once and after every change.
     pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
         poll_fn(|context| match look() {
             Some(found) => Poll::Ready(found),
@@ -37,13 +37,13 @@ impl Signal {
         .await
     }
 
-    /// Completes once `is_so`; looks like [`Signal::until`].
+    /// Completes once `is_so` returns true. It is called at once and after every change.
     pub async fn when(&self, mut is_so: impl FnMut() -> bool) {
         self.until(|| is_so().then_some(())).await;
     }
 }
 
-/// The result of whichever ends first, or of `one`; the other one is dropped.
+/// Returns the result of the future that completes first, of `one` if both do; the other one is dropped.
 pub async fn first_of<T>(one: impl Future<Output = T>, other: impl Future<Output = T>) -> T {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|context| match one.as_mut().poll(context) {

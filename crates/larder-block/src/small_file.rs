@@ -1,9 +1,9 @@
 //! Small files that people and programs write for Larder: configuration, state files, keys.
 //!
 //! Invariants, whatever is at the path:
-//! - Opening it does not wait: not for the other end of a FIFO, nor for a terminal's carrier. Devices are not even opened,
-//!   because opening some of them does something.
-//! - What is read of it is bounded.
+//! - Opening does not wait: neither for the other end of a FIFO, nor for a terminal's carrier. Devices are not even
+//!   opened, because opening some of them has effects.
+//! - The number of bytes read is bounded.
 //!
 //! Files of `/proc` and `/sys` are read elsewhere: the kernel writes them, and bounds them.
 
@@ -12,23 +12,24 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// The longest file that people write: configuration, certificates, keys, notes of a few lines.
+/// The maximum length in bytes of a file that people write: configuration, certificates, keys, records of a few
+/// lines.
 pub const CONFIG_BYTES_MAX: u64 = 4 << 20;
 
-/// The longest state file that Larder writes itself.
+/// The maximum length in bytes of a state file that Larder writes itself.
 pub const STATE_BYTES_MAX: u64 = 64 << 20;
 
-/// Opens the regular file at `path`, to be read.
+/// Opens the regular file at `path` for reading.
 ///
 /// # Errors
-/// The host's, or something else than a regular file is there.
+/// The host's error, or the path does not lead to a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     check(path.metadata()?.file_type())?;
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
         .open(path)?;
-    // It may have been exchanged in between.
+    // The file may have been exchanged in between.
     check(file.metadata()?.file_type())?;
     Ok(file)
 }
@@ -36,15 +37,15 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// Reads the regular file at `path`, of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// As [`open`], or the file is longer.
+/// See [`open`]; or the file is longer.
 pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     all_of(open(path)?, bytes_max)
 }
 
-/// Reads a file that is open.
+/// Reads an open file of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// The host's, it is no regular file, or it is longer.
+/// The host's error, or the file is not regular or longer.
 pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
     check(file.metadata()?.file_type())?;
     let mut bytes = Vec::new();
@@ -58,18 +59,18 @@ pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Reads a text in the same way.
+/// Reads the text file at `path`, of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// As [`read`], or it is not UTF-8.
+/// See [`read`]; or the content is not UTF-8.
 pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
     text(read(path, bytes_max)?)
 }
 
-/// Reads a text from a file that is open.
+/// Reads a text of at most `bytes_max` bytes from an open file.
 ///
 /// # Errors
-/// As [`all_of`], or it is not UTF-8.
+/// See [`all_of`]; or the content is not UTF-8.
 pub fn text_of(file: File, bytes_max: u64) -> io::Result<String> {
     text(all_of(file, bytes_max)?)
 }

@@ -1,14 +1,14 @@
-//! Units of the block path: byte offsets, byte lengths and ranges of them, and sizes as people write them.
+//! Units of the block path: byte offsets, byte lengths and ranges of them, and sizes as users write them.
 //!
-//! All are 64 bits wide whatever the host, because they describe disks, not memory. Arithmetic that can overflow on
-//! values from outside (a guest, an image, a peer) goes through the `checked_` forms; the operators are for values
-//! that have been checked against a device's size, and panic on overflow in debug builds like any integer.
+//! All are 64 bits wide on any host, because they describe disks, not memory. Arithmetic that can overflow on values
+//! from outside (a guest, an image, a peer) uses the `checked_` forms; the operators are for values that have been
+//! checked against a device's size, and panic on overflow in debug builds like any integer.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 use std::str::FromStr;
 
-/// A position on a disk, in bytes from its start.
+/// An offset on a disk, in bytes from its start.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ByteOffset(u64);
 
@@ -16,12 +16,12 @@ pub struct ByteOffset(u64);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ByteLen(u64);
 
-/// `len` bytes from `start` on. May be empty.
+/// A range of `len` bytes from `start` on. It may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct ByteRange {
-    /// First byte.
+    /// The first byte.
     pub start: ByteOffset,
-    /// Number of bytes.
+    /// The number of bytes.
     pub len: ByteLen,
 }
 
@@ -29,17 +29,17 @@ impl ByteOffset {
     /// The start of the disk.
     pub const ZERO: Self = Self(0);
 
-    /// The position `bytes` bytes from the start.
+    /// Returns the offset of `bytes` bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// The position in bytes.
+    /// Returns the offset in bytes.
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// `self + len`, or `None` past 2^64.
+    /// Returns `self + len`, or `None` past 2^64.
     pub const fn checked_add(self, len: ByteLen) -> Option<Self> {
         match self.0.checked_add(len.0) {
             Some(sum) => Some(Self(sum)),
@@ -47,83 +47,83 @@ impl ByteOffset {
         }
     }
 
-    /// The nearest multiple of `unit` (a power of two) at or before this position.
+    /// Returns the nearest multiple of `unit` (a power of two) at or before this offset.
     pub const fn align_down(self, unit: u64) -> Self {
         debug_assert!(unit.is_power_of_two());
         Self(self.0 & !(unit - 1))
     }
 
-    /// The nearest multiple of `unit` (a power of two) at or after this position; saturates at the last one.
+    /// Returns the nearest multiple of `unit` (a power of two) at or after this offset; saturates at the last one.
     pub const fn align_up(self, unit: u64) -> Self {
         Self(self.0.saturating_add(unit - 1)).align_down(unit)
     }
 
-    /// Whether this is a multiple of `unit` (a power of two).
+    /// Returns true if this is a multiple of `unit` (a power of two).
     pub const fn is_aligned(self, unit: u64) -> bool {
         debug_assert!(unit.is_power_of_two());
         self.0 & (unit - 1) == 0
     }
 
-    /// The range of `len` bytes that begins here.
+    /// Returns the range of `len` bytes from this offset on.
     pub const fn range(self, len: ByteLen) -> ByteRange {
         ByteRange { start: self, len }
     }
 }
 
 impl ByteLen {
-    /// Nothing.
+    /// The length zero.
     pub const ZERO: Self = Self(0);
 
-    /// `bytes` bytes.
+    /// Returns a length of `bytes` bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// `kib` times 1024 bytes.
+    /// Returns a length of `kib` KiB.
     pub const fn kib(kib: u64) -> Self {
         Self(kib << 10)
     }
 
-    /// `mib` times 1024 KiB.
+    /// Returns a length of `mib` MiB.
     pub const fn mib(mib: u64) -> Self {
         Self(mib << 20)
     }
 
-    /// The length of a buffer in memory.
+    /// Returns the length of a buffer in memory.
     pub const fn of_buffer(bytes: usize) -> Self {
         Self(bytes as u64)
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// The length as a size in memory. A request's length always fits; a disk's may not on a 32-bit host.
+    /// Returns the length as a size in memory. A request's length always fits; a disk's may not on a 32-bit host.
     pub const fn as_usize(self) -> usize {
         debug_assert!(self.0 <= usize::MAX as u64);
         self.0 as usize
     }
 
-    /// Whether this is nothing.
+    /// Returns true if this is zero.
     pub const fn is_zero(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether this is a multiple of `unit` (a power of two).
+    /// Returns true if this is a multiple of `unit` (a power of two).
     pub const fn is_aligned(self, unit: u64) -> bool {
         debug_assert!(unit.is_power_of_two());
         self.0 & (unit - 1) == 0
     }
 
-    /// The smaller of the two.
+    /// Returns the smaller of the two.
     pub fn min(self, other: Self) -> Self {
         Self(self.0.min(other.0))
     }
 }
 
 impl ByteRange {
-    /// `len` bytes from `start` on, both in bytes.
+    /// Returns the range of `len` bytes from `start` on.
     pub const fn new(start: u64, len: u64) -> Self {
         Self {
             start: ByteOffset(start),
@@ -131,7 +131,7 @@ impl ByteRange {
         }
     }
 
-    /// From `start` up to, not including, `end`; empty if `end` is not behind `start`.
+    /// Returns the range from `start` up to, not including, `end`; empty if `end` is not after `start`.
     pub const fn between(start: ByteOffset, end: ByteOffset) -> Self {
         Self {
             start,
@@ -139,7 +139,7 @@ impl ByteRange {
         }
     }
 
-    /// The first byte behind the range.
+    /// Returns the offset just after the range.
     ///
     /// # Panics
     /// In debug builds, past 2^64: check values from outside with [`ByteRange::checked_end`] first.
@@ -147,42 +147,42 @@ impl ByteRange {
         ByteOffset(self.start.0 + self.len.0)
     }
 
-    /// The first byte behind the range, or `None` past 2^64.
+    /// Returns the offset just after the range, or `None` past 2^64.
     pub const fn checked_end(self) -> Option<ByteOffset> {
         self.start.checked_add(self.len)
     }
 
-    /// Whether it holds no byte.
+    /// Returns true if the range has no bytes.
     pub const fn is_empty(self) -> bool {
         self.len.0 == 0
     }
 
-    /// Whether the two share a byte.
+    /// Returns true if the two ranges share a byte.
     pub const fn overlaps(self, other: Self) -> bool {
         self.start.0 < other.end().0 && other.start.0 < self.end().0
     }
 
-    /// Whether every byte of `other` is in `self`.
+    /// Returns true if every byte of `other` is in `self`.
     pub const fn contains(self, other: Self) -> bool {
         self.start.0 <= other.start.0 && other.end().0 <= self.end().0
     }
 
-    /// The bytes that are in both; empty if there is none.
+    /// Returns the range of bytes that are in both; empty if there are none.
     pub fn intersection(self, other: Self) -> Self {
         Self::between(self.start.max(other.start), ByteOffset(self.end().0.min(other.end().0)))
     }
 
-    /// The smallest range with both ends on multiples of `unit` that holds `self`.
+    /// Returns the smallest range with both ends on multiples of `unit` that contains `self`.
     pub const fn widened(self, unit: u64) -> Self {
         Self::between(self.start.align_down(unit), self.end().align_up(unit))
     }
 
-    /// The largest range with both ends on multiples of `unit` inside `self`; may be empty.
+    /// Returns the largest range with both ends on multiples of `unit` inside `self`; may be empty.
     pub const fn narrowed(self, unit: u64) -> Self {
         Self::between(self.start.align_up(unit), self.end().align_down(unit))
     }
 
-    /// Whether both ends are multiples of `unit` (a power of two).
+    /// Returns true if both ends are multiples of `unit` (a power of two).
     pub const fn is_aligned(self, unit: u64) -> bool {
         self.start.is_aligned(unit) && self.len.is_aligned(unit)
     }
@@ -266,7 +266,7 @@ impl fmt::Display for ByteRange {
 
 const BINARY_UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
-/// The largest unit that the size is a whole multiple of: `64 MiB`, `1537 KiB`, `513 B`.
+/// Formats the size in the largest unit of which it is a whole multiple: `64 MiB`, `1537 KiB`, `513 B`.
 impl fmt::Display for ByteLen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let whole = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
@@ -277,29 +277,29 @@ impl fmt::Display for ByteLen {
     }
 }
 
-/// Why a text is not a size.
+/// The reason why a text is not a size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    /// No number in front.
+    /// The text does not begin with a number.
     #[error("'{0}' is not a size: give a whole number and KiB, MiB, GiB or TiB, as in 64MiB")]
     NotANumber(String),
-    /// A part of a unit.
+    /// The number has a fraction.
     #[error("'{0}' is not a whole number; write it in a smaller unit (1536MiB for 1.5GiB)")]
     Fraction(String),
-    /// A unit that is not known.
+    /// The unit is unknown.
     #[error("'{unit}' in '{text}' is not a unit of size: use KiB, MiB, GiB or TiB")]
     UnknownUnit {
-        /// What was given.
+        /// The whole text.
         text: String,
-        /// The part behind the number.
+        /// The part after the number.
         unit: String,
     },
-    /// Past 2^63 bytes, more than any file or device can have.
+    /// The size is 2^63 bytes or more, larger than any file or device.
     #[error("'{0}' is larger than any disk can be (8388607 TiB)")]
     TooLarge(String),
 }
 
-/// Reads `4096`, `64KiB`, `64 KiB`, `64K`; `1.5` is refused: sizes are whole numbers.
+/// Parses `4096`, `64KiB`, `64 KiB`, `64K`; `1.5` is refused: sizes are whole numbers.
 impl FromStr for ByteLen {
     type Err = SizeError;
 
@@ -340,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_as_people_write_them() {
+    fn sizes_parse_with_and_without_units() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_widen_and_narrow_to_a_unit() {
+    fn ranges_widen_and_narrow_to_units() {
         let range = ByteRange::new(700, 1000);
         assert_eq!(range.widened(512), ByteRange::new(512, 1536));
         assert_eq!(range.narrowed(512), ByteRange::new(1024, 512));

@@ -1,4 +1,4 @@
-//! The align filter over a device of large blocks that refuses what is not aligned.
+//! Tests of the align filter over a device with large blocks that refuses unaligned requests.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -30,8 +30,9 @@ fn open(on: &Loop, seed: u64, latency: Latency) -> (Rc<SimulatedDevice>, Rc<Alig
     (disk, Rc::new(Align::new(lower, align)))
 }
 
+/// Requests of any sectors, at any memory address, have the same effect as on a disk without alignment.
 #[test]
-fn any_request_anywhere_in_memory_does_what_it_does_on_a_plain_disk() {
+fn unaligned_requests_match_plain_disk() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, Latency::VARIED);
     let geometry = device.geometry();
@@ -76,12 +77,12 @@ fn any_request_anywhere_in_memory_does_what_it_does_on_a_plain_disk() {
 }
 
 #[test]
-fn neighbours_in_one_block_never_lose_an_update() {
+fn neighbours_in_block_lose_no_update() {
     for seed in 0..100 {
         let on = Loop::simulated().expect("a loop");
         let (_, device) = open(&on, seed, Latency::VARIED);
         on.block_on(async {
-            // Eight writers, each with a sector of its own in the same two blocks, and one of whole blocks.
+            // Eight writers, each with its own sector in the same two blocks.
             let writers: Vec<_> = (0..8_u64)
                 .map(|index| {
                     let device = Rc::clone(&device);
@@ -108,7 +109,7 @@ fn neighbours_in_one_block_never_lose_an_update() {
 }
 
 #[test]
-fn a_write_of_a_whole_block_is_not_undone_by_one_of_a_part() {
+fn partial_write_keeps_concurrent_whole_write() {
     for seed in 0..200 {
         let on = Loop::simulated().expect("a loop");
         let (_, device) = open(&on, seed, Latency::VARIED);
@@ -138,8 +139,9 @@ fn a_write_of_a_whole_block_is_not_undone_by_one_of_a_part() {
     }
 }
 
+/// A power loss during a partial write leaves flushed sectors of the same blocks unchanged.
 #[test]
-fn a_crash_in_a_partial_write_leaves_the_flushed_neighbours() {
+fn crash_in_partial_write_keeps_neighbours() {
     for seed in 0..200 {
         let on = Loop::simulated().expect("a loop");
         let (disk, device) = open(&on, seed, Latency::VARIED);
@@ -168,8 +170,9 @@ fn a_crash_in_a_partial_write_leaves_the_flushed_neighbours() {
     }
 }
 
+/// A failed read or write of the device below is reported with the operation and range of the caller's write.
 #[test]
-fn a_failure_below_is_reported_to_the_one_who_wrote_for_what_was_written() {
+fn failure_below_reports_original_write() {
     let on = Loop::simulated().expect("a loop");
     let (disk, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {
@@ -195,7 +198,7 @@ fn a_failure_below_is_reported_to_the_one_who_wrote_for_what_was_written() {
 }
 
 #[test]
-fn a_given_up_write_lets_the_next_one_have_its_block() {
+fn dropped_write_releases_its_block() {
     let on = Loop::simulated().expect("a loop");
     let (disk, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {
@@ -210,7 +213,7 @@ fn a_given_up_write_lets_the_next_one_have_its_block() {
 }
 
 #[test]
-fn a_given_up_write_of_a_whole_block_lets_a_part_of_it_be_written() {
+fn dropped_whole_write_unblocks_partial_write() {
     let on = Loop::simulated().expect("a loop");
     let (disk, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {
@@ -235,7 +238,7 @@ fn a_given_up_write_of_a_whole_block_lets_a_part_of_it_be_written() {
 }
 
 #[test]
-fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
+fn discard_and_fast_zeroes_skip_partial_blocks() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {
@@ -271,7 +274,7 @@ fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
 }
 
 #[test]
-fn extents_are_cut_to_what_was_asked_for() {
+fn extents_are_clipped_to_request() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {
@@ -291,7 +294,7 @@ fn extents_are_cut_to_what_was_asked_for() {
     });
 }
 
-/// Requests for any bytes have the same effect as in memory, over blocks of 512 bytes and of 4096.
+/// Requests for any bytes have the same effect as in memory, over blocks of 512 and of 4096 bytes.
 #[test]
 fn any_bytes_change_exactly() {
     for (seed, block_size) in [(1, 512), (2, 4096)] {

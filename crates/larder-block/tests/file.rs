@@ -1,4 +1,4 @@
-//! The file backend against the host's own view of the file.
+//! Tests of the file backend against the host's own view of the file.
 
 use std::os::unix::fs::FileExt;
 
@@ -11,7 +11,7 @@ use larder_block::{
 
 const SIZE: u64 = 8 << 20;
 
-/// Places with different ways of doing I/O: a disk file system, with and without the page cache, and tmpfs.
+/// Runs a test for each way of doing I/O: on a disk file system, with and without the page cache, and on tmpfs.
 fn each_place(test: impl AsyncFn(&Loop, &std::path::Path, FileOptions)) {
     for (folder, caching) in [
         (env!("CARGO_TARGET_TMPDIR"), Caching::Auto),
@@ -38,7 +38,7 @@ fn pattern(len: usize, seed: u8) -> AlignedBuf {
 }
 
 #[test]
-fn what_is_written_is_in_the_file_and_reads_back() {
+fn write_is_in_file_and_reads_back() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(128 << 10, 1);
@@ -65,7 +65,7 @@ fn what_is_written_is_in_the_file_and_reads_back() {
             IoVec::new(left.as_mut_ptr(), left.len()),
             IoVec::new(right.as_mut_ptr(), right.len()),
         ];
-        // SAFETY: `back` outlives the read and is not looked at meanwhile.
+        // SAFETY: `back` outlives the read and is not accessed meanwhile.
         device
             .read(at, unsafe { ReadBuf::from_pieces(&pieces) })
             .await
@@ -74,8 +74,9 @@ fn what_is_written_is_in_the_file_and_reads_back() {
     });
 }
 
+/// Zeroed and discarded ranges read as zeros, and unmapped ones are reported as holes.
 #[test]
-fn zeroes_and_discards_make_holes_that_read_as_zeros() {
+fn zeroes_and_discards_read_as_zeros() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(1 << 20, 7);
@@ -120,7 +121,7 @@ fn zeroes_and_discards_make_holes_that_read_as_zeros() {
 }
 
 #[test]
-fn many_requests_at_once_each_get_their_own_data() {
+fn concurrent_requests_get_their_own_data() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let blocks: Vec<AlignedBuf> = (0..500).map(|index| pattern(4096, index as u8)).collect();
@@ -144,7 +145,7 @@ fn many_requests_at_once_each_get_their_own_data() {
 }
 
 #[test]
-fn a_dropped_request_no_longer_touches_its_buffer() {
+fn dropped_read_leaves_buffer_alone() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(1 << 20, 3);
@@ -162,8 +163,9 @@ fn a_dropped_request_no_longer_touches_its_buffer() {
     });
 }
 
+/// Requests beyond the end and misaligned ones fail without changing the file.
 #[test]
-fn requests_beyond_the_end_or_misaligned_fail_without_effect() {
+fn invalid_requests_fail_without_effect() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(4096, 9);
@@ -187,7 +189,7 @@ fn requests_beyond_the_end_or_misaligned_fail_without_effect() {
 }
 
 #[test]
-fn a_disk_in_use_is_refused_and_a_read_only_one_can_be_shared() {
+fn writer_excludes_others_and_readers_share() {
     each_place(async |on, path, options| {
         let writer = FileDevice::open(on, path, options.clone()).await.expect("opens");
         let read_only = FileOptions {
@@ -215,7 +217,7 @@ fn a_disk_in_use_is_refused_and_a_read_only_one_can_be_shared() {
 }
 
 #[test]
-fn a_change_of_the_size_is_noticed() {
+fn size_change_is_announced() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let generation = device.size_changes().generation();
@@ -236,7 +238,7 @@ fn a_change_of_the_size_is_noticed() {
 }
 
 #[test]
-fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
+fn partial_last_sector_is_zero_padded() {
     let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary image");
     std::io::Write::write_all(&mut file, &[7; 1000]).unwrap();
     let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
@@ -254,9 +256,9 @@ fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
     });
 }
 
-/// With an end inside a page the kernel would fail the flush.
+/// With an end inside a page, the kernel would fail the flush.
 #[test]
-fn a_container_grows_beside_writes_at_its_end() {
+fn container_grows_during_writes_at_end() {
     each_place(async |on, path, options| {
         let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
         file.set_len(SIZE + 1000).unwrap();
@@ -271,7 +273,7 @@ fn a_container_grows_beside_writes_at_its_end() {
         for round in 0..400 {
             let end = ByteOffset::new(device.geometry().size.get());
             let start = ByteOffset::new(end.get() - 8192);
-            // Only in blocks that hold data do writes of less than a block go on beside other things.
+            // Only in blocks that hold data do writes of less than a block run concurrently with other requests.
             let data = pattern(8192, round as u8);
             let written = device.write(start, WriteBuf::new(&data), WriteFlags::NONE);
             written.await.expect("writes");
@@ -286,7 +288,7 @@ fn a_container_grows_beside_writes_at_its_end() {
                     })
                 })
                 .collect();
-            // The loop submits them.
+            // Lets the loop submit the writes.
             for _ in 0..round % 4 {
                 yield_now().await;
             }
@@ -300,7 +302,8 @@ fn a_container_grows_beside_writes_at_its_end() {
     });
 }
 
-/// A run of data is searched once, in both directions, not for each request. Holes made through the device show at once.
+/// A run of data is searched once, in both directions, not for each request. Holes made through the device are
+/// visible at once.
 #[test]
 fn known_data_is_not_searched_again() {
     const DATA: u64 = 48 << 20;
@@ -324,7 +327,7 @@ fn known_data_is_not_searched_again() {
         let data = |len| (ExtentKind::Data, len);
         let hole = |len| (ExtentKind::Hole, len);
         assert_eq!(kinds(HALF, 4096).await, [data(4096)]);
-        // Holes made by another process do not show, so the file system was not asked.
+        // Holes made by another process do not show, which proves that the file system was not queried.
         for at in [4096, HALF + 8192] {
             let mode = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
             rustix::fs::fallocate(file.as_file(), mode, at, 4096).expect("a hole");

@@ -1,4 +1,4 @@
-//! What is known of an image after its server was killed: the mark of a process that writes through [`FileDevice`] and gets SIGKILL.
+//! Tests of an image's mark after its server was killed: a process writes through [`FileDevice`] and gets SIGKILL.
 //!
 //! `LARDER_MARK_ROUNDS` sets the number of kills for each case.
 
@@ -18,10 +18,10 @@ use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Loop
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
 
-/// What the tests call their use of an image.
+/// The number of the tests' use of an image.
 const USE: u64 = 77;
 
-/// How long a foreign program waits after the kill.
+/// The time that a foreign program waits after the kill.
 const FOREIGN_AFTER: Duration = Duration::from_millis(100);
 
 fn rounds(default: u32) -> u32 {
@@ -29,7 +29,7 @@ fn rounds(default: u32) -> u32 {
     set.and_then(|set| set.parse().ok()).unwrap_or(default)
 }
 
-/// An image, a directory for its mark, and how it is opened.
+/// An image, a directory for its mark, and its caching mode.
 struct Bed {
     image: PathBuf,
     caching: Caching,
@@ -49,7 +49,7 @@ impl Bed {
         }
     }
 
-    /// A disk file system, with and without the page cache, and tmpfs.
+    /// Returns beds on a disk file system, with and without the page cache, and on tmpfs.
     fn all() -> Vec<Self> {
         let disk = env!("CARGO_TARGET_TMPDIR");
         vec![
@@ -85,7 +85,7 @@ impl Bed {
         Writer(child)
     }
 
-    /// Opens the image as the next server does.
+    /// Opens the image like the next server, and returns the verdict.
     fn verdict(&self) -> Option<Verdict> {
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
         on.block_on(async {
@@ -113,7 +113,7 @@ impl Writer {
     }
 }
 
-/// Kills at other times in each round, up to 60 ms after the writer has told that it is ready.
+/// Returns a pause of another length in each round, up to 60 ms after the writer is ready, before the kill.
 fn pause(round: u32) -> Duration {
     Duration::from_micros(u64::from(round.wrapping_mul(7919) % 60_000))
 }
@@ -158,7 +158,7 @@ fn writer_for_other_tests() {
     });
 }
 
-/// Writes, makes holes, zeroes and flushes without end.
+/// Writes, punches holes, zeroes and flushes without end.
 async fn work(device: Rc<FileDevice>, task: u64) {
     let data = AlignedBuf::zeroed(4 * BLOCK as usize);
     let blocks = device.geometry().size.get() / BLOCK;
@@ -178,7 +178,7 @@ async fn work(device: Rc<FileDevice>, task: u64) {
     }
 }
 
-/// How often each verdict was found.
+/// The number of times that each verdict was found.
 #[derive(Debug, Default)]
 struct Counts {
     proven: u32,
@@ -196,7 +196,8 @@ impl Counts {
     }
 }
 
-/// At least 99 of 100 kills of a quiet server, with no foreign write, are proven; none is taken for changed.
+/// Checks that at least 99 of 100 kills of a quiet server, with no foreign write, are proven, and none is judged as
+/// changed.
 fn check_quiet(bed: &Bed, rounds: u32) {
     let mut counts = Counts::default();
     for round in 0..rounds {
@@ -209,7 +210,7 @@ fn check_quiet(bed: &Bed, rounds: u32) {
     assert!(counts.changed == 0 && counts.proven * 100 >= rounds * 99, "{counts:?}");
 }
 
-/// A kill under load is never taken for a change by others.
+/// Checks that a kill under load is never judged as a change by others.
 fn check_load(bed: &Bed, rounds: u32) {
     let mut counts = Counts::default();
     for round in 0..rounds {
@@ -222,7 +223,7 @@ fn check_load(bed: &Bed, rounds: u32) {
     assert_eq!(counts.changed, 0, "{counts:?}");
 }
 
-/// A write by another program 0.1 s after the kill is never overlooked.
+/// Checks that a write by another program 0.1 s after the kill is never missed.
 fn check_foreign(bed: &Bed, rounds: u32) {
     for work in ["quiet", "load"] {
         let mut counts = Counts::default();
@@ -254,7 +255,7 @@ fn foreign_write_after_kill_is_never_proven() {
     Bed::all().iter().for_each(|bed| check_foreign(bed, rounds(6)));
 }
 
-/// A program that puts the time of modification back has changed ctime.
+/// A program that restores the time of modification still changes ctime.
 #[test]
 fn restored_time_after_kill_is_never_proven() {
     for bed in Bed::all() {
@@ -272,7 +273,7 @@ fn restored_time_after_kill_is_never_proven() {
     }
 }
 
-/// Without a kill, and with what the device does at its end.
+/// A closed image is proven too, after all kinds of changes by the device itself.
 #[test]
 fn closed_image_is_proven_until_others_write() {
     for bed in Bed::all() {
@@ -299,7 +300,7 @@ fn closed_image_is_proven_until_others_write() {
     }
 }
 
-/// Another user of the image, who keeps the same mark, says nothing about what somebody has kept of it before.
+/// The mark of another use of the image proves nothing for records of an earlier use.
 #[test]
 fn mark_of_another_use_proves_nothing() {
     let bed = Bed::of_file("/dev/shm", Caching::Auto);
@@ -320,7 +321,7 @@ fn mark_of_another_use_proves_nothing() {
     assert_eq!(open(&[0], 5), Some(Verdict::Unproven));
 }
 
-/// A finding that was not acted upon stays, also if nothing is written.
+/// A finding that was not acted upon is carried on, even if nothing is written.
 #[test]
 fn verdict_is_carried_until_acknowledged() {
     let bed = Bed::of_file("/dev/shm", Caching::Auto);
@@ -346,7 +347,7 @@ fn verdict_is_carried_until_acknowledged() {
         (open(false), open(false)),
         (Some(Verdict::Changed), Some(Verdict::Changed))
     );
-    // A reader sees it too, and leaves it.
+    // A reader gets the same verdict, and leaves it to the next opening.
     let reader = FileOptions {
         read_only: true,
         ..bed.options()
@@ -362,7 +363,7 @@ fn verdict_is_carried_until_acknowledged() {
     );
 }
 
-/// A change by another program while the server runs, between its own writes, is found by the server itself.
+/// A change by another program between the server's own writes is found by the server itself.
 #[test]
 fn foreign_write_between_own_writes_is_changed() {
     for bed in Bed::all() {
@@ -381,7 +382,7 @@ fn foreign_write_between_own_writes_is_changed() {
     }
 }
 
-/// A loop device over a file, which is gone with this.
+/// A loop device over a file, which is detached when this value is dropped.
 struct LoopDevice {
     bed: Bed,
     file: tempfile::NamedTempFile,
@@ -426,13 +427,13 @@ fn loop_device_is_proven_by_its_counters() {
     check_quiet(&device.bed, rounds(16));
     check_load(&device.bed, rounds(16));
     check_foreign(&device.bed, rounds(6));
-    // Through the page cache, without a flush.
+    // A write through the page cache, without a flush.
     assert_eq!(device.bed.verdict(), Some(Verdict::Proven));
     let other = File::options().write(true).open(&device.bed.image).expect("opens");
     other.write_all_at(&[1; 512], 0).expect("writes");
     assert_eq!(device.bed.verdict(), Some(Verdict::Changed));
     drop(other);
-    // Past the device, to its backing file.
+    // A write to the backing file, bypassing the device.
     assert_eq!(device.bed.verdict(), Some(Verdict::Proven));
     std::thread::sleep(FOREIGN_AFTER);
     device.file.as_file().write_all_at(&[2; 512], 0).expect("writes");

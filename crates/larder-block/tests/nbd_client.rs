@@ -1,4 +1,4 @@
-//! The NBD client against other people's servers: nbdkit and qemu-nbd.
+//! Tests of the NBD client against third-party servers: nbdkit and qemu-nbd.
 
 mod nbd_support;
 
@@ -27,7 +27,7 @@ async fn open(on: &Loop, place: &Place, options: NbdOptions) -> Rc<NbdDevice> {
     }
 }
 
-/// Does random changes to `device` and `model`, and reads to compare.
+/// Makes random changes to `device` and `model`, and compares reads.
 async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
     let mut random = Random(seed);
     let block = u64::from(device.geometry().block_size);
@@ -63,7 +63,7 @@ async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
                     IoVec::new(left.as_mut_ptr(), left.len()),
                     IoVec::new(right.as_mut_ptr(), right.len()),
                 ];
-                // SAFETY: `back` outlives the read and is not looked at meanwhile.
+                // SAFETY: `back` outlives the read and is not accessed meanwhile.
                 let buffer = unsafe { ReadBuf::from_pieces(&pieces) };
                 device.read(range.start, buffer).await.expect("reads");
                 assert!(back == part, "step {step}: {range} differs");
@@ -73,7 +73,7 @@ async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
 }
 
 #[test]
-fn every_kind_of_server_holds_what_was_written_to_it() {
+fn every_kind_of_server_stores_writes() {
     for arguments in [
         &["memory", "16M"][..],
         &["--no-sr", "memory", "16M"],
@@ -106,7 +106,7 @@ fn every_kind_of_server_holds_what_was_written_to_it() {
 }
 
 #[test]
-fn extended_headers_are_used_where_the_server_has_them() {
+fn extended_headers_are_used_if_supported() {
     const GIB: u64 = 1 << 30;
     on_loop(async |on| {
         let place = Place::new();

@@ -272,20 +272,20 @@ pub fn push_error_chunk(message: &mut impl Extend<u8>, framing: Framing, request
     message.extend(text.iter().copied());
 }
 
-/// What an error chunk says.
+/// The payload of an error chunk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ErrorChunk {
-    /// One of [`super::flags::errors`], or unknown.
+    /// The error number, one of [`super::flags::errors`], or unknown.
     pub error: u32,
-    /// For people; may be empty.
+    /// A message for human readers; may be empty.
     pub text: String,
 }
 
-/// The longest payload of an error chunk that makes sense, in bytes: the longest text, and a few fields.
+/// The maximum valid payload of an error chunk, in bytes: the longest text, and a few fields.
 pub const ERROR_CHUNK_LEN_MAX: u64 = 64 + super::STRING_LEN_MAX as u64;
 
 impl ErrorChunk {
-    /// Parses the payload of a chunk of any kind with the error bit.
+    /// Parses the payload of a chunk of any type with the error bit.
     ///
     /// # Errors
     /// The text is longer than the payload, or there is no error number.
@@ -301,19 +301,19 @@ impl ErrorChunk {
     }
 }
 
-/// How long the descriptors of a block status reply are, and how many there are.
+/// The layout of the descriptors of a block status reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatusLayout {
-    /// Bytes in front of the first descriptor, in bytes.
+    /// The length of the fields before the first descriptor, in bytes.
     pub head_len: usize,
-    /// Bytes of a descriptor.
+    /// The length of a descriptor, in bytes.
     pub descriptor_len: usize,
-    /// Number of descriptors.
+    /// The number of descriptors.
     pub count: u32,
 }
 
 impl StatusLayout {
-    /// The layout of a chunk of `kind` with `len` bytes of payload.
+    /// Returns the layout of a chunk of type `kind` with `len` bytes of payload.
     ///
     /// # Errors
     /// The length is no whole number of descriptors, none, or more than the spec allows.
@@ -339,7 +339,7 @@ impl StatusLayout {
         })
     }
 
-    /// The metadata context in the first [`StatusLayout::head_len`] bytes.
+    /// Returns the metadata context in the first [`StatusLayout::head_len`] bytes.
     ///
     /// # Errors
     /// The count in an extended chunk does not agree with its length.
@@ -356,7 +356,7 @@ impl StatusLayout {
         Ok(context)
     }
 
-    /// Length in bytes and status of a descriptor of [`StatusLayout::descriptor_len`] bytes.
+    /// Returns the length in bytes and the status of a descriptor of [`StatusLayout::descriptor_len`] bytes.
     ///
     /// # Errors
     /// The length is zero.
@@ -385,7 +385,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn requests_survive_the_wire(
+        fn request_round_trips(
             flags in 0u16..32, command in 0u16..10, cookie: u64, offset: u64, len: u32, pick in 0..2,
         ) {
             let framing = [Framing::Structured, Framing::Extended][pick as usize];
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_chunk_survives_the_wire() {
+    fn error_chunk_round_trips() {
         let request = Request {
             flags: CommandFlags::NONE,
             command: 0,

@@ -1,6 +1,6 @@
-//! NBD URIs (the NBD project's `doc/uri.md`): `nbd://HOST[:PORT]/EXPORT`, `nbd+unix:///EXPORT?socket=PATH`, and `nbds`
-//! in place of `nbd` for TLS. QEMU's older names are read as well: `nbd:HOST:PORT[:exportname=EXPORT]` and
-//! `nbd:unix:PATH[:exportname=EXPORT]`, in which nothing is percent-encoded.
+//! NBD URIs (the NBD project's `doc/uri.md`): `nbd://HOST[:PORT]/EXPORT`, `nbd+unix:///EXPORT?socket=PATH`, and
+//! `nbds` in place of `nbd` for TLS. QEMU's older names are parsed as well: `nbd:HOST:PORT[:exportname=EXPORT]` and
+//! `nbd:unix:PATH[:exportname=EXPORT]`, without percent-encoding.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,28 +9,28 @@ use std::str::FromStr;
 use super::PORT;
 use crate::event_loop::SocketAddress;
 
-/// Where an export is, and how to get there.
+/// The address of an export, and the options of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdUri {
-    /// The socket.
+    /// The address of the socket.
     pub address: SocketAddress,
     /// The export's name; empty for the server's default one.
     pub export: String,
-    /// TLS is required; `None` for none.
+    /// TLS options if TLS is required; `None` for an unencrypted connection.
     pub tls: Option<UriTls>,
 }
 
-/// What a URI says about TLS.
+/// The TLS options of a URI.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UriTls {
-    /// Directory of `ca-cert.pem` and, to show a certificate of our own, `client-cert.pem` and `client-key.pem`
+    /// The directory of `ca-cert.pem` and, to present a client certificate, of `client-cert.pem` and `client-key.pem`
     /// (`tls-certificates=`).
     pub certificates: Option<PathBuf>,
-    /// The name that the server's certificate must have, if it is not that of the host (`tls-hostname=`).
+    /// The name that the server's certificate must have, if it is not the host's name (`tls-hostname=`).
     pub hostname: Option<String>,
 }
 
-/// Why a text is not an NBD URI.
+/// The reason why a text is not an NBD URI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NbdUriError {
@@ -131,7 +131,7 @@ impl FromStr for NbdUri {
     }
 }
 
-/// Reads what follows `nbd:` in QEMU's older names. The export's name begins after the first `:exportname=`.
+/// Parses the part after `nbd:` of QEMU's older names. The export's name begins after the first `:exportname=`.
 fn parse_older(uri: &str, rest: &str) -> Result<NbdUri, NbdUriError> {
     let (server, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
     let address = match server.strip_prefix("unix:") {
@@ -217,7 +217,7 @@ fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError>
     })
 }
 
-/// Splits `HOST:PORT`; an IPv6 address is in brackets, and the port may be left out.
+/// Splits `HOST:PORT`; an IPv6 address is in brackets, and the port may be omitted.
 fn host_and_port<'a>(uri: &str, authority: &'a str) -> Result<(&'a str, &'a str), NbdUriError> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
@@ -242,7 +242,7 @@ fn port_number(uri: &str, port: &str) -> Result<u16, NbdUriError> {
     })
 }
 
-/// Schemes do not mind case.
+/// Strips a prefix without regard to case, as schemes are case-insensitive.
 fn strip_prefix<'a>(text: &'a str, prefix: &str) -> Option<&'a str> {
     let (start, rest) = text.split_at_checked(prefix.len())?;
     start.eq_ignore_ascii_case(prefix).then_some(rest)
@@ -269,8 +269,8 @@ fn decode(uri: &str, text: &str) -> Result<String, NbdUriError> {
     String::from_utf8(bytes).map_err(|_| wrong())
 }
 
-/// `text` with everything percent-encoded that may have a meaning in a URI, but for `plain`: slashes mean nothing in an export's
-/// name, nor colons in an address in brackets.
+/// Writes `text` with all characters percent-encoded that may have a meaning in a URI, except `plain`: slashes have
+/// none in an export's name, nor colons in an address in brackets.
 fn encode(f: &mut fmt::Formatter<'_>, text: &str, plain: u8) -> fmt::Result {
     for byte in text.bytes() {
         match byte {
@@ -282,7 +282,7 @@ fn encode(f: &mut fmt::Formatter<'_>, text: &str, plain: u8) -> fmt::Result {
     Ok(())
 }
 
-/// The URI again, in its shortest form.
+/// Formats the URI in its shortest form.
 impl fmt::Display for NbdUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let secure = if self.tls.is_some() { "s" } else { "" };
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn uris_say_where_an_export_is() {
+    fn uri_gives_address_and_export() {
         for (text, address, export) in [
             ("nbd://example.org", tcp("example.org", 10809), ""),
             ("nbd://example.org/", tcp("example.org", 10809), ""),
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn tls_comes_with_its_names() {
+    fn tls_uri_gives_certificates_and_hostname() {
         let uri: NbdUri = "nbds://h/e?tls-certificates=/etc/pki%20x&tls-hostname=other"
             .parse()
             .expect("is a URI");
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused_by_name() {
+    fn invalid_uri_is_refused_with_its_reason() {
         for (text, part) in [
             ("http://x", "does not begin with nbd://"),
             ("nbd:///x", "names no host"),
@@ -412,7 +412,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_uri_survives_being_printed(
+        fn printed_uri_parses_to_the_same(
             host in "[^\0]{1,8}", port in 1u16.., export in "[^\0]{0,12}", socket in "[ -~]{1,12}",
             unix: bool, secure: bool, name in prop::option::of("[ -~]{1,8}"),
         ) {

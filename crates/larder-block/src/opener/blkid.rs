@@ -1,28 +1,28 @@
-//! What `blkid` of util-linux finds on a file or device.
+//! The findings of util-linux's `blkid` on a file or device.
 
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A device that does not answer `blkid` for so long is given up.
+/// The maximum time that a device may take to answer `blkid`.
 const PATIENCE: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// What `blkid` has answered.
+/// The answer of `blkid`.
 #[derive(Clone, Debug)]
 pub struct Blkid {
-    /// Its exit status; `None` if a signal has ended it.
+    /// The exit status; `None` if a signal has ended the program.
     pub status: Option<i32>,
-    /// What it has found: lines `KEY=VALUE`.
+    /// The findings: lines `KEY=VALUE`.
     pub said: String,
-    /// Its complaint.
+    /// The error output.
     pub complaint: String,
 }
 
 pub(super) fn ask(file: &File) -> io::Result<Blkid> {
     let mut command = Command::new("blkid");
-    // Its standard input is the very file that was opened.
+    // The standard input is the very file that was opened.
     command.args(["--probe", "--output", "export", "/proc/self/fd/0"]);
     let started = command
         .stdin(file.try_clone()?)
@@ -39,7 +39,7 @@ pub(super) fn ask(file: &File) -> io::Result<Blkid> {
         said: String::new(),
         complaint: String::new(),
     };
-    // It says less than a pipe holds.
+    // The output is shorter than a pipe's buffer.
     let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut answer.said));
     let _ = child
         .stderr
@@ -55,7 +55,7 @@ fn wait(child: &mut Child) -> io::Result<Option<i32>> {
             Some(status) => return Ok(status.code()),
             None if begun.elapsed() < PATIENCE => std::thread::sleep(POLL_INTERVAL),
             None => {
-                // One that waits for its device ends once that answers, and is not waited for.
+                // A `blkid` that waits for its device exits once the device answers, and is not waited for.
                 let _ = child.kill();
                 return Err(io::Error::other(format!(
                     "it has not answered blkid for {} s",

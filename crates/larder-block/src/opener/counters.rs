@@ -1,4 +1,4 @@
-//! What the kernel counts of the writes to a block device, in sysfs.
+//! The kernel's counters of the writes to a block device, in sysfs.
 //!
 //! Invariant: a counter that is not reliable is never reported as reliable. The device is then `is_reliable: false`.
 
@@ -11,25 +11,25 @@ use std::str::FromStr;
 
 use super::{Access, Itself, NamedBy, Opener};
 
-/// Names of devices whose storage other hosts or programs can write to, without a trace in the device's counters.
+/// Names of devices to whose storage other hosts or programs can write, without a trace in the device's counters.
 const REMOTE_NAMES: [&str; 5] = ["nbd", "rbd", "drbd", "ublkb", "etherd"];
 
 /// Parts of the sysfs paths of devices that are reached by iSCSI, Fibre Channel, or NVMe over fabrics.
 const REMOTE_PATHS: [&str; 3] = ["/session", "/rport-", "/nvme-fabrics/"];
 
-/// Devices below devices that are followed, at most (LVM on a RAID on dm-crypt is 3).
+/// The maximum depth of stacked devices that is followed (LVM on a RAID on dm-crypt is 3).
 const DEPTH_MAX: u32 = 8;
 
-/// The size and times of a file, in nanoseconds since 1970.
+/// The inode number, size and times of a file. Times are in nanoseconds since 1970.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileTimes {
     /// The inode number.
     pub inode: u64,
     /// The size in bytes.
     pub size: u64,
-    /// When the contents were last modified.
+    /// The time of the last modification of the content.
     pub mtime_ns: i64,
-    /// When the contents or the attributes were last changed.
+    /// The time of the last change of the content or the attributes.
     pub ctime_ns: i64,
 }
 
@@ -55,15 +55,15 @@ impl From<&fs::Metadata> for FileTimes {
 /// The state of a block device, as far as the kernel counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskCounters {
-    /// The number of the disk, which no other disk gets until the host is started anew (`diskseq`); 0 if unknown.
+    /// The sequence number of the disk, which no other disk gets until a reboot (`diskseq`); 0 if unknown.
     pub sequence: u64,
     /// Sectors of 512 bytes that were written or discarded through the device.
     pub written: u64,
-    /// Of a partition: sectors that were written through the whole disk's device.
+    /// For a partition: sectors that were written through the whole disk's device.
     pub beside: u64,
-    /// All writes to the storage are counted: the device is local, and statistics are switched on.
+    /// All writes to the storage are counted: the device is local, and statistics are enabled.
     pub is_reliable: bool,
-    /// Of a loop device: its backing file.
+    /// For a loop device: the state of its backing file.
     pub backing: Option<FileTimes>,
 }
 
@@ -112,7 +112,7 @@ fn number<T: FromStr>(text: &str) -> io::Result<T> {
         .map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Reads the counters of `device`, which `devices` (`/sys/dev/block`) has a link to.
+/// Reads the counters of `device`, to which `devices` (`/sys/dev/block`) has a link.
 pub(super) fn read(devices: &Path, device: u64) -> io::Result<DiskCounters> {
     let name = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
     let place = devices.join(name).canonicalize()?;
@@ -123,7 +123,7 @@ pub(super) fn read(devices: &Path, device: u64) -> io::Result<DiskCounters> {
     };
     let beside = match is_partition {
         true => {
-            // The partitions first: what is written meanwhile makes the difference larger, never negative.
+            // The partitions are read first: concurrent writes make the difference larger, never negative.
             let parts = written_by_partitions(&disk)?;
             written(&disk)?.saturating_sub(parts)
         }
@@ -165,7 +165,7 @@ fn written_by_partitions(disk: &Path) -> io::Result<u64> {
     Ok(sum)
 }
 
-/// Returns the state of a loop device's backing file; `None` if it has no path, or lies on a server.
+/// Returns the state of a loop device's backing file; `None` if it has no path, or is on a server.
 fn backing_file(disk: &Path) -> Option<FileTimes> {
     let text = fs::read_to_string(disk.join("loop/backing_file")).ok()?;
     let path = PathBuf::from(text.trim_end_matches('\n'));
@@ -175,7 +175,7 @@ fn backing_file(disk: &Path) -> Option<FileTimes> {
     (found.is_file() && is_local).then(|| FileTimes::from(&found))
 }
 
-/// Whether a disk and all that it lies on is of this host alone.
+/// Returns true if a disk and all devices below it are local to this host.
 fn is_local(disk: &Path, depth: u32) -> bool {
     let name = disk.file_name().unwrap_or_default().to_string_lossy();
     let path = disk.to_string_lossy();
@@ -188,7 +188,7 @@ fn is_local(disk: &Path, depth: u32) -> bool {
     let below = fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten();
     below.map(|entry| entry.path().canonicalize()).all(|below| {
         below.is_ok_and(|below| {
-            // What a loop device lies on has no counters of its own.
+            // The file below a loop device has no counters of its own.
             let is_file = below.join("loop").is_dir();
             let disk = match below.join("partition").exists() {
                 true => below.parent().unwrap_or(&below).to_owned(),
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_survive_the_wire() {
+    fn counters_round_trip_as_text() {
         let file = FileTimes {
             inode: 5,
             size: u64::MAX,

@@ -1,8 +1,8 @@
 //! TLS for streams on the loop: certificates from PEM files, and [`Stream`], a socket that may be encrypted.
 //!
-//! TLS 1.2 and 1.3 by rustls, certificates only (it has no pre-shared keys). Who is trusted is said by files with the
-//! names that libnbd, QEMU and nbdkit use: `ca-cert.pem`, `server-cert.pem`, `server-key.pem`, `client-cert.pem`,
-//! `client-key.pem`.
+//! TLS 1.2 and 1.3 by rustls, with certificates only (it has no pre-shared keys). The trusted authorities come from
+//! files with the names that libnbd, QEMU and nbdkit use: `ca-cert.pem`, `server-cert.pem`, `server-key.pem`,
+//! `client-cert.pem`, `client-key.pem`.
 
 mod stream;
 
@@ -20,7 +20,7 @@ use crate::small_file::{self, CONFIG_BYTES_MAX};
 
 pub use stream::Stream;
 
-/// Why TLS cannot be set up.
+/// The reason why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TlsError {
@@ -49,14 +49,14 @@ pub enum TlsError {
     Handshake(std::io::Error),
 }
 
-/// What a client needs to know: whom to trust, and who it is.
+/// A client's TLS configuration: trusted authorities, and its own certificate.
 #[derive(Clone)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
     server: ServerName<'static>,
 }
 
-/// Where hosts keep the authorities that they trust.
+/// The paths where hosts keep their trusted authorities.
 pub const HOST_AUTHORITIES: [&str; 3] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -64,11 +64,11 @@ pub const HOST_AUTHORITIES: [&str; 3] = [
 ];
 
 impl ClientTls {
-    /// Trusts the authorities in `folder/ca-cert.pem`, or those of the host without a folder, for a server that shows a
-    /// certificate for `server`. Shows `folder/client-cert.pem` if it exists.
+    /// Loads a configuration that trusts the authorities in `folder/ca-cert.pem`, or those of the host without a
+    /// folder, for a server that presents a certificate for `server`. Presents `folder/client-cert.pem` if it exists.
     ///
     /// # Errors
-    /// A file is missing or damaged, or the name is none.
+    /// A file is missing or damaged, or `server` is not a valid name.
     pub fn load(folder: Option<&Path>, server: &str) -> Result<Self, TlsError> {
         let server = ServerName::try_from(server.to_owned()).map_err(|_| TlsError::Name {
             name: server.to_owned(),
@@ -97,18 +97,18 @@ impl ClientTls {
     }
 }
 
-/// What a server needs to know: who it is, and whom to let in.
+/// A server's TLS configuration: its certificate, and the authorities of accepted clients.
 #[derive(Clone)]
 pub struct ServerTls {
     config: Arc<ServerConfig>,
 }
 
 impl ServerTls {
-    /// Shows the certificate chain in `certificate`, whose key is in `key`. With `authorities`, only clients with a
-    /// certificate from one of them get in.
+    /// Loads a configuration that presents the certificate chain in `certificate`, whose key is in `key`. With
+    /// `client_authorities`, only clients with a certificate from one of them are accepted.
     ///
     /// # Errors
-    /// A file is missing or damaged, or key and certificate are not a pair.
+    /// A file is missing or damaged, or key and certificate do not match.
     pub fn load(certificate: &Path, key: &Path, client_authorities: Option<&Path>) -> Result<Self, TlsError> {
         let builder = ServerConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
@@ -137,10 +137,11 @@ impl ServerTls {
         })
     }
 
-    /// Loads `server-cert.pem` and `server-key.pem` from `folder`, and with `require_clients` `ca-cert.pem` for them.
+    /// Loads `server-cert.pem` and `server-key.pem` from `folder`, and with `require_clients` the clients'
+    /// authorities from `ca-cert.pem`.
     ///
     /// # Errors
-    /// As [`ServerTls::load`].
+    /// See [`ServerTls::load`].
     pub fn load_folder(folder: &Path, require_clients: bool) -> Result<Self, TlsError> {
         let authorities = folder.join("ca-cert.pem");
         Self::load(
@@ -150,21 +151,21 @@ impl ServerTls {
         )
     }
 
-    /// The same for servers that are not on the loop.
+    /// Returns the configuration for servers that are not on the loop.
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.config)
     }
 }
 
-/// The cryptography that all TLS of Larder's uses.
+/// Returns the cryptography provider that all TLS connections of Larder use.
 pub fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// A chain of certificates, the owner's first.
+/// Loads a chain of certificates, the owner's first.
 ///
 /// # Errors
-/// The file is missing, damaged or holds none.
+/// The file is missing, damaged or has no certificate.
 pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let failed = |source| TlsError::Pem {
         what: "certificates",
@@ -181,10 +182,10 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
     Ok(found)
 }
 
-/// The key of a certificate.
+/// Loads the private key of a certificate.
 ///
 /// # Errors
-/// The file is missing, damaged or holds none.
+/// The file is missing, damaged or has no key.
 pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     let text = read(path).map_err(pem::Error::Io);
     let key = text.and_then(|text| PrivateKeyDer::from_pem_slice(&text));
@@ -195,10 +196,10 @@ pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     })
 }
 
-/// Authorities to trust. Those that cannot be used are left out, as everywhere: lists of hosts hold some.
+/// Loads trusted authorities. Unusable ones are omitted, as is usual: lists of hosts contain some.
 ///
 /// # Errors
-/// The file is missing, damaged or holds none that can be used.
+/// The file is missing, damaged or has no usable certificate.
 pub fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
     let mut roots = RootCertStore::empty();
     let (added, _) = roots.add_parsable_certificates(certificates(path)?);

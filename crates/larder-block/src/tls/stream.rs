@@ -1,9 +1,9 @@
-//! A stream socket that may be encrypted, moved by calls that never wait.
+//! A stream socket that may be encrypted, used by calls that never wait.
 //!
-//! rustls does the cryptography and no I/O; records go between it and the socket inside the calls here. Reads and
-//! writes may be under way at the same time in different tasks: a call borrows the session only while it runs. What TLS
-//! wants to send of its own accord (tickets, key updates, alerts) leaves with the next write, or at once if the socket
-//! takes it.
+//! rustls does the cryptography and no I/O; the calls here move records between it and the socket. Reads and writes
+//! may be in flight at the same time in different tasks: a call borrows the session only while it runs. Records that
+//! TLS sends by itself (tickets, key updates, alerts) go out with the next write, or at once if the socket accepts
+//! them.
 
 use std::cell::{OnceCell, RefCell};
 use std::io::{self, BufRead, Write};
@@ -15,10 +15,10 @@ use super::{ClientTls, ServerTls, TlsError};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::event_loop::Socket;
 
-/// Plaintext that rustls holds encrypted for the socket at most, in bytes.
+/// The maximum amount of plaintext that rustls buffers in encrypted form for the socket, in bytes.
 const SEND_BUFFER_LEN_MAX: usize = 128 << 10;
 
-/// Plaintext that is copied out of a request's memory at a time, in bytes: one TLS record.
+/// The amount of plaintext that is copied from a request's memory at a time, in bytes: one TLS record.
 const RECORD_LEN: usize = 16 << 10;
 
 /// A connected stream, plain or encrypted.
@@ -28,7 +28,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// An unencrypted stream.
+    /// Creates an unencrypted stream.
     pub fn plain(socket: Socket) -> Self {
         Self {
             socket,
@@ -36,20 +36,20 @@ impl Stream {
         }
     }
 
-    /// Encrypts everything from here on, as the client.
+    /// Encrypts all further data, as the client.
     ///
     /// # Errors
-    /// The handshake failed: the connection broke, or one side does not trust the other. The stream is of no more use.
+    /// The handshake failed: the connection broke, or one side does not trust the other. The stream is unusable then.
     pub async fn start_client(&self, tls: &ClientTls) -> Result<(), TlsError> {
         let server: ServerName<'static> = tls.server.clone();
         let session = ClientConnection::new(tls.config.clone(), server).map_err(TlsError::Setup)?;
         self.encrypt(session.into()).await
     }
 
-    /// Encrypts everything from here on, as the server.
+    /// Encrypts all further data, as the server.
     ///
     /// # Errors
-    /// As [`Stream::start_client`].
+    /// See [`Stream::start_client`].
     pub async fn start_server(&self, tls: &ServerTls) -> Result<(), TlsError> {
         let session = ServerConnection::new(tls.config.clone()).map_err(TlsError::Setup)?;
         self.encrypt(session.into()).await
@@ -81,13 +81,13 @@ impl Stream {
         self.flush().await
     }
 
-    /// Whether it is encrypted.
+    /// Returns true if the stream is encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.session.get().is_some()
     }
 
-    /// Waits until the socket brings something. Call it only after [`Stream::try_read`] found nothing: what has been
-    /// decrypted already does not show on the socket.
+    /// Waits until the socket is readable. Call this only after [`Stream::try_read`] found no data: data that has
+    /// been decrypted already does not make the socket readable.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -95,7 +95,7 @@ impl Stream {
         self.socket.readable().await
     }
 
-    /// Waits until the socket takes more.
+    /// Waits until the socket is writable.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -103,10 +103,10 @@ impl Stream {
         self.socket.writable().await
     }
 
-    /// Reads what is there; 0 at the end of the stream.
+    /// Reads the available data; 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if nothing is there yet; otherwise the connection broke, or what came cannot be decrypted.
+    /// `WouldBlock` if no data is available; otherwise the connection broke, or the data cannot be decrypted.
     pub fn try_read(&self, into: ReadBuf<'_>) -> io::Result<usize> {
         let Some(session) = self.session.get() else {
             return self.socket.try_read(into);
@@ -121,10 +121,10 @@ impl Stream {
         }
     }
 
-    /// Writes what the socket takes of `head` followed by `body`; how many bytes.
+    /// Writes as much of `head` followed by `body` as the stream accepts, and returns the number of bytes.
     ///
     /// # Errors
-    /// `WouldBlock` if it takes nothing now; otherwise the connection broke.
+    /// `WouldBlock` if the stream accepts nothing now; otherwise the connection broke.
     pub fn try_write(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
         let Some(session) = self.session.get() else {
             return self.socket.try_write(head, body);
@@ -138,7 +138,7 @@ impl Stream {
         }
     }
 
-    /// Waits until the socket has taken everything that was written.
+    /// Waits until the socket has accepted all written data.
     ///
     /// # Errors
     /// The connection broke.
@@ -155,7 +155,7 @@ impl Stream {
         }
     }
 
-    /// Writes all of `bytes`, and waits until the socket has taken them.
+    /// Writes all of `bytes`, and waits until the socket has accepted them.
     ///
     /// # Errors
     /// The connection broke.
@@ -172,20 +172,20 @@ impl Stream {
         self.flush().await
     }
 
-    /// Ends both directions, after telling the other side so if it is encrypted. Does not wait.
+    /// Closes both directions, after a close notification to the peer if the stream is encrypted. Does not wait.
     pub fn shutdown(&self) {
         if let Some(session) = self.session.get()
             && let Ok(mut session) = session.try_borrow_mut()
         {
             session.send_close_notify();
-            // The connection ends in any case.
+            // The connection is closed even if the notification cannot be sent.
             let _ = send_records(&self.socket, &mut session);
         }
         self.socket.shutdown();
     }
 }
 
-/// Moves what has been decrypted; 0 once the other side has said that it is done.
+/// Copies decrypted data to `into`; 0 once the peer has closed the stream.
 fn copy_plaintext(session: &mut Connection, into: ReadBuf<'_>) -> io::Result<usize> {
     let mut moved = 0;
     let mut reader = session.reader();
@@ -204,7 +204,7 @@ fn copy_plaintext(session: &mut Connection, into: ReadBuf<'_>) -> io::Result<usi
     Ok(moved)
 }
 
-/// Encrypts what fits into the session's buffer; how many bytes.
+/// Encrypts as much data as fits into the session's buffer, and returns the number of bytes.
 fn accept_plaintext(session: &mut Connection, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
     let mut taken = session.writer().write(head)?;
     if taken < head.len() {
@@ -225,11 +225,13 @@ fn accept_plaintext(session: &mut Connection, head: &[u8], body: WriteBuf<'_>) -
     Ok(taken)
 }
 
-/// Takes what the socket has for the session; 0 at the end of the stream, which the session then reports.
+/// Passes received records from the socket to the session; 0 at the end of the stream, which the session then
+/// reports.
 fn receive_records(socket: &Socket, session: &mut Connection) -> io::Result<usize> {
     let count = session.read_tls(&mut FromSocket(socket))?;
     let state = session.process_new_packets();
-    // Answers to what just came, or an alert. If the socket does not take them now, the next write sends them.
+    // Answers to the received records, or an alert. If the socket does not accept them now, the next write sends
+    // them.
     let sent = send_records(socket, session);
     state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     match sent {
