@@ -152,7 +152,7 @@ fn extended_headers_are_used_if_supported() {
 }
 
 #[test]
-fn extents_are_those_that_the_server_sees() {
+fn extents_match_the_servers_file() {
     on_loop(async |on| {
         let place = Place::new();
         let image = place.path("image");
@@ -175,7 +175,7 @@ fn extents_are_those_that_the_server_sees() {
 }
 
 #[test]
-fn a_server_that_knows_no_extents_has_data_everywhere() {
+fn server_without_extents_reports_all_data() {
     on_loop(async |on| {
         let place = Place::new();
         let _server = place.nbdkit(&["--no-sr", "memory", "1M"]);
@@ -193,7 +193,7 @@ fn a_server_that_knows_no_extents_has_data_everywhere() {
 }
 
 #[test]
-fn what_the_server_fails_is_reported_to_who_asked_for_it() {
+fn server_error_is_reported_to_its_request() {
     for (error, failure) in [
         ("ENOSPC", Failure::NoSpace),
         ("EPERM", Failure::ReadOnly),
@@ -235,7 +235,7 @@ fn what_the_server_fails_is_reported_to_who_asked_for_it() {
 }
 
 #[test]
-fn a_read_only_export_is_a_read_only_disk() {
+fn read_only_export_gives_read_only_disk() {
     on_loop(async |on| {
         let place = Place::new();
         let _server = place.nbdkit(&["-r", "memory", "1M"]);
@@ -248,7 +248,7 @@ fn a_read_only_export_is_a_read_only_disk() {
 }
 
 #[test]
-fn fast_zeroes_are_refused_where_they_would_be_slow() {
+fn slow_fast_zeroes_are_refused() {
     let fast = ZeroFlags {
         fast_only: true,
         ..ZeroFlags::default()
@@ -271,8 +271,9 @@ fn fast_zeroes_are_refused_where_they_would_be_slow() {
     }
 }
 
+/// The padding of an odd export reads as zeros, and a write that would lose bytes in it fails.
 #[test]
-fn an_export_of_an_odd_size_ends_in_zeros_and_loses_no_byte() {
+fn odd_sized_export_is_padded_with_zeros() {
     on_loop(async |on| {
         let place = Place::new();
         let image = place.path("image");
@@ -286,7 +287,7 @@ fn an_export_of_an_odd_size_ends_in_zeros_and_loses_no_byte() {
         read.await.expect("reads");
         assert!(back[..1000].iter().all(|byte| *byte == 7));
         assert!(back[1000..].iter().all(|byte| *byte == 0));
-        // There is no room past the end: a write that would lose bytes fails without effect.
+        // There is no space past the end: a write that would lose bytes fails without effect.
         let mut data = pattern(512, 2);
         data[511] = 1;
         let write = device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::FUA);
@@ -309,7 +310,7 @@ fn an_export_of_an_odd_size_ends_in_zeros_and_loses_no_byte() {
 }
 
 #[test]
-fn answers_may_come_in_any_order_and_many_requests_are_on_the_wire() {
+fn answers_may_come_in_any_order() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(MIB);
@@ -318,7 +319,7 @@ fn answers_may_come_in_any_order_and_many_requests_are_on_the_wire() {
             place.std_listener(),
             [script(move |mut peer| {
                 peer.handshake(Offer::of(MIB))?;
-                // As many as may be on the wire, answered from the last to the first, twice.
+                // The maximum number on the wire, answered from the last to the first, twice.
                 for _ in 0..2 {
                     let mut asked: Vec<_> = (0..16).map(|_| peer.request()).collect::<Result<_, _>>()?;
                     asked.reverse();
@@ -357,8 +358,9 @@ fn answers_may_come_in_any_order_and_many_requests_are_on_the_wire() {
     });
 }
 
+/// A dropped read no longer touches its buffer, and does not disturb other requests.
 #[test]
-fn a_request_given_up_touches_its_buffer_no_more_and_harms_no_other() {
+fn dropped_read_leaves_its_buffer_alone() {
     for replay_log in [ByteLen::mib(64), ByteLen::ZERO] {
         on_loop(async |on| {
             let place = Place::new();
@@ -383,7 +385,7 @@ fn a_request_given_up_touches_its_buffer_no_more_and_harms_no_other() {
                 let seen = buffer.clone();
                 kept.await.expect("reads");
                 assert!(other == data[MIB as usize..2 * MIB as usize]);
-                // The server answers in any order: a whole round trip more, to be sure that both answers are here.
+                // The server answers in any order. One more full round trip ensures that both answers have arrived.
                 let again = device.read(ByteOffset::new(MIB), ReadBuf::new(&mut other));
                 again.await.expect("reads");
                 assert!(buffer == seen, "touched after the drop");
@@ -393,8 +395,9 @@ fn a_request_given_up_touches_its_buffer_no_more_and_harms_no_other() {
     }
 }
 
+/// A write that is dropped while it is sent leaves each sector old or new, whatever becomes of its buffer.
 #[test]
-fn a_write_given_up_half_way_is_finished_with_what_it_was() {
+fn write_dropped_midway_sends_original_data() {
     on_loop(async |on| {
         for replay_log in [ByteLen::mib(64), ByteLen::ZERO] {
             let place = Place::new();
@@ -411,11 +414,11 @@ fn a_write_given_up_half_way_is_finished_with_what_it_was() {
                     yield_now().await;
                 }
                 drop(write);
-                // Whoever owns the memory uses it for something else at once.
+                // The owner of the memory reuses it at once.
                 data.fill(0xee);
                 device.flush().await.expect("flushes");
             }
-            // By now the last of the writes is over: every sector is old (zeros) or new.
+            // By now the last of the writes has ended: every sector is old (zeros) or new.
             let expected = pattern((8 * MIB) as usize, 4);
             let mut back = vec![0; expected.len()];
             let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));

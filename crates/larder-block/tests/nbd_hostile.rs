@@ -1,5 +1,5 @@
-//! The NBD client against servers that lie, babble or stall: it says what they did, keeps its memory bounded, and goes
-//! on with an honest one.
+//! Tests of the NBD client against servers that break the protocol or stall: it reports the violation, keeps its
+//! memory bounded, and continues with an honest server.
 
 mod nbd_support;
 
@@ -26,7 +26,7 @@ fn structured() -> Offer {
     }
 }
 
-/// What the server does with the handshake, and a part of what the client then says.
+/// A part of the client's error, and the server's handshake that causes it.
 type HandshakeLie = (&'static str, fn(&mut Peer) -> io::Result<()>);
 
 const HANDSHAKE_LIES: [HandshakeLie; 16] = [
@@ -114,7 +114,7 @@ fn until_go(peer: &mut Peer) -> io::Result<()> {
 }
 
 #[test]
-fn a_lie_in_the_handshake_is_named() {
+fn handshake_violation_is_named() {
     for (part, lie) in HANDSHAKE_LIES {
         on_loop(async |on| {
             let place = Place::new();
@@ -123,7 +123,7 @@ fn a_lie_in_the_handshake_is_named() {
                 peer.wait_for_end();
                 Ok(())
             });
-            // One that breaks off must do so.
+            // This script must close the connection itself.
             let leaving = script(move |mut peer| lie(&mut peer));
             let breaks_off = part.contains("broke");
             let server = connections(place.std_listener(), [if breaks_off { leaving } else { lying }]);
@@ -140,7 +140,7 @@ fn a_lie_in_the_handshake_is_named() {
 }
 
 #[test]
-fn a_server_that_never_speaks_is_given_up() {
+fn silent_server_times_out() {
     on_loop(async |on| {
         let place = Place::new();
         let options = NbdOptions {
@@ -154,7 +154,7 @@ fn a_server_that_never_speaks_is_given_up() {
     });
 }
 
-/// What the server answers to a read of 4096 bytes at 8192.
+/// A description, and the server's answer to a read of 4096 bytes at 8192.
 type Lie = (&'static str, fn(&mut Peer, &Asked) -> io::Result<()>);
 
 const LIES: [Lie; 18] = [
@@ -225,8 +225,9 @@ const LIES: [Lie; 18] = [
     ("goodbye", |_, _| Err(io::ErrorKind::BrokenPipe.into())),
 ];
 
+/// After an invalid reply the client repeats the request on a new connection.
 #[test]
-fn after_a_lie_the_request_is_made_again_on_a_new_connection() {
+fn protocol_violation_repeats_request_elsewhere() {
     for (what, lie) in LIES {
         on_loop(async |on| {
             let place = Place::new();
@@ -269,24 +270,24 @@ fn after_a_lie_the_request_is_made_again_on_a_new_connection() {
 }
 
 #[test]
-fn lies_about_block_status_are_found_too() {
+fn invalid_block_status_is_detected() {
     type StatusLie = fn(&mut Peer, &Asked) -> io::Result<()>;
     let lies: [StatusLie; 5] = [
-        // An extent of no length.
+        // An extent of length zero.
         |peer, asked| {
             peer.chunk(true, 5, asked.cookie, 12)?;
             peer.send(&[&9u32.to_be_bytes(), &[0; 8]])
         },
-        // A context that was not agreed on.
+        // A context that was not negotiated.
         |peer, asked| {
             peer.chunk(true, 5, asked.cookie, 12)?;
             peer.send(&[&8u32.to_be_bytes(), &512u32.to_be_bytes(), &[0; 4]])
         },
-        // No whole descriptor.
+        // A truncated descriptor.
         |peer, asked| peer.chunk(true, 5, asked.cookie, 11),
-        // More descriptors than anyone may send.
+        // More descriptors than the spec allows.
         |peer, asked| peer.chunk(true, 5, asked.cookie, u32::MAX - 3),
-        // Success, and nothing else.
+        // Success without any extent.
         |peer, asked| peer.simple(asked.cookie, 0, &[]),
     ];
     for lie in lies {
@@ -305,7 +306,7 @@ fn lies_about_block_status_are_found_too() {
                     script(move |mut peer| {
                         peer.handshake(structured())?;
                         let asked = peer.request()?;
-                        // More extents than were asked for, the last beyond the end: legal, if odd.
+                        // More extents than requested, the last beyond the end: legal, if odd.
                         peer.chunk(true, 5, asked.cookie, 4 + 3 * 8)?;
                         peer.send(&[&9u32.to_be_bytes()])?;
                         for (len, state) in [(512u32, 3u32), (u32::MAX, 0), (7, 2)] {
@@ -332,7 +333,7 @@ fn lies_about_block_status_are_found_too() {
 }
 
 #[test]
-fn a_server_that_stops_answering_is_left_for_another_connection() {
+fn stalled_server_is_replaced_by_new_connection() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(SIZE);
@@ -344,7 +345,7 @@ fn a_server_that_stops_answering_is_left_for_another_connection() {
                     peer.wait_for_end();
                     Ok(())
                 }),
-                // And one that accepts, and then says nothing.
+                // The second connection is accepted, and then the server sends nothing.
                 script(|mut peer| {
                     peer.wait_for_end();
                     Ok(())
@@ -356,7 +357,7 @@ fn a_server_that_stops_answering_is_left_for_another_connection() {
             ],
         );
         let options = NbdOptions {
-            // The second server answers well within these, however busy the machine is.
+            // The next server answers well within these, however busy the machine is.
             request_timeout: Duration::from_secs(2),
             handshake_timeout: Duration::from_secs(2),
             ..NbdOptions::default()

@@ -1,4 +1,5 @@
-//! The NBD client when its server dies: nothing acknowledged is lost, nothing unanswered is forgotten.
+//! Tests of the NBD client when its server dies: no acknowledged change is lost, and no unanswered request is
+//! forgotten.
 
 mod nbd_support;
 
@@ -28,13 +29,13 @@ async fn open(on: &Loop, place: &Place, options: NbdOptions) -> Rc<NbdDevice> {
     }
 }
 
-/// A part of the disk that one task works on, and what must be there.
+/// A part of the disk that one task works on, and its expected content.
 struct Region {
     start: u64,
     model: Vec<u8>,
 }
 
-/// Writes, zeroes, reads back and flushes in a region; never two requests at once there, so the model is exact.
+/// Writes, zeroes, reads back and flushes in a region, one request at a time, so that the model is exact.
 async fn work(device: Rc<NbdDevice>, mut region: Region, seed: u64, steps: u64) -> Region {
     let mut random = Random(seed);
     let blocks = region.model.len() as u64 / 512;
@@ -59,7 +60,7 @@ async fn work(device: Rc<NbdDevice>, mut region: Region, seed: u64, steps: u64) 
                 zero.await.expect("zeroes");
             }
             6 => {
-                // A discard followed by a write of the same: the order must hold in the replay too.
+                // A discard followed by a write of the same range: the order must hold in the replay too.
                 device.discard(range).await.expect("discards");
                 part.fill(step as u8);
                 let write = device.write(range.start, WriteBuf::new(part), WriteFlags::NONE);
@@ -77,7 +78,7 @@ async fn work(device: Rc<NbdDevice>, mut region: Region, seed: u64, steps: u64) 
     region
 }
 
-/// Lets several tasks work at once; the disk as it must be then.
+/// Lets several tasks work concurrently, and returns the disk's expected content.
 async fn work_everywhere(on: &Loop, device: &Rc<NbdDevice>, size: u64, steps: u64) -> Vec<u8> {
     const TASKS: u64 = 8;
     let len = size / TASKS;
@@ -97,7 +98,7 @@ async fn work_everywhere(on: &Loop, device: &Rc<NbdDevice>, size: u64, steps: u6
     model
 }
 
-/// Serves until a whim of its own, then dies and forgets what was not flushed.
+/// Serves a random number of requests, then dies and loses unflushed changes.
 fn serve_and_forget(peer: &mut Peer, disk: &Disk, random: &mut Random) -> io::Result<()> {
     let life = 50 + random.below(250);
     for _ in 0..life {
@@ -108,19 +109,19 @@ fn serve_and_forget(peer: &mut Peer, disk: &Disk, random: &mut Random) -> io::Re
         peer.reply(false, &asked, disk)?;
     }
     match random.below(3) {
-        // In the middle of a request.
+        // Dies in the middle of a request.
         0 => {
             let asked = peer.header()?;
             if asked.command == WRITE {
                 peer.bytes(asked.len / 2)?;
             }
         }
-        // After doing it and before saying so.
+        // Dies after carrying out a request and before the reply.
         1 => {
             let asked = peer.request()?;
             disk.carry_out(&asked);
         }
-        // In the middle of the answer to a read.
+        // Dies in the middle of the reply to a read.
         _ => {
             let asked = peer.request()?;
             if asked.command == READ {
@@ -133,8 +134,9 @@ fn serve_and_forget(peer: &mut Peer, disk: &Disk, random: &mut Random) -> io::Re
     Ok(())
 }
 
+/// The replay log restores acknowledged writes that a server lost because they were not flushed.
 #[test]
-fn what_was_acknowledged_survives_servers_that_forget_what_was_not_flushed() {
+fn acknowledged_writes_survive_server_power_loss() {
     const SIZE: u64 = 8 * MIB;
     for (replay_log, seed) in [(ByteLen::mib(1), 3), (ByteLen::mib(16), 5)] {
         on_loop(async |on| {
@@ -167,7 +169,7 @@ fn what_was_acknowledged_survives_servers_that_forget_what_was_not_flushed() {
 }
 
 #[test]
-fn a_full_log_asks_for_a_flush_by_itself() {
+fn full_log_starts_a_flush() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(8 * MIB);
@@ -204,7 +206,7 @@ fn a_full_log_asks_for_a_flush_by_itself() {
 }
 
 #[test]
-fn a_log_that_cannot_be_flushed_fails_the_writes_that_need_room() {
+fn failed_log_flush_fails_waiting_writes() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(4 * MIB);
@@ -246,7 +248,7 @@ fn a_log_that_cannot_be_flushed_fails_the_writes_that_need_room() {
 }
 
 #[test]
-fn nbdkit_may_be_killed_under_load() {
+fn nbdkit_killed_under_load_loses_nothing() {
     const SIZE: u64 = 16 * MIB;
     on_loop(async |on| {
         let place = Place::new();
@@ -264,7 +266,7 @@ fn nbdkit_may_be_killed_under_load() {
         };
         let working = on.spawn_with_result(working);
         for round in 1..=4 {
-            // Under load: some hundred requests after the last death.
+            // Kill under load: some hundred requests after the last kill.
             until(|| device.statistics().connections >= round).await;
             let before = place_of(&device);
             until(|| place_of(&device) > before + 300).await;
@@ -284,7 +286,7 @@ fn nbdkit_may_be_killed_under_load() {
     });
 }
 
-/// Some measure of progress that the device shows.
+/// Returns the number of answered requests, as a measure of progress.
 fn place_of(device: &NbdDevice) -> u64 {
     device.statistics().answered
 }
@@ -296,7 +298,7 @@ async fn until(condition: impl Fn() -> bool) {
 }
 
 #[test]
-fn qemu_nbd_may_be_killed_with_unflushed_qcow2_metadata() {
+fn killed_qemu_nbd_loses_no_qcow2_metadata() {
     const SIZE: u64 = 64 * MIB;
     on_loop(async |on| {
         let place = Place::new();
@@ -308,7 +310,7 @@ fn qemu_nbd_may_be_killed_with_unflushed_qcow2_metadata() {
         let device = open(on, &place, NbdOptions::default()).await;
         let model = pattern(2 * MIB as usize, 9);
         for (index, block) in model.chunks(64 << 10).enumerate() {
-            // Far apart, so that each allocates a cluster, whose mapping qemu-nbd keeps in its memory.
+            // The blocks are far apart, so that each allocates a cluster, whose mapping qemu-nbd keeps in its memory.
             let start = ByteOffset::new(index as u64 * 2 * MIB);
             let write = device.write(start, WriteBuf::new(block), WriteFlags::NONE);
             write.await.expect("writes");
@@ -332,7 +334,7 @@ fn qemu_nbd_may_be_killed_with_unflushed_qcow2_metadata() {
 }
 
 #[test]
-fn a_server_that_is_away_for_too_long_fails_requests_until_it_is_back() {
+fn unreachable_server_fails_requests_until_back() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(MIB);
@@ -348,7 +350,7 @@ fn a_server_that_is_away_for_too_long_fails_requests_until_it_is_back() {
                     first.forget();
                     Ok(())
                 }),
-                // Away: whoever connects gets no answer before the test says so.
+                // While the server is unreachable, a connection gets no answer until the test permits it.
                 script(move |mut peer| {
                     held.recv().expect("the test goes on");
                     peer.wait_for_end();
@@ -387,8 +389,9 @@ fn a_server_that_is_away_for_too_long_fails_requests_until_it_is_back() {
     });
 }
 
+/// The client reconnects only to an export that has all features of the old one.
 #[test]
-fn only_an_export_that_can_do_as_much_takes_the_place_of_the_old_one() {
+fn lesser_export_cannot_replace_the_old() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(2 * MIB);
@@ -415,7 +418,7 @@ fn only_an_export_that_can_do_as_much_takes_the_place_of_the_old_one() {
                 blocks: Some([512, 4096, 1 << 20]),
                 ..whole
             },
-            // No block status any more.
+            // This export has no block status.
             Offer::of(MIB),
         ];
         let mut scripts: Vec<_> = offers
@@ -456,7 +459,7 @@ fn only_an_export_that_can_do_as_much_takes_the_place_of_the_old_one() {
 }
 
 #[test]
-fn a_server_that_is_shutting_down_is_left_and_the_request_made_again() {
+fn request_moves_from_server_shutting_down() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(MIB);

@@ -1,4 +1,4 @@
-//! The NBD client over TLS, against nbdkit (GnuTLS).
+//! Tests of the NBD client over TLS, against nbdkit (GnuTLS).
 
 mod nbd_support;
 
@@ -32,8 +32,9 @@ fn uri(place: &Place, folder: &str, more: &str) -> String {
     format!("nbds+unix:///?socket={socket}&tls-certificates={folder}{more}")
 }
 
+/// Data is encrypted in both directions, and a broken connection is re-established.
 #[test]
-fn data_goes_encrypted_both_ways_and_a_lost_connection_is_made_again() {
+fn tls_connection_survives_server_restart() {
     on_loop(async |on| {
         let place = Place::new();
         certificates::make(&place.path("pki"));
@@ -64,8 +65,9 @@ fn data_goes_encrypted_both_ways_and_a_lost_connection_is_made_again() {
     });
 }
 
+/// A reconnect uses the last readable certificates if they cannot be read any more.
 #[test]
-fn certificates_that_cannot_be_read_any_more_are_used_as_they_were() {
+fn unreadable_certificates_stay_in_use() {
     on_loop(async |on| {
         let place = Place::new();
         let (pki, moved) = (place.path("pki"), place.path("moved"));
@@ -82,7 +84,7 @@ fn certificates_that_cannot_be_read_any_more_are_used_as_they_were() {
         let device = device.unwrap_or_else(|error| panic!("{error}"));
         server.kill();
 
-        // Only the server knows where they are now.
+        // Now only the server has the path of the certificates.
         std::fs::remove_file(&moved).expect("removes");
         std::fs::rename(&pki, &moved).expect("renames");
         let mut server = place.nbdkit(&serve);
@@ -92,7 +94,7 @@ fn certificates_that_cannot_be_read_any_more_are_used_as_they_were() {
         assert_eq!((device.statistics().connections, back), (2, vec![0; 4096]));
         server.kill();
 
-        // Others that are there are taken at once.
+        // Other certificates at the old path are used at once.
         std::fs::remove_dir_all(&moved).expect("removes");
         certificates::make(&moved);
         std::os::unix::fs::symlink(&moved, &pki).expect("a link");
@@ -105,7 +107,7 @@ fn certificates_that_cannot_be_read_any_more_are_used_as_they_were() {
 }
 
 #[test]
-fn who_is_not_trusted_is_not_talked_to() {
+fn untrusted_server_is_refused() {
     on_loop(async |on| {
         let place = Place::new();
         certificates::make(&place.path("pki"));
@@ -135,7 +137,7 @@ fn who_is_not_trusted_is_not_talked_to() {
 }
 
 #[test]
-fn a_server_that_cannot_encrypt_is_not_used_in_clear() {
+fn server_without_tls_is_refused() {
     on_loop(async |on| {
         let place = Place::new();
         certificates::make(&place.path("pki"));
@@ -146,7 +148,7 @@ fn a_server_that_cannot_encrypt_is_not_used_in_clear() {
 }
 
 #[test]
-fn what_somebody_slips_in_before_tls_is_not_believed() {
+fn data_injected_before_tls_is_refused() {
     on_loop(async |on| {
         let place = Place::new();
         certificates::make(&place.path("pki"));
@@ -155,7 +157,7 @@ fn what_somebody_slips_in_before_tls_is_not_believed() {
             [script(|mut peer| {
                 peer.greet()?;
                 peer.option()?;
-                // The acknowledgement, and right behind it an answer to an option that will be asked under TLS.
+                // The acknowledgement, and right after it an answer to an option that will be sent under TLS.
                 let head = [&0x3e889045565a9u64.to_be_bytes()[..], &5u32.to_be_bytes()].concat();
                 let slipped = [&0x3e889045565a9u64.to_be_bytes()[..], &11u32.to_be_bytes()].concat();
                 let acknowledged = [&1u32.to_be_bytes()[..], &[0; 4]].concat();

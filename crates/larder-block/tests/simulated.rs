@@ -1,4 +1,4 @@
-//! The simulated device: what it keeps, loses, fails and delays.
+//! Tests of the simulated device: data that it keeps and loses, failures and delays.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use larder_block::{
 };
 
 const SECTOR: usize = 512;
-/// The host's number for an I/O error.
+/// The host's error number for an I/O error.
 const EIO: i32 = 5;
 
 const SIZE: ByteLen = ByteLen::kib(64);
@@ -47,8 +47,9 @@ fn first_byte(medium: &Medium, index: u64) -> u8 {
     bytes[0]
 }
 
+/// A flushed or FUA write survives a power loss; an unflushed one survives only sometimes.
 #[test]
-fn a_flushed_write_survives_power_loss_and_an_unflushed_one_may_not() {
+fn flushed_write_survives_power_loss() {
     let (mut lost, mut kept) = (0, 0);
     for seed in 0..200 {
         let on = Loop::simulated().expect("a loop");
@@ -71,8 +72,9 @@ fn a_flushed_write_survives_power_loss_and_an_unflushed_one_may_not() {
     assert!(lost > 20 && kept > 20, "{lost} lost, {kept} kept");
 }
 
+/// A flush covers the writes that had completed when it was called, and may leave later ones volatile.
 #[test]
-fn a_flush_covers_what_had_ended_when_it_was_called_and_may_leave_the_rest() {
+fn flush_may_skip_later_writes() {
     let mut lost = false;
     for seed in 0..100 {
         let on = Loop::simulated().expect("a loop");
@@ -89,8 +91,9 @@ fn a_flush_covers_what_had_ended_when_it_was_called_and_may_leave_the_rest() {
     assert!(lost, "the flush covered a write that came after it");
 }
 
+/// Completed writes survive a kill of the process, but not a power loss after it.
 #[test]
-fn a_killed_process_loses_nothing_that_it_completed_but_it_stays_volatile() {
+fn kill_keeps_completed_writes_volatile() {
     let mut lost = false;
     for seed in 0..50 {
         let on = Loop::simulated().expect("a loop");
@@ -108,7 +111,7 @@ fn a_killed_process_loses_nothing_that_it_completed_but_it_stays_volatile() {
 }
 
 #[test]
-fn a_write_under_way_is_torn_at_sectors() {
+fn write_in_flight_tears_at_sectors() {
     let (mut whole, mut torn) = (0, 0);
     for seed in 0..300 {
         let on = Loop::simulated().expect("a loop");
@@ -131,7 +134,7 @@ fn a_write_under_way_is_torn_at_sectors() {
 }
 
 #[test]
-fn the_same_seed_does_the_same() {
+fn same_seed_gives_same_behaviour() {
     let run = |seed| {
         let on = Loop::simulated().expect("a loop");
         let options = Options {
@@ -159,7 +162,7 @@ fn the_same_seed_does_the_same() {
 }
 
 #[test]
-fn faults_come_when_and_where_they_are_set() {
+fn faults_apply_only_where_set() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
     let full = Fault::once(Effect::Fail(Failure::NoSpace));
@@ -190,7 +193,7 @@ fn faults_come_when_and_where_they_are_set() {
 }
 
 #[test]
-fn a_stuck_request_waits_for_its_release() {
+fn stuck_request_waits_for_release() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
     device.inject(Fault::once(Effect::Stick));
@@ -204,8 +207,9 @@ fn a_stuck_request_waits_for_its_release() {
     });
 }
 
+/// Discarded bytes read as their old content or as zeros, and always the same.
 #[test]
-fn discarded_bytes_read_as_old_or_zeros_and_never_change_their_mind() {
+fn discarded_bytes_read_consistently() {
     let (mut old, mut zero) = (0, 0);
     for seed in 0..50 {
         let on = Loop::simulated().expect("a loop");
@@ -236,7 +240,7 @@ fn discarded_bytes_read_as_old_or_zeros_and_never_change_their_mind() {
 }
 
 #[test]
-fn a_disk_of_tebibytes_is_zeroed_and_listed_without_taking_memory() {
+fn huge_disk_takes_no_memory_for_zeros() {
     let on = Loop::simulated().expect("a loop");
     let size = ByteLen::new(64 << 40);
     let device = SimulatedDevice::open(&on, Medium::new(size, 512), quick(1));
@@ -269,7 +273,7 @@ fn a_disk_of_tebibytes_is_zeroed_and_listed_without_taking_memory() {
 }
 
 #[test]
-fn a_smaller_disk_refuses_what_is_behind_its_end_and_announces_it() {
+fn shrunk_disk_announces_and_refuses_reads() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
     on.block_on(async {
@@ -282,7 +286,7 @@ fn a_smaller_disk_refuses_what_is_behind_its_end_and_announces_it() {
     });
 }
 
-/// Runs `depth` requests at a time over a modelled disk; requests per second, and the mean time of one.
+/// Runs `depth` requests at a time over a modelled disk. Returns the requests per second, and the mean time of one.
 fn measure(model: ServiceModel, kind: Kind, depth: u64, len: usize, sequential: bool) -> (f64, Duration) {
     const STORE: u64 = 64 << 20;
     let requests = if len > 4096 { 200 } else { 4000 };
@@ -330,8 +334,9 @@ fn near(measured: f64, expected: f64) -> bool {
     (measured / expected - 1.0).abs() < 0.05
 }
 
+/// Every preset has its latency with one request at a time, and its rate with many.
 #[test]
-fn every_preset_reaches_its_latency_alone_and_its_rate_in_company() {
+fn presets_reach_their_latency_and_rate() {
     for (name, model) in ServiceModel::PRESETS {
         for (kind, service) in [(Kind::Read, model.read), (Kind::Write, model.write)] {
             let (_, alone) = measure(model, kind, 1, 4096, false);
@@ -356,7 +361,7 @@ fn every_preset_reaches_its_latency_alone_and_its_rate_in_company() {
 }
 
 #[test]
-fn a_model_also_slows_a_disk_on_the_real_clock() {
+fn model_delays_requests_on_real_clock() {
     let on = Loop::new(Duration::ZERO).expect("io_uring");
     let store = Rc::new(MemoryDevice::new(ByteLen::mib(1), 512));
     let device = SlowDevice::new(&on, store, ServiceModel::SAS_DISK);

@@ -1,4 +1,4 @@
-//! The filter over raw disks whose format was guessed.
+//! Tests of the filter over raw disks whose format was guessed.
 
 use std::rc::Rc;
 
@@ -29,7 +29,7 @@ async fn read(device: &StayRaw, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// As long as asked for, with another format's header in front.
+/// Returns `len` bytes that begin with another format's header.
 fn image(len: usize) -> Vec<u8> {
     let mut bytes = vec![7; len];
     bytes[..4].copy_from_slice(b"QFI\xfb");
@@ -37,7 +37,7 @@ fn image(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_write_that_would_make_the_disk_another_formats_image_fails_without_effect() {
+fn write_of_foreign_header_fails_without_effect() {
     with_device(async |device| {
         for len in [512, 8192] {
             assert_eq!(write(device, 0, &image(len)).await, Err(Failure::Os(libc::EPERM)));
@@ -47,7 +47,7 @@ fn a_write_that_would_make_the_disk_another_formats_image_fails_without_effect()
 }
 
 #[test]
-fn every_other_write_is_made() {
+fn all_other_writes_are_passed_on() {
     with_device(async |device| {
         let mut bytes: Vec<u8> = (0..8192).map(|index| (index / 512 + 1) as u8).collect();
         assert_eq!(write(device, 0, &bytes).await, Ok(()));

@@ -1,4 +1,4 @@
-//! The throttle filter on the virtual clock.
+//! Tests of the throttle filter on the virtual clock.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -38,7 +38,7 @@ fn seconds(on: &Loop) -> f64 {
     on.now().as_nanos() as f64 / 1e9
 }
 
-/// How many seconds `count` requests take, one after the other.
+/// Returns the time in seconds that `count` requests take, one after the other.
 fn time(limits: Limits, kind: Kind, count: u32, len: usize) -> f64 {
     let on = Loop::simulated().expect("a loop");
     let device = open(&on, limits);
@@ -58,8 +58,9 @@ fn assert_near(measured: f64, expected: f64) {
     );
 }
 
+/// A tenth of a second's worth may be done at once; after that the limit holds.
 #[test]
-fn a_limit_is_kept_after_a_tenth_of_a_second_at_once() {
+fn limit_holds_after_initial_tenth_second() {
     let requests = Limits {
         requests_total: Limit::per_second(100),
         ..Limits::NONE
@@ -75,7 +76,7 @@ fn a_limit_is_kept_after_a_tenth_of_a_second_at_once() {
 }
 
 #[test]
-fn a_burst_goes_at_its_rate_for_its_length() {
+fn burst_keeps_its_rate_and_length() {
     let burst = |burst_seconds| Limits {
         requests_read: Limit {
             average: 100,
@@ -84,16 +85,16 @@ fn a_burst_goes_at_its_rate_for_its_length() {
         },
         ..Limits::NONE
     };
-    // One second's worth may go at once, then the average.
+    // One second's worth may start at once, then the average applies.
     assert_near(time(burst(1), Kind::Read, 1000, 512), 0.0);
     assert_near(time(burst(1), Kind::Read, 1500, 512), 5.0);
-    // Five seconds at 1000/s (during which 100/s leak), then the average.
+    // Five seconds at 1000/s (during which 100/s leak), then the average applies.
     assert_near(time(burst(5), Kind::Read, 5000, 512), 4.9);
     assert_near(time(burst(5), Kind::Read, 6000, 512), 10.0);
 }
 
 #[test]
-fn a_large_request_counts_as_several_only_if_that_is_set() {
+fn large_request_counts_several_if_configured() {
     let limits = |request_size| Limits {
         requests_write: Limit::per_second(100),
         request_size: ByteLen::new(request_size),
@@ -103,8 +104,9 @@ fn a_large_request_counts_as_several_only_if_that_is_set() {
     assert_near(time(limits(16 << 10), Kind::Write, 110, 64 << 10), 4.26);
 }
 
+/// Zeroes count as written bytes; flushes and discards are not limited.
 #[test]
-fn zeroes_are_written_bytes_and_flushes_and_discards_are_free() {
+fn zeroes_count_but_flushes_are_free() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
@@ -127,8 +129,9 @@ fn zeroes_are_written_bytes_and_flushes_and_discards_are_free() {
     });
 }
 
+/// Waiting requests start in order of arrival, and reads and writes take turns.
 #[test]
-fn who_waits_goes_in_order_and_reads_and_writes_take_turns() {
+fn waiting_reads_and_writes_take_turns() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
@@ -205,7 +208,7 @@ fn limits_change_while_requests_wait() {
 }
 
 #[test]
-fn without_limits_a_request_is_answered_as_the_device_below_answers_it() {
+fn unlimited_request_is_answered_in_call() {
     let on = Loop::simulated().expect("a loop");
     let device = open(&on, Limits::NONE);
     let mut buffer = [0; 512];
@@ -218,7 +221,7 @@ fn without_limits_a_request_is_answered_as_the_device_below_answers_it() {
 }
 
 #[test]
-fn one_who_gives_up_leaves_room_for_the_next() {
+fn dropped_request_uses_no_budget() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
@@ -244,7 +247,7 @@ fn one_who_gives_up_leaves_room_for_the_next() {
 }
 
 #[test]
-fn limits_that_make_no_sense_are_refused() {
+fn invalid_limits_are_refused() {
     let bytes = |bytes_total| Limits {
         bytes_total,
         ..Limits::NONE

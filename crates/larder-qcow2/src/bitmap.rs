@@ -10,27 +10,27 @@ use crate::header::{Bitmaps, TableAt};
 use crate::open::OpenError;
 
 const FIXED_LEN: usize = 24;
-/// QEMU accepts no longer directory (65535 bitmaps with long names).
+/// The maximum length of a directory that QEMU accepts, in bytes (65535 bitmaps with long names).
 const DIRECTORY_MAX: u64 = 128 << 20;
 const IN_USE: u32 = 1 << 0;
 const AUTO: u32 = 1 << 1;
 
-/// A bitmap.
+/// A persistent dirty bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
-    /// Its table: where its clusters are.
+    /// The location of the bitmap's table, which lists its clusters.
     pub table: TableAt,
-    /// It was not stored properly: what it says is not to be believed.
+    /// The bitmap was not stored properly: its content is invalid.
     pub in_use: bool,
-    /// It goes on recording whenever the image is open.
+    /// Recording continues whenever the image is open.
     pub auto: bool,
-    /// Bytes of the disk that a bit stands for.
+    /// The number of bytes of the disk that a bit represents.
     pub granularity: u64,
-    /// Its name.
+    /// The bitmap's name.
     pub name: String,
 }
 
-/// Reads the bitmap directory of an image. The second value says why it could not be read to its end.
+/// Reads the bitmap directory of an image. The second value is the reason why it could not be read to its end.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -63,7 +63,7 @@ pub async fn read_bitmaps(file: &Rc<dyn BlockDevice>, at: Bitmaps) -> Result<(Ve
     Ok((found, None))
 }
 
-/// The first entry, and its bytes.
+/// Parses the first entry, and returns its length in bytes with it.
 fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
     let u32_at = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     let offset = u64::from_be_bytes(bytes.get(..8)?.try_into().ok()?);

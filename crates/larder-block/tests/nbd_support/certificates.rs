@@ -1,10 +1,10 @@
-//! Certificates for tests, of all crates, under the names that libnbd, nbdkit, QEMU and Larder look for: `ca-cert.pem`,
-//! `server-cert.pem`, `client-cert.pem`, and the keys beside them.
+//! Certificates for the tests of all crates, under the names that libnbd, nbdkit, QEMU and Larder use: `ca-cert.pem`,
+//! `server-cert.pem`, `client-cert.pem`, and their keys in the same directory.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Makes an authority in `folder`, and certificates from it for a server on localhost and a client.
+/// Creates an authority in `folder`, and certificates from it for a server on localhost and a client.
 pub fn make(folder: &Path) {
     std::fs::create_dir_all(folder).expect("a folder");
     authority(folder);
@@ -15,13 +15,14 @@ pub fn make(folder: &Path) {
 /// The names of this host in a certificate.
 pub const LOCALHOST: &str = "DNS:localhost,IP:127.0.0.1";
 
-/// Makes an authority in `folder`; no two have the same name.
+/// Creates an authority in `folder`; no two have the same name.
 pub fn authority(folder: &Path) {
     let root = ["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"];
     certificate(folder, "ca", None, &root);
 }
 
-/// Makes a certificate of the authority there: `usage` is `serverAuth` or `clientAuth`, `names` are as in [`LOCALHOST`].
+/// Creates a certificate of the authority in `folder`: `usage` is `serverAuth` or `clientAuth`, `names` are as in
+/// [`LOCALHOST`].
 pub fn sign(folder: &Path, name: &str, usage: &str, names: &str) {
     let (usage, names) = (format!("extendedKeyUsage={usage}"), format!("subjectAltName={names}"));
     certificate(
@@ -32,7 +33,7 @@ pub fn sign(folder: &Path, name: &str, usage: &str, names: &str) {
     );
 }
 
-/// Makes another certificate of the authority there for the key that there is already.
+/// Creates another certificate of the authority in `folder` for an existing key.
 #[allow(dead_code, reason = "not every crate's tests renew one")]
 pub fn renew(folder: &Path, name: &str, usage: &str, names: &str) {
     let text = format!("extendedKeyUsage={usage}\nsubjectAltName={names}\nbasicConstraints=critical,CA:FALSE\n");
@@ -46,7 +47,7 @@ pub fn renew(folder: &Path, name: &str, usage: &str, names: &str) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Makes a certificate that no authority has signed.
+/// Creates a self-signed certificate.
 pub fn alone(folder: &Path, name: &str, names: &str) {
     let names = format!("subjectAltName={names}");
     certificate(folder, name, None, &["basicConstraints=critical,CA:FALSE", &names]);

@@ -1,4 +1,4 @@
-//! A server of the tests' own, written from the specification without our library: it does what a script says, lies
+//! A server for tests, written from the specification without Larder's code: it follows a script, protocol violations
 //! included.
 
 use std::io::{self, Read, Write};
@@ -30,7 +30,7 @@ pub struct Asked {
     pub payload: Vec<u8>,
 }
 
-/// What the handshake offers.
+/// The features that the handshake offers.
 #[derive(Clone, Copy)]
 pub struct Offer {
     pub size: u64,
@@ -67,7 +67,7 @@ impl Peer {
         self.0.write_all(&parts.concat())
     }
 
-    /// Until the client goes away.
+    /// Waits until the client closes the connection.
     pub fn wait_for_end(&mut self) {
         let _ = io::copy(&mut self.0, &mut io::sink());
     }
@@ -78,7 +78,7 @@ impl Peer {
         Ok(())
     }
 
-    /// The next option: its number and data.
+    /// Receives the next option: its number and data.
     pub fn option(&mut self) -> io::Result<(u32, Vec<u8>)> {
         assert_eq!(&self.take::<8>()?, b"IHAVEOPT");
         let option = u32::from_be_bytes(self.take()?);
@@ -96,7 +96,7 @@ impl Peer {
         ])
     }
 
-    /// A whole, honest handshake.
+    /// Does a whole, honest handshake.
     pub fn handshake(&mut self, offer: Offer) -> io::Result<()> {
         self.greet()?;
         loop {
@@ -129,7 +129,7 @@ impl Peer {
         Ok(())
     }
 
-    /// The next request's header; its payload is still to be read.
+    /// Receives the next request's header; its payload is still to be read.
     pub fn header(&mut self) -> io::Result<Asked> {
         assert_eq!(self.take::<4>()?, 0x25609513u32.to_be_bytes());
         Ok(Asked {
@@ -142,7 +142,7 @@ impl Peer {
         })
     }
 
-    /// The next request.
+    /// Receives the next request with its payload.
     pub fn request(&mut self) -> io::Result<Asked> {
         let mut asked = self.header()?;
         if asked.command == WRITE {
@@ -160,7 +160,7 @@ impl Peer {
         ])
     }
 
-    /// A chunk that says it has `len` bytes of payload.
+    /// Sends a chunk's header that announces `len` bytes of payload.
     pub fn chunk(&mut self, done: bool, kind: u16, cookie: u64, len: u32) -> io::Result<()> {
         self.send(&[
             &0x668e33efu32.to_be_bytes(),
@@ -171,7 +171,7 @@ impl Peer {
         ])
     }
 
-    /// Serves `disk` without a lie until the client leaves.
+    /// Serves `disk` honestly until the client disconnects.
     pub fn serve(&mut self, structured: bool, disk: &Disk) -> io::Result<()> {
         loop {
             let asked = self.request()?;
@@ -193,7 +193,7 @@ impl Peer {
     }
 }
 
-/// What a server has on its disk, and what only in its memory.
+/// The durable content of a server's disk, and the volatile content in its memory.
 #[derive(Clone)]
 pub struct Disk(Arc<Mutex<Images>>);
 
@@ -225,7 +225,7 @@ impl Disk {
             READ => return images.volatile[range].to_vec(),
             WRITE => images.volatile[range].copy_from_slice(&asked.payload),
             ZERO => images.volatile[range].fill(0),
-            // A trimmed byte may be anything; what is odd shows best who relies on it.
+            // Trimmed bytes may have any content; an odd value exposes code that relies on one.
             TRIM => images.volatile[range].fill(0xee),
             FLUSH => {
                 images.durable.clone_from(&images.volatile);
@@ -236,7 +236,7 @@ impl Disk {
         Vec::new()
     }
 
-    /// The server's host loses its power.
+    /// Simulates a power loss of the server's host.
     pub fn forget(&self) {
         let images = &mut *self.0.lock().unwrap();
         images.volatile.clone_from(&images.durable);
@@ -257,12 +257,12 @@ impl Disk {
 
 type Script = Box<dyn FnOnce(Peer) -> io::Result<()> + Send>;
 
-/// What a connection is to do. An error ends it like a client that leaves.
+/// Wraps the script of a connection. An error closes the connection.
 pub fn script(steps: impl FnOnce(Peer) -> io::Result<()> + Send + 'static) -> Script {
     Box::new(steps)
 }
 
-/// Serves one connection after another, each by its script. Join it to see panics.
+/// Serves one connection after another, each by its script. Join the thread to see panics.
 pub fn connections(
     listener: UnixListener,
     scripts: impl IntoIterator<Item = Script> + Send + 'static,

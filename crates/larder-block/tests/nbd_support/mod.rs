@@ -1,4 +1,4 @@
-//! What the tests of NBD share: other people's servers and clients as helper processes.
+//! Support code for the tests of NBD: third-party servers and clients as helper processes.
 #![allow(dead_code, unreachable_pub, reason = "each test uses its part")]
 
 pub mod certificates;
@@ -13,7 +13,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use larder_block::nbd::NbdUri;
 
-/// The Debian package that a program comes in.
+/// The Debian package of each program.
 const PACKAGES: [(&str, &str); 9] = [
     ("nbdkit", "nbdkit"),
     ("nbdinfo", "libnbd-bin"),
@@ -26,7 +26,7 @@ const PACKAGES: [(&str, &str); 9] = [
     ("openssl", "openssl"),
 ];
 
-/// `program`, which must be installed.
+/// Returns a command for `program`, which must be installed.
 pub fn program(program: &str) -> Command {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|folder| folder.join(program).exists());
@@ -41,7 +41,7 @@ pub fn program(program: &str) -> Command {
     Command::new(program)
 }
 
-/// A program of the Debian 13 chroot, whose QEMU knows extended headers.
+/// Returns a command for a program of the Debian 13 chroot, whose QEMU supports extended headers.
 pub fn program_of_debian13(program: &str) -> Command {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let stamp = root.join("target/testbed/debian13.stamp");
@@ -51,7 +51,7 @@ pub fn program_of_debian13(program: &str) -> Command {
     command
 }
 
-/// Runs a program to its end; what it printed.
+/// Runs a program, which must succeed, and returns its output.
 pub fn run(command: &mut Command) -> String {
     let output = output(command);
     assert!(
@@ -64,7 +64,7 @@ pub fn run(command: &mut Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Runs a program to its end, however that is.
+/// Runs a program to its end, with any exit status.
 pub fn output(command: &mut Command) -> Output {
     command
         .stdin(Stdio::null())
@@ -72,7 +72,7 @@ pub fn output(command: &mut Command) -> Output {
         .unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }
 
-/// A helper process that ends with its test.
+/// A helper process that is killed when this value is dropped.
 pub struct Helper(Child);
 
 impl Helper {
@@ -84,20 +84,20 @@ impl Helper {
         Self(child)
     }
 
-    /// kill -9, and waits until it is gone.
+    /// Sends SIGKILL, and waits until the process has exited.
     pub fn kill(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 
-    /// SIGTERM, and waits until it is gone.
+    /// Sends SIGTERM, and waits until the process has exited.
     pub fn terminate(&mut self) {
         // SAFETY: a signal to a child that has not been waited for.
         unsafe { libc::kill(self.0.id() as i32, libc::SIGTERM) };
         let _ = self.0.wait();
     }
 
-    /// Waits for its end; what it printed to a piped stdout.
+    /// Waits until the process has exited successfully, and returns its piped output.
     pub fn finish(&mut self) -> String {
         let mut printed = String::new();
         if let Some(mut stdout) = self.0.stdout.take() {
@@ -115,17 +115,17 @@ impl Drop for Helper {
     }
 }
 
-/// A folder for sockets and images that is gone after the test.
+/// Creates a directory for sockets and images that is removed after the test.
 pub fn folder() -> tempfile::TempDir {
-    // Short, for socket paths.
+    // The path is short, because socket paths must be.
     tempfile::Builder::new()
         .prefix("larder-nbd-")
         .tempdir_in("/tmp")
         .expect("a temporary folder")
 }
 
-/// Where an NBD server listens: a socket that is there before the server, and when it is away, so that nobody need wait
-/// for it to come up (socket activation: LISTEN_FDS).
+/// The listening socket of an NBD server. It exists before the server starts and while the server is down, so that
+/// tests need not wait for the server (socket activation: LISTEN_FDS).
 pub struct Place {
     pub folder: tempfile::TempDir,
     listener: UnixListener,
@@ -167,14 +167,14 @@ impl Place {
         Helper::start(&mut command)
     }
 
-    /// nbdkit, which ends with us.
+    /// Starts nbdkit, which exits with this process.
     pub fn nbdkit(&self, arguments: &[&str]) -> Helper {
         let mut all = vec!["-f", "--exit-with-parent"];
         all.extend(arguments);
         self.serve("nbdkit", &all)
     }
 
-    /// Another handle to the listening socket.
+    /// Returns another handle to the listening socket.
     pub fn listener(&self) -> OwnedFd {
         self.listener.try_clone().expect("a descriptor").into()
     }
@@ -184,7 +184,7 @@ impl Place {
     }
 }
 
-/// Descriptor 3 of the child is `descriptor`.
+/// Makes `descriptor` descriptor 3 of the child.
 fn pass_descriptor(command: &mut Command, descriptor: i32) {
     // SAFETY: between fork and exec only system calls are made.
     unsafe {
@@ -202,7 +202,7 @@ fn pass_descriptor(command: &mut Command, descriptor: i32) {
     }
 }
 
-/// Bytes that differ everywhere, and by seed.
+/// Returns pseudo-random bytes that depend on `seed`.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut bytes = vec![0; len];
@@ -213,7 +213,7 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Small, seeded, good enough (xorshift64*).
+/// A small seeded generator of random numbers (xorshift64*).
 pub struct Random(pub u64);
 
 impl Random {
@@ -224,13 +224,13 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Less than `bound`.
+    /// Returns a number below `bound`.
     pub fn below(&mut self, bound: u64) -> u64 {
         (self.next() >> 11) % bound
     }
 }
 
-/// All that an export holds, as nbdcopy sees it.
+/// Returns the whole content of an export, as read by nbdcopy.
 pub fn contents(uri: &NbdUri, folder: &Path) -> Vec<u8> {
     let image = folder.join("contents");
     run(program("nbdcopy")

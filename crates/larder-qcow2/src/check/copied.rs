@@ -1,10 +1,10 @@
-//! The flag that a table or cluster is used once, in the active tables: it must say what the refcount says.
+//! The flag that marks a table or cluster of the active tables as used once: it must agree with the refcount.
 
 use crate::check::walk::{Walk, entries, guest_offset};
 use crate::check::{CheckError, Image, words};
 use crate::entry::{COPIED, OFFSET};
 
-/// Reports flags that do not agree with the refcounts that the image has.
+/// Reports flags that do not agree with the image's refcounts.
 pub(super) async fn check(walk: &mut Walk<'_>) -> Result<(), CheckError> {
     let image = walk.image;
     if image.header.l1.offset >= image.size() {
@@ -59,7 +59,7 @@ fn times(one: bool) -> &'static str {
     if one { "once" } else { "more than once" }
 }
 
-/// Puts the flags right. A table that is used for something else too stays as it is.
+/// Corrects the flags. A table whose clusters have another use too is left unchanged.
 pub(super) async fn mend(walk: &Walk<'_>) -> Result<(), CheckError> {
     let image = walk.image;
     if image.header.l1.offset >= image.size() {
@@ -109,7 +109,7 @@ const fn with_flag(entry: u64, one: bool) -> u64 {
     if one { entry | COPIED } else { entry & !COPIED }
 }
 
-/// Whether nothing but one table is where it is.
+/// Returns true if a table is the only user of its clusters.
 pub(super) fn is_alone(walk: &Walk<'_>, offset: u64, len: u64) -> bool {
     len > 0
         && walk

@@ -1,17 +1,17 @@
-//! How often each cluster of the image is referred to: a byte a cluster, and three bits, in chunks that exist only
-//! where there is something to count. What does not fit a byte is kept aside.
+//! The number of references to each cluster of the image. It takes a byte and three bits for each cluster, in chunks
+//! that exist only where there are references. Counts that do not fit into a byte are stored separately.
 
 use std::collections::BTreeMap;
 
 const CHUNK_BITS: u32 = 15;
 const CHUNK_CLUSTERS: usize = 1 << CHUNK_BITS;
 const WORDS: usize = CHUNK_CLUSTERS / 64;
-/// A count of this or more is in `spilled`.
+/// The smallest count that is stored in `spilled`.
 const SPILLED: u8 = u8::MAX;
-/// What an entry of `spilled` takes, about.
+/// The approximate size of an entry of `spilled`, in bytes.
 const SPILLED_BYTES: u64 = 32;
 
-/// What a cluster is referred to as.
+/// The kind of a reference to a cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Use {
     /// As an L2 table.
@@ -20,19 +20,19 @@ pub(super) enum Use {
     Other,
 }
 
-/// The counts would take more memory than they may.
+/// The counts would take more memory than permitted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct OutOfMemory;
 
 struct Chunk {
     counts: [u8; CHUNK_CLUSTERS],
-    /// The refcount in the image is 1.
+    /// Set if the refcount in the image is 1.
     ones: [u64; WORDS],
     tables: [u64; WORDS],
     others: [u64; WORDS],
 }
 
-/// References per cluster.
+/// The number of references to each cluster.
 pub(super) struct Counts {
     chunks: BTreeMap<u64, Box<Chunk>>,
     spilled: BTreeMap<u64, u64>,
@@ -58,7 +58,7 @@ const fn set_bit(words: &mut [u64; WORDS], index: usize, value: bool) {
 }
 
 impl Counts {
-    /// No references; takes at most about `memory_max` bytes.
+    /// Creates counts without references, which take at most about `memory_max` bytes.
     pub(super) fn new(memory_max: u64) -> Self {
         Self {
             chunks: BTreeMap::new(),
@@ -69,7 +69,7 @@ impl Counts {
         }
     }
 
-    /// What counting takes at most for an image of so many clusters, in bytes.
+    /// Returns the maximum memory of the counts for an image of `clusters` clusters, in bytes.
     pub(super) const fn memory_for(clusters: u64) -> u64 {
         clusters
             .div_ceil(CHUNK_CLUSTERS as u64)
@@ -121,7 +121,7 @@ impl Counts {
         Ok(())
     }
 
-    /// Takes a reference back.
+    /// Removes a reference.
     pub(super) fn remove(&mut self, cluster: u64) {
         let (number, index) = split(cluster);
         let Some(chunk) = self.chunks.get_mut(&number) else {
@@ -139,7 +139,7 @@ impl Counts {
         }
     }
 
-    /// How often a cluster is referred to.
+    /// Returns the number of references to a cluster.
     pub(super) fn get(&self, cluster: u64) -> u64 {
         let (number, index) = split(cluster);
         match self.chunks.get(&number).map_or(0, |chunk| chunk.counts[index]) {
@@ -148,12 +148,12 @@ impl Counts {
         }
     }
 
-    /// The cluster behind the last one that was ever counted.
+    /// Returns the number after the last cluster that was ever counted.
     pub(super) fn end(&self) -> u64 {
         self.end
     }
 
-    /// The clusters from `first` to before `end` that are referred to.
+    /// Returns the clusters from `first` to before `end` that have references.
     pub(super) fn counted(&self, first: u64, end: u64) -> impl Iterator<Item = u64> + '_ {
         let chunks = self
             .chunks
@@ -168,7 +168,7 @@ impl Counts {
         })
     }
 
-    /// Whether a cluster is referred to as an L2 table and as nothing else.
+    /// Returns true if a cluster is referred to as an L2 table and as nothing else.
     pub(super) fn is_table_only(&self, cluster: u64) -> bool {
         let (number, index) = split(cluster);
         self.chunks
@@ -176,7 +176,7 @@ impl Counts {
             .is_some_and(|chunk| bit(&chunk.tables, index) && !bit(&chunk.others, index))
     }
 
-    /// Notes whether a cluster's refcount in the image is 1.
+    /// Records whether a cluster's refcount in the image is 1.
     pub(super) fn set_stored_one(&mut self, cluster: u64, one: bool) -> Result<(), OutOfMemory> {
         let (number, index) = split(cluster);
         if one {
@@ -187,7 +187,7 @@ impl Counts {
         Ok(())
     }
 
-    /// Whether a cluster's refcount in the image is 1.
+    /// Returns true if a cluster's refcount in the image is 1.
     pub(super) fn is_stored_one(&self, cluster: u64) -> bool {
         let (number, index) = split(cluster);
         self.chunks.get(&number).is_some_and(|chunk| bit(&chunk.ones, index))
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_beyond_a_byte_are_exact_both_ways() {
+    fn counts_beyond_a_byte_are_exact() {
         let mut counts = Counts::new(u64::MAX);
         (0..700).for_each(|_| counts.add(70_000, Use::Other).unwrap());
         assert_eq!(counts.get(70_000), 700);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_taken_only_where_clusters_are_counted_and_up_to_the_limit() {
+    fn counts_take_memory_sparsely_and_bounded() {
         let mut counts = Counts::new(2 * size_of::<Chunk>() as u64);
         counts.add(1 << 50, Use::Other).unwrap();
         counts.add(0, Use::Other).unwrap();

@@ -1,40 +1,40 @@
-//! What may be wrong with an L1 or L2 entry by itself, and what it should be instead.
+//! The faults of a single L1 or L2 entry, and its corrected value.
 
 use crate::check::Image;
 use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COPIED, Entry, OFFSET, ZERO};
 
 const L1_RESERVED: u64 = !(COPIED | OFFSET);
-/// Reserved bits of an entry that is not compressed. Bit 0, the zero flag, is examined separately.
+/// The reserved bits of an entry that is not compressed. Bit 0, the zero flag, is examined separately.
 const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 
-/// What is wrong with an entry.
+/// A fault of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Fault {
     pub(super) what: &'static str,
     pub(super) remedy: Remedy,
 }
 
-/// What a repair does about it.
+/// The remedy of a repair for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Remedy {
-    /// The entry is put right, and nothing is lost.
+    /// The entry is corrected, and nothing is lost.
     Mend,
-    /// The entry becomes zero or unallocated: what it refers to is not there.
+    /// The entry becomes zero or unallocated, because its target does not exist.
     Drop,
-    /// Nothing.
+    /// None.
     None,
 }
 
-/// An entry, examined.
+/// An entry with the results of its examination.
 #[derive(Debug)]
 pub(super) struct Examined<E> {
-    /// Seldom more than one.
+    /// The faults of the entry, rarely more than one.
     pub(super) faults: smallvec::SmallVec<[Fault; 3]>,
     /// The entry as a repair leaves it.
     pub(super) mended: E,
-    /// The bytes of the image that the entry refers to, if it makes sense that far.
+    /// The offset and length of the target in the image, if the entry has a valid one.
     pub(super) refers_to: Option<(u64, u64)>,
-    /// What it refers to is not in the file.
+    /// The target is past the end of the file.
     pub(super) is_past_end: bool,
 }
 
@@ -52,25 +52,25 @@ impl<E> Examined<E> {
         self.faults.push(Fault { what, remedy });
     }
 
-    /// Whether a repair changes the entry so that it refers to nothing.
+    /// Returns true if a repair changes the entry so that it refers to nothing.
     pub(super) fn is_dropped(&self) -> bool {
         self.faults.iter().any(|fault| fault.remedy == Remedy::Drop)
     }
 }
 
 impl Image {
-    /// Whether bytes lie so far behind the end of the file that they cannot be meant: the last cluster may be there in
-    /// part.
+    /// Returns true if bytes are so far past the end of the file that the reference is invalid. The last cluster may
+    /// be present partially.
     pub(super) fn is_past_end(&self, offset: u64, len: u64) -> bool {
         offset.saturating_add(len) >= self.size().saturating_add(self.cluster_len())
     }
 
-    /// Whether the file has all of `len` bytes at `offset`.
+    /// Returns true if the file contains all of `len` bytes at `offset`.
     pub(super) fn holds(&self, offset: u64, len: u64) -> bool {
         len == 0 || offset.saturating_add(len) <= self.size()
     }
 
-    /// Looks at an L1 entry that is not 0.
+    /// Examines an L1 entry that is not 0.
     pub(super) fn examine_l1(&self, entry: u64) -> Examined<u64> {
         let mut examined = Examined::new(entry & !L1_RESERVED);
         if entry & L1_RESERVED != 0 {
@@ -80,7 +80,7 @@ impl Image {
         if offset == 0 {
             examined.mended = 0;
             if entry & COPIED != 0 {
-                // QEMU takes the header for the table, and finds it corrupt.
+                // QEMU takes the header for the table, and reports the image as corrupt.
                 examined.fault("is flagged as used once, but points nowhere", Remedy::Mend);
             }
             return examined;
@@ -180,8 +180,8 @@ impl Image {
         examined
     }
 
-    /// Reports an entry that leads to another place of the data file than its own. QEMU finds the image corrupt when it
-    /// reads there. Former versions of Larder wrote such entries, and the data to the right place.
+    /// Reports an entry that points to another offset of the data file than its own. QEMU reports the image as
+    /// corrupt when it reads there. Former versions of Larder wrote such entries, but the data to the right offset.
     fn examine_place(&self, examined: &mut Examined<Entry>, host: u64, guest: u64) {
         if host == guest {
             return;
@@ -197,7 +197,7 @@ impl Image {
         examined.mended.word = examined.mended.word & !OFFSET | guest | COPIED;
     }
 
-    /// Zeros if the version knows them.
+    /// Returns a zero entry, or an unallocated one if the version has no zero flag.
     fn zero(&self) -> Entry {
         match self.header.shape.version {
             2 => Entry::UNALLOCATED,
@@ -205,7 +205,8 @@ impl Image {
         }
     }
 
-    /// What is behind the end of the file reads as zeros; what was not allocated stays so.
+    /// Returns the entry without its target, which is past the end of the file and so reads as zeros. Unallocated
+    /// subclusters stay unallocated.
     fn dropped(&self, entry: Entry) -> Entry {
         match self.header.shape.extended {
             true => Entry {

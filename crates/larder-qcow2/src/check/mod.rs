@@ -1,14 +1,13 @@
-//! Finding and mending what is wrong with an image's metadata, as `qemu-img check` does.
+//! Detects and repairs damage of an image's metadata, like `qemu-img check`.
 //!
-//! A check walks everything that refers to clusters ([`walk`]), counts the references ([`count`]), and compares them
-//! with the refcounts that the image has ([`stored`]) and with the flags that say "used once" ([`copied`]). What is
-//! counted as one error is what QEMU counts as one.
+//! A check walks all references to clusters ([`walk`]), counts them ([`count`]), and compares them with the image's
+//! refcounts ([`stored`]) and with the flags that mean "used once" ([`copied`]). Errors are counted like in QEMU.
 //!
-//! Repair ([`repair`]) writes in an order that a crash may cut off anywhere: no step leaves an image worse than it found
-//! it, and the bits that mark it as dirty or corrupt are cleared last.
+//! Repair ([`repair`]) writes in an order that a crash may cut off anywhere: no step leaves an image worse than it
+//! was, and the bits that mark it as dirty or corrupt are cleared last.
 //!
-//! Memory: about 1.4 bytes for each cluster of the image that is used, and never more than
-//! [`CheckOptions::memory_max`]; an image that would need more is refused. Tables are read one cluster at a time.
+//! Memory: about 1.4 bytes for each used cluster of the image, and never more than [`CheckOptions::memory_max`]; an
+//! image that would need more is refused. Tables are read one cluster at a time.
 
 mod copied;
 mod count;
@@ -32,21 +31,22 @@ use crate::open::{OpenError, read_area};
 use count::{Counts, OutOfMemory};
 use walk::Walk;
 
-/// Findings that are told one by one; further ones are counted only.
+/// The maximum number of findings that are reported individually; further ones are only counted.
 const FINDINGS_MAX: usize = 200;
 
-/// How to check.
+/// Options of a check.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckOptions {
-    /// What counting references may take.
+    /// The maximum memory for counting references.
     pub memory_max: ByteLen,
-    /// Bytes of tables that may be read: tables of a crafted image can lead to the same tables again and again.
+    /// The maximum number of bytes of tables that are read: a crafted image's tables can refer to the same tables
+    /// again and again.
     pub work_max: ByteLen,
-    /// Bytes of the file, if the device is larger because it fills up a file's last block.
+    /// The length of the file, if the device is larger because it pads a file's last block.
     pub file_len: Option<ByteLen>,
 }
 
-/// Enough for 48 TiB of 64 KiB clusters, all used.
+/// The default memory limit, enough for 48 TiB of 64 KiB clusters, all used.
 pub const CHECK_MEMORY_DEFAULT: ByteLen = ByteLen::mib(1024);
 
 impl Default for CheckOptions {
@@ -59,7 +59,7 @@ impl Default for CheckOptions {
     }
 }
 
-/// How grave a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
     /// The image is damaged, or will be when it is written.
@@ -68,12 +68,12 @@ pub enum Severity {
     Leak,
 }
 
-/// Something that is wrong.
+/// A fault that a check has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// How grave.
+    /// The severity of the fault.
     pub severity: Severity,
-    /// What and where.
+    /// A description of the fault and its location.
     pub text: String,
 }
 
@@ -87,57 +87,57 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Errors.
+    /// The number of errors.
     pub errors: u64,
-    /// Leaked clusters.
+    /// The number of leaked clusters.
     pub leaks: u64,
-    /// The first of both.
+    /// The first errors and leaks, one by one.
     pub findings: Vec<Finding>,
-    /// The header says that the refcounts may be wrong.
+    /// The header marks the refcounts as possibly wrong.
     pub dirty: bool,
-    /// The header says that the image is corrupt.
+    /// The header marks the image as corrupt.
     pub corrupt: bool,
-    /// Clusters of the disk.
+    /// The number of clusters of the disk.
     pub total_clusters: u64,
-    /// Those of them that have a place in the image.
+    /// The number of clusters of the disk that are allocated in the image.
     pub allocated_clusters: u64,
-    /// Those that do not lie behind the one before.
+    /// The number of allocated clusters that do not follow the previous one in the file.
     pub fragmented_clusters: u64,
-    /// Those that are compressed.
+    /// The number of compressed clusters.
     pub compressed_clusters: u64,
-    /// Where the last used cluster of the image ends, in bytes.
+    /// The end of the last used cluster of the image, in bytes.
     pub image_end: u64,
-    /// References to what lies past the end of the file, as a whole or in part.
+    /// The number of references that lead wholly or partially past the end of the file.
     pub past_end: u64,
-    /// Something that is needed and lies past the end of the file, so that a repair can only make it worse.
+    /// Required metadata that lies past the end of the file, so that any repair would make the image worse.
     pub cut_off: Option<String>,
-    /// Of the header, the L1 table and the refcount table, two that lie in the same place: nobody can tell whose the
-    /// bytes there are, so that a repair can only make it worse.
+    /// Two of the header, the L1 table and the refcount table that overlap. The owner of the bytes there is unknown,
+    /// so that any repair would make the image worse.
     pub overlap: Option<String>,
-    /// L2 tables of which the end is missing: the first of them.
+    /// The first L2 tables whose end is missing.
     cut_tables: Vec<String>,
-    /// The persistent bitmaps lie past the end of the file, at least in part.
+    /// The persistent bitmaps lie wholly or partially past the end of the file.
     cut_bitmaps: bool,
-    /// Errors in refcounts and flags, which follow from the rest of the metadata.
+    /// The number of errors in refcounts and flags, which follow from the rest of the metadata.
     derived_errors: u64,
-    /// Entries that can be mended, or dropped.
+    /// The number of entries that can be corrected or dropped.
     mendable: u64,
-    /// Errors that cannot be mended.
+    /// The number of errors that cannot be repaired.
     lost: u64,
-    /// The refcount table or a block cannot be used.
+    /// The refcount table or a refcount block is unusable.
     structures_unusable: bool,
 }
 
 impl Report {
-    /// Nothing is wrong.
+    /// Returns true if the image has no errors, leaks or marks.
     pub fn is_clean(&self) -> bool {
         self.errors == 0 && self.leaks == 0 && !self.dirty && !self.corrupt
     }
 
-    /// No repair can do anything but make it worse.
+    /// Returns true if any repair would make the image worse.
     pub fn is_hopeless(&self) -> bool {
         self.cut_off.is_some() || self.overlap.is_some()
     }
@@ -152,26 +152,26 @@ impl Report {
         }
     }
 
-    /// An error that follows from what is right.
+    /// Records an error in metadata that can be derived from the rest.
     fn derived(&mut self, text: impl FnOnce() -> String) {
         self.derived_errors += 1;
         self.note(Severity::Error, text);
     }
 
-    /// An error that a repair can do nothing about.
+    /// Records an error that a repair cannot fix.
     fn lost(&mut self, text: impl FnOnce() -> String) {
         self.lost += 1;
         self.note(Severity::Error, text);
     }
 
-    /// An error that a repair can do away with.
+    /// Records an error that a repair can fix.
     fn mendable(&mut self, text: impl FnOnce() -> String) {
         self.mendable += 1;
         self.note(Severity::Error, text);
     }
 }
 
-/// Why an image could not be checked.
+/// The reason why an image could not be checked.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CheckError {
@@ -222,8 +222,8 @@ impl From<OpenError> for CheckError {
     }
 }
 
-/// Checks the image in `file`, a device with blocks of 512 bytes, which nobody changes meanwhile. An external data file
-/// is not needed.
+/// Checks the image in `file`, a device with blocks of 512 bytes, which no other program may change meanwhile. An
+/// external data file is not needed.
 ///
 /// # Errors
 /// See [`CheckError`]; damage is not one of them.
@@ -236,8 +236,8 @@ pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<
     Ok(walk.report)
 }
 
-/// How many references lead past the end of the file, as [`Report::past_end`]. Little is read unless there is reason to
-/// think that something is missing.
+/// Returns the number of references that lead past the end of the file, as in [`Report::past_end`]. Reads little of
+/// the image unless something seems to be missing.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -253,31 +253,31 @@ pub async fn past_end(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Resu
     Ok(check(file, options).await?.past_end)
 }
 
-/// Whether an L2 table lies where the file ends.
+/// Returns true if the end of the file cuts off an L2 table.
 async fn has_cut_table(image: &Image) -> Result<bool, CheckError> {
     let l1 = image.read_table(image.header.l1).await?;
     let mut tables = l1.iter().map(|entry| entry & OFFSET).filter(|offset| *offset != 0);
     Ok(tables.any(|offset| !image.holds(offset, image.cluster_len())))
 }
 
-/// An image as the check sees it.
+/// An image during a check.
 struct Image {
     file: Rc<dyn BlockDevice>,
     name: Rc<str>,
     header: Header,
     refcount_table: Vec<u64>,
-    /// Bytes of the file.
+    /// The length of the file in bytes.
     size: u64,
-    /// Bytes of tables that may be read...
+    /// The maximum number of bytes of tables that are read.
     work_max: u64,
-    /// ...and were.
+    /// The number of bytes of tables that were read.
     work: Cell<u64>,
 }
 
-/// The check lets others run each time that it has read so many bytes.
+/// The number of bytes read after which the check lets other tasks run.
 const YIELD_EVERY: u64 = 4 << 20;
 
-/// The part of a refcount table's entry that is no offset.
+/// The bits of a refcount table's entry that do not belong to the offset.
 const REFCOUNT_ENTRY_RESERVED: u64 = 511;
 
 impl Image {
@@ -301,12 +301,12 @@ impl Image {
         Ok(image)
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file in bytes.
     fn size(&self) -> u64 {
         self.size
     }
 
-    /// Clusters of the file.
+    /// Returns the number of clusters of the file.
     fn file_clusters(&self) -> u64 {
         self.size().div_ceil(self.cluster_len())
     }
@@ -315,7 +315,7 @@ impl Image {
         self.header.shape.cluster_len()
     }
 
-    /// Whether the image has no snapshots, but a place for their table that cannot be one: QEMU refuses to open it.
+    /// Returns true if the image has no snapshots, but an impossible offset of their table: QEMU refuses to open it.
     fn has_senseless_snapshots_offset(&self) -> bool {
         let offset = self.header.snapshots_offset;
         self.header.snapshots == 0 && (!self.is_aligned(offset) || offset > i64::MAX as u64)
@@ -329,12 +329,12 @@ impl Image {
         offset >> self.header.shape.cluster_bits
     }
 
-    /// The clusters that `len` bytes (at least 1) at `offset` touch.
+    /// Returns the clusters that `len` bytes (at least 1) at `offset` touch.
     fn clusters_of(&self, offset: u64, len: u64) -> std::ops::RangeInclusive<u64> {
         self.cluster_of(offset)..=self.cluster_of(offset + len - 1)
     }
 
-    /// Reads `len` bytes at `offset`, both multiples of 512; what lies behind the end of the file is zeros, as in QEMU.
+    /// Reads `len` bytes at `offset`, both multiples of 512. Bytes past the end of the file are zeros, as in QEMU.
     async fn read_bytes(&self, offset: u64, len: u64) -> Result<AlignedBuf, CheckError> {
         self.work(len).await?;
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(len).as_usize());
@@ -348,7 +348,7 @@ impl Image {
         Ok(bytes)
     }
 
-    /// Counts bytes of tables that are about to be read.
+    /// Accounts for bytes of tables that are about to be read.
     async fn work(&self, len: u64) -> Result<(), CheckError> {
         let before = self.work.get();
         let after = before.saturating_add(len);
@@ -372,7 +372,7 @@ impl Image {
         Ok(words(&bytes).take(at.entries as usize).collect())
     }
 
-    /// Writes the sectors of `new` that differ from `old`, which the file has at `offset`.
+    /// Writes the sectors of `new` that differ from `old`, the file's content at `offset`.
     async fn write_changes(&self, offset: u64, old: &[u8], new: &[u8]) -> Result<(), CheckError> {
         let sectors = old.len() / 512;
         let changed = |sector: usize| old[sector * 512..][..512] != new[sector * 512..][..512];
@@ -392,13 +392,13 @@ impl Image {
         Ok(())
     }
 
-    /// Where the refcount block is, if it can be read.
+    /// Returns the offset of a refcount block, if it is readable.
     fn refcount_block(&self, index: u64) -> Option<u64> {
         let offset = *self.refcount_table.get(usize::try_from(index).ok()?)? & !REFCOUNT_ENTRY_RESERVED;
         (offset != 0 && self.is_aligned(offset) && offset < self.size()).then_some(offset)
     }
 
-    /// The L2 table that an L1 entry refers to, if it can be read.
+    /// Returns the offset of the L2 table of an L1 entry, if it is readable.
     fn l2_table(&self, l1_entry: u64) -> Option<u64> {
         let offset = l1_entry & OFFSET;
         (offset != 0 && self.is_aligned(offset) && offset < self.size()).then_some(offset)
@@ -429,7 +429,7 @@ async fn yield_now() {
     .await;
 }
 
-/// The big-endian numbers of a table.
+/// Returns the big-endian words of a table.
 fn words(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
     bytes.chunks_exact(8).map(|bytes| {
         let mut word = [0; 8];

@@ -1,19 +1,19 @@
-//! Repair.
+//! Repair of an image.
 //!
-//! 1. Entries are mended, and those that refer to what is not there are dropped: each write makes one sector better.
+//! 1. Entries are corrected, and those whose target does not exist are dropped: each write makes one sector better.
 //!    *Barrier.*
-//! 2. Refcounts become what was counted: in place, where every sector is old or right; or, if the structure cannot be
-//!    used, in a new one that the header points to once it is durable. Nothing is freed that anything refers to, and
-//!    nothing at all while there are errors left that may hide references. *Barrier.*
+//! 2. Refcounts are set to the counted references: in place, where every sector is old or right; or, if the structure
+//!    is unusable, in a new one to which the header points once it is durable. No cluster with references is freed,
+//!    and no cluster at all while errors are left that may hide references. *Barrier.*
 //! 3. The flags of the active tables follow the refcounts. *Barrier.*
 //! 4. The image is checked again. If no error is left, the dirty and corrupt bits are cleared. *Barrier.*
 //!
-//! A table whose place is used for something else too is never written: what looks like entries may be a guest's data.
+//! A table that shares clusters with another use is never written: its apparent entries may be a guest's data.
 //!
-//! An image of which the L1 table, the snapshot table or a snapshot's L1 table is not all there stays as it was: the file
-//! would grow over what is lost, and nobody could tell that from zeros any more. For the same reason refcounts are not
-//! made anew while entries that cannot be dropped lead past the end of the file. Nor is an image changed in which the L1
-//! table, the refcount table or the header lie in the same place.
+//! An image whose L1 table, snapshot table or a snapshot's L1 table is cut off is not changed: the file would grow
+//! over the lost part, which could then no longer be distinguished from zeros. For the same reason refcounts are not
+//! rebuilt while entries that cannot be dropped lead past the end of the file. An image in which the L1 table, the
+//! refcount table or the header overlap is not changed either.
 
 use std::rc::Rc;
 
@@ -25,56 +25,56 @@ use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, store
 use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
 use crate::journal::is_of_this_boot;
 
-/// Drops that are told one by one.
+/// The maximum number of dropped entries that are reported individually.
 const DROPPED_TOLD_MAX: usize = 200;
 
-/// What to repair.
+/// The kind of damage to repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
-    /// Leaked clusters, if nothing else is wrong that they may belong to.
+    /// Leaked clusters, if there is no other damage to which they may belong.
     Leaks,
-    /// Refcounts, and the flags that follow from them; nothing if anything else is wrong. For images that are dirty.
+    /// Refcounts, and the flags that follow from them; nothing if there is other damage. For images that are dirty.
     Refcounts,
-    /// All that can be.
+    /// All damage that can be repaired.
     All,
 }
 
-/// What a repair did.
+/// The result of a repair.
 #[derive(Clone, Debug, Default)]
 pub struct Repaired {
-    /// What was found.
+    /// The report before the repair.
     pub before: Report,
-    /// What is left. If it [is hopeless](Report::is_hopeless), nothing was changed.
+    /// The report after the repair. If it [is hopeless](Report::is_hopeless), nothing was changed.
     pub after: Report,
-    /// Entries that referred to what is not there and are zero or unallocated now: the first of them.
+    /// The first entries whose target did not exist, and which are zero or unallocated now.
     pub dropped: Vec<String>,
-    /// All of them.
+    /// The number of all dropped entries.
     pub dropped_count: u64,
-    /// The refcount table and its blocks were made anew.
+    /// The refcount table and its blocks were rebuilt.
     pub rebuilt: bool,
 }
 
 impl Repaired {
-    /// Errors that are no more.
+    /// Returns the number of errors that were fixed.
     pub fn errors_fixed(&self) -> u64 {
         self.before.errors.saturating_sub(self.after.errors)
     }
 
-    /// Leaked clusters that are free now.
+    /// Returns the number of leaked clusters that were freed.
     pub fn leaks_fixed(&self) -> u64 {
         self.before.leaks.saturating_sub(self.after.leaks)
     }
 }
 
-/// Checks the image in `file`, a device with blocks of 512 bytes, and mends what is wrong. Nobody else uses it
+/// Checks the image in `file`, a device with blocks of 512 bytes, and repairs it. No other program may use the image
 /// meanwhile.
 ///
 /// # Errors
-/// See [`CheckError`]. The image is no worse then than it was.
+/// See [`CheckError`]. The image is no worse then than before.
 pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOptions) -> Result<Repaired, CheckError> {
     let before = check(file, options).await?;
     let is_refused = match what {
-        // The file would grow over what is lost, which nobody could tell from zeros any more.
+        // The file would grow over the lost part, which could then no longer be distinguished from zeros.
         Repair::All => before.is_hopeless(),
         Repair::Leaks => before.leaks == 0 || before.mendable + before.lost > 0 || before.structures_unusable,
         Repair::Refcounts => before.mendable + before.lost > 0,
@@ -103,8 +103,8 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
     Ok(repaired)
 }
 
-/// Gives up what a killed server's journal has that the image lacks: it is not believed any more. Nobody else uses the
-/// image meanwhile.
+/// Discards a killed server's journal with its changes that are not in the image: the journal is invalid from then
+/// on. No other program may use the image meanwhile.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -120,7 +120,7 @@ pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckErro
     Ok(())
 }
 
-/// Mends; how long the file is then.
+/// Repairs the image, and returns the length of the file after it.
 async fn mend(
     file: &Rc<dyn BlockDevice>,
     what: Repair,
@@ -128,7 +128,8 @@ async fn mend(
     repaired: &mut Repaired,
 ) -> Result<ByteLen, CheckError> {
     let mut image = Image::read(file, options).await?;
-    // What a journal refers to looks leaked. A repair of refcounts is followed by a replay, which raises them again.
+    // Clusters to which only a journal refers look leaked. A repair of refcounts is followed by a replay, which
+    // raises them again.
     if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
         return Err(CheckError::CutOff {
             name: image.name.to_string(),
@@ -166,7 +167,8 @@ async fn mend(
     let mut file_len = image.size();
     let is_unusable = repaired.before.structures_unusable || walk.report.structures_unusable;
     if raise && is_unusable && walk.leads_past_end {
-        // A new structure would lie where a table leads that cannot be mended, and what is lost would read as something.
+        // A new structure would be allocated where an unrepairable table points, and the lost data would read as that
+        // structure.
         return Ok(ByteLen::new(file_len));
     }
     let too_low = if raise && is_unusable {
@@ -184,7 +186,7 @@ async fn mend(
     Ok(ByteLen::new(file_len))
 }
 
-/// Mends the entries of all tables, one table after the other.
+/// Corrects the entries of all tables, one table after the other.
 async fn mend_entries(walk: &mut Walk<'_>, tables: &[L1], repaired: &mut Repaired) -> Result<(), CheckError> {
     for l1 in tables.iter().filter(|l1| l1.at.offset < walk.image.size()) {
         mend_l1(walk, l1, repaired).await?;
@@ -286,7 +288,8 @@ impl Repaired {
 }
 
 impl Image {
-    /// Makes the last cluster whole, so that it can be written as a whole. A block device stays as it is.
+    /// Extends the file to whole clusters, so that the last one can be written as a whole. A block device is not
+    /// changed.
     async fn fill_up(&mut self) -> Result<(), CheckError> {
         let whole = self.file_clusters() << self.header.shape.cluster_bits;
         if whole == self.size || self.file.grow(ByteLen::new(whole)).await.is_err() {
@@ -296,7 +299,7 @@ impl Image {
         Ok(())
     }
 
-    /// Changes the header's first sector, as the file has it now, durably.
+    /// Changes the header's first sector in the file durably.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut [u8])) -> Result<(), CheckError> {
         let mut sector = AlignedBuf::zeroed(HEADER_SECTOR);
         self.file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;

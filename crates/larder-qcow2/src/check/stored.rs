@@ -1,4 +1,4 @@
-//! The refcounts that the image has: compared with what was counted, corrected in place, or made anew.
+//! The refcounts of the image: compared with the counted references, corrected in place, or rebuilt.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -11,10 +11,10 @@ use crate::check::{CheckError, Image, REFCOUNT_ENTRY_RESERVED, Severity};
 use crate::header::TableAt;
 use crate::refcount;
 
-/// What QEMU accepts as a refcount table, unless a cluster is larger.
+/// The maximum length of a refcount table that QEMU accepts, in bytes, unless a cluster is larger.
 const TABLE_BYTES_MAX: u64 = 8 << 20;
 
-/// Compares every refcount with the references counted.
+/// Compares every refcount with the counted references.
 pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
     let image = walk.image;
     let bits = image.header.shape.refcount_block_bits();
@@ -52,15 +52,15 @@ async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::Al
     match image.refcount_block(block) {
         None => Ok(None),
         Some(offset) => {
-            // Each refcount is compared, which is as much work as an entry of a table.
+            // Each refcount is compared, which takes as much work as an entry of a table.
             image.work(8 << image.header.shape.refcount_block_bits()).await?;
             Ok(Some(image.read_bytes(offset, image.cluster_len()).await?))
         }
     }
 }
 
-/// Whether a refcount says that a cluster behind the end of the file is used, or cannot be read. A sound image has at
-/// most a block or two that could say so.
+/// Returns true if a refcount marks a cluster past the end of the file as used, or cannot be read. A sound image has
+/// at most one or two refcount blocks for such clusters.
 pub(super) async fn has_use_past_end(image: &Image) -> Result<bool, CheckError> {
     let bits = image.header.shape.refcount_block_bits();
     let first = image.file_clusters() >> bits;
@@ -88,7 +88,7 @@ fn stored_in(image: &Image, block: &[u8], cluster: u64) -> u64 {
     refcount::read(block, shape.refcount_order, index as usize)
 }
 
-/// Reports clusters that are used but have no refcount at all. The end of the last one.
+/// Reports clusters that are used but have no refcount at all, and returns the end of the last one.
 fn without_block(walk: &mut Walk<'_>, first: u64, end: u64) -> u64 {
     if first >= end {
         return 0;
@@ -111,7 +111,7 @@ fn report_difference(walk: &mut Walk<'_>, cluster: u64, stored: u64, counted: u6
     }
 }
 
-/// Puts refcounts right in place. How many too low ones were left because `raise` is not set.
+/// Corrects refcounts in place. Returns the number of too low ones that were left because `raise` is false.
 pub(super) async fn correct(walk: &mut Walk<'_>, raise: bool, lower: bool) -> Result<u64, CheckError> {
     let image = walk.image;
     let shape = image.header.shape;
@@ -147,7 +147,7 @@ pub(super) async fn correct(walk: &mut Walk<'_>, raise: bool, lower: bool) -> Re
     Ok(too_low)
 }
 
-/// Where a new refcount structure goes: the table, and behind it the blocks.
+/// The location of a new refcount structure: the table, followed by the blocks.
 struct Place {
     first: u64,
     table_clusters: u64,
@@ -163,7 +163,7 @@ impl Place {
         self.first + self.clusters()
     }
 
-    /// The first one from `first` on that has none of the clusters `taken`, which are sorted.
+    /// Returns the first location from `first` on that has none of the clusters `taken`, which are sorted.
     fn beside(image: &Image, first: u64, needed: &BTreeSet<u64>, taken: &[RangeInclusive<u64>]) -> Option<Self> {
         let mut place = Self::at(image, first, needed)?;
         for clusters in taken {
@@ -197,14 +197,14 @@ impl Place {
     }
 }
 
-/// Makes a new refcount table and blocks, where nothing is, and has the header point to them: one sector, which a crash
-/// leaves old or new. `keep`: what is not referred to keeps its old refcount, as far as that can be read. Where the new
-/// structure ends in the file, in bytes.
+/// Writes a new refcount table and blocks to unused clusters, and makes the header point to them by a write of one
+/// sector, which a crash leaves old or new. If `keep` is true, clusters without references keep their old refcount,
+/// as far as it is readable. Returns the end of the new structure in the file, in bytes.
 pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<u64, CheckError> {
     let image = walk.image;
     let shape = image.header.shape;
     let bits = shape.refcount_block_bits();
-    // Behind what the old structure uses too: until the header is written it is the one that counts.
+    // The location is after the old structure too, which is in effect until the header is written.
     let behind = walk.counts.end();
     forget_structures(walk);
     let mut needed = BTreeSet::new();
@@ -266,7 +266,7 @@ async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -
             continue;
         };
         bytes_needed = place.clusters() << bits;
-        // What lies in the file and is not referred to may be all that is left of something.
+        // Clusters in the file without references may be all that is left of some data.
         let inside = first < image.file_clusters();
         if inside && keep {
             continue;
@@ -282,7 +282,8 @@ async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -
     })
 }
 
-/// The clusters that the old refcount table and its blocks are said to be in, sorted; also past the end of the file.
+/// Returns the clusters of the old refcount table and its blocks according to the image, sorted; also those past the
+/// end of the file.
 fn old_structure(image: &Image) -> Vec<RangeInclusive<u64>> {
     let TableAt { offset, entries } = image.header.refcount_table;
     let blocks = image
@@ -298,7 +299,7 @@ fn old_structure(image: &Image) -> Vec<RangeInclusive<u64>> {
     taken
 }
 
-/// Takes back the references of the old refcount table and its blocks.
+/// Removes the references to the old refcount table and its blocks.
 fn forget_structures(walk: &mut Walk<'_>) {
     let image = walk.image;
     for (index, entry) in image.refcount_table.iter().enumerate() {
@@ -315,7 +316,7 @@ fn forget_structures(walk: &mut Walk<'_>) {
     }
 }
 
-/// Whether an old refcount block is that and nothing else; its own reference has been taken back.
+/// Returns true if an old refcount block has no other use. Its own reference was removed before.
 fn is_trusted(image: &Image, counts: &Counts, block: u64) -> bool {
     image
         .refcount_block(block)

@@ -1,4 +1,4 @@
-//! The walk over everything that refers to clusters of the image.
+//! The walk over all references to clusters of the image.
 
 use crate::bitmap::read_bitmaps;
 use crate::check::count::{Counts, Use};
@@ -9,22 +9,23 @@ use crate::header::{AUTOCLEAR_BITMAPS, L1_BYTES_MAX, TableAt};
 use crate::open::{OpenError, check_tables};
 use crate::snapshot::read_snapshots;
 
-/// Bytes of a bitmap's table that are read at once, and how many entries a table may have (QEMU's bound).
+/// The number of bytes of a bitmap's table that are read at once, and the maximum number of entries of a table
+/// (QEMU's bound).
 const TABLE_STEP: u64 = 64 << 10;
 const BITMAP_TABLE_ENTRIES_MAX: u64 = 0x800_0000;
-/// What a bitmap's table entry may have.
+/// The reserved bits of a bitmap's table entry, and the flag for a part of ones.
 const BITMAP_ENTRY_RESERVED: u64 = 0xff00_0000_0000_01fe;
 const BITMAP_ALL_ONES: u64 = 1;
 
-/// A walk and what it has found.
+/// A walk and its results.
 pub(super) struct Walk<'a> {
     pub(super) image: &'a Image,
     pub(super) counts: Counts,
     pub(super) report: Report,
     pub(super) options: CheckOptions,
-    /// Count references as they are after entries have been mended and dropped.
+    /// References are counted as they are after entries have been corrected and dropped.
     mended: bool,
-    /// There are entries that lead past the end of the file and cannot be dropped.
+    /// Entries that lead past the end of the file cannot be dropped.
     pub(super) leads_past_end: bool,
 }
 
@@ -32,7 +33,7 @@ pub(super) struct Walk<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct L1 {
     pub(super) at: TableAt,
-    /// `None` for the active one.
+    /// The ID of the snapshot; `None` for the active table.
     pub(super) snapshot: Option<String>,
 }
 
@@ -63,9 +64,9 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Walks the whole image. The L1 tables that could be walked.
+    /// Walks the whole image. Returns the L1 tables that were walked.
     pub(super) async fn all(&mut self) -> Result<Vec<L1>, CheckError> {
-        // Tables that lie past the end are told where they are walked.
+        // Tables past the end of the file are reported where they are walked.
         if let Err(OpenError::Overlap { first, second, .. }) =
             check_tables(&self.image.name, &self.image.header, self.image.size())
         {
