@@ -1,14 +1,14 @@
-//! Commits: what changed in memory becomes durable in the image, in an order that a crash may cut off anywhere.
+//! Commits: changes in memory become durable in the image, in an order that a crash may cut off anywhere.
 //!
 //! 1. Refcounts, new refcount blocks, and new L2 tables are written: nothing in the image refers to them yet. A crash
-//!    leaves leaks. So is the number of the commit, for the journal.
-//! 2. *Barrier.* (Only with new refcount blocks: then the refcount table, and another barrier.) The guest's data is
+//!    leaves leaks. The number of the commit is written too, for the journal.
+//! 2. *Barrier.* (With new refcount blocks only: then the refcount table, and another barrier.) The guest's data is
 //!    durable too.
-//! 3. L2 slices and L1 entries are written: they refer only to what is durable. A crash leaves each sector old or new.
-//! 4. *Barrier.* Nothing in the image refers to what was freed any more: it is released.
+//! 3. L2 slices and L1 entries are written: they refer only to durable data. A crash leaves each sector old or new.
+//! 4. *Barrier.* Nothing in the image refers to the freed clusters any more: they are released.
 //!
-//! Everything is taken as it is at one moment, so that what changes meanwhile, and is not durable, stays out. What
-//! fails to be written is dirty again, and the next commit writes it.
+//! A commit takes a snapshot of all metadata at one moment, so that concurrent changes, which are not durable, stay
+//! out. Metadata whose write fails is dirty again, and the next commit writes it.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -32,38 +32,38 @@ use crate::read::Ios;
 use crate::refcount::SliceIndex;
 use crate::space::Freed;
 
-/// Leaves that are taken at one moment, and written between two barriers, at most: 8 MiB, some 5 ms.
+/// The maximum number of leaves that are copied at one moment and written between two barriers: 8 MiB, about 5 ms.
 const LEAVES_AT_ONCE: usize = 2048;
 
-/// Writes that are under way at the same time.
+/// The maximum number of writes in flight at the same time.
 const WRITES_AT_ONCE: usize = 32;
 
-/// Neighbouring pieces are written together up to this many bytes.
+/// The maximum length in bytes to which adjacent pieces are merged into one write.
 const WRITE_BYTES_MAX: usize = 1 << 20;
 
 const ALONE: ByteRange = ByteRange::new(0, 1);
 
-/// Which commits there have been.
+/// The commits of an image so far.
 #[derive(Default)]
 pub(crate) struct Commits {
     lock: Ranges,
     started: Cell<u64>,
-    /// The last one that succeeded.
+    /// The number of the last commit that succeeded.
     succeeded: Cell<u64>,
     running: Cell<bool>,
 }
 
-/// Bytes and where they go.
+/// An offset in the image, and the bytes to write there.
 type Write = (u64, Vec<u8>);
 
-/// A part of a commit: what is written around one pair of barriers.
+/// A part of a commit: the writes around one pair of barriers.
 #[derive(Default)]
 struct Batch {
     leaves: Vec<LeafIndex>,
     tables: BTreeMap<u64, NewTable>,
-    /// Nothing refers to these.
+    /// Writes of metadata to which nothing refers.
     unreferenced: Vec<Write>,
-    /// These refer to what is durable by then.
+    /// Writes of references to data that is durable by then.
     referring: Vec<Write>,
 }
 
@@ -73,7 +73,7 @@ struct RefcountBatch {
     slices: Vec<SliceIndex>,
     blocks: BTreeSet<u64>,
     moved: Option<TableAt>,
-    /// The slices, and a table that was moved.
+    /// The writes of slices and of a moved table.
     writes: Vec<Write>,
     table: Vec<Write>,
 }
@@ -83,7 +83,7 @@ impl Commits {
         self.running.get()
     }
 
-    /// Whether a flush must do more than flush the file.
+    /// Returns true if a flush must do more than flush the file.
     pub(crate) fn has_work(&self, image: &Qcow2) -> bool {
         self.running.get()
             || !image.map.borrow().dirty().is_empty()
@@ -94,7 +94,7 @@ impl Commits {
 }
 
 impl Qcow2 {
-    /// Makes everything that has completed durable.
+    /// Makes all completed changes durable.
     pub(crate) async fn commit(&self) -> IoResult {
         let commits = &self.commits;
         let needed = commits.started.get() + 1;
@@ -105,12 +105,12 @@ impl Qcow2 {
         self.commit_locked().await
     }
 
-    /// Commits until the journal is less than half full, so that no request has to wait for room in it unless it fills
-    /// faster than that. An error is not reported here: a request that waits for room, or flushes, commits again and
-    /// gets the error.
+    /// Commits until the journal is less than half full, so that requests need not wait for space in it unless it
+    /// fills faster than that. An error is not reported here: a request that waits for space, or flushes, commits
+    /// again and gets the error.
     pub(crate) async fn commit_ahead(&self) {
-        // This is asked again under the lock, because closing the image has emptied the journal by then. An image
-        // without a session has no changes yet.
+        // The condition is checked again under the lock, because closing the image may have emptied the journal by
+        // then. An image without a session has no changes yet.
         let is_due =
             || self.autoclear_pending.get().is_none() && self.journal.as_ref().is_some_and(Journal::is_half_full);
         while is_due() {
@@ -145,7 +145,7 @@ impl Qcow2 {
             freed: std::mem::take(&mut *self.freed.borrow_mut()),
         };
         let epoch = self.in_flight.next_epoch();
-        // What has no session yet has no changes.
+        // An image without a session has no changes yet.
         let journal = self.journal.as_ref().filter(|_| self.autoclear_pending.get().is_none());
         let mut number = journal.map(Journal::next_commit);
         let committed = number;
@@ -177,8 +177,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Takes what is to be written, as it is now. The L1 entries of new tables are for the `last` batch of a commit, when
-    /// all that they lead to has been written.
+    /// Copies the metadata to write, as it is now. The L1 entries of new tables belong to the `last` batch of a
+    /// commit, when all that they refer to has been written.
     fn take(&self, leaves: &[LeafIndex], last: bool) -> Batch {
         let shape = self.shape;
         let mut batch = Batch::default();
@@ -209,7 +209,7 @@ impl Qcow2 {
         batch
     }
 
-    /// A sector of the L1 table, with no table that was made after the batch was taken.
+    /// Returns a sector of the L1 table, without tables that were created after the batch was taken.
     fn l1_sector(&self, sector: u64) -> Write {
         let l1 = self.l1.borrow();
         let mut bytes = vec![0; 512];
@@ -227,7 +227,7 @@ impl Qcow2 {
             batch.slices.push(slice);
             batch.writes.push((offset, bytes));
         }
-        // Not settled before they are written.
+        // New blocks stay listed as new until they are written.
         batch.blocks = refcounts.new_blocks.clone();
         batch.moved = refcounts.moves_to;
         let bytes_of = |entries: &[u64], len: usize| {
@@ -251,7 +251,7 @@ impl Qcow2 {
         batch
     }
 
-    /// Writes what nothing refers to yet, durably, with the guest's data.
+    /// Writes metadata to which nothing refers yet, durably, with the guest's data.
     async fn write_unreferenced(&self, writes: &[Write]) -> IoResult {
         self.write_all(writes).await?;
         if let Some(data_file) = &self.data_file {
@@ -260,7 +260,7 @@ impl Qcow2 {
         self.write_refcounts().await
     }
 
-    /// Makes the refcounts durable, and everything that was written to the image before.
+    /// Makes the refcounts durable, and all earlier writes to the image.
     pub(crate) async fn write_refcounts(&self) -> IoResult {
         let _alone = self.writing_refcounts.enter(ALONE, Mode::Exclusive).await;
         let batch = TakingRefcounts {
@@ -293,18 +293,19 @@ impl Qcow2 {
                 })
                 .collect();
             join(ios).await?;
-            // A file in memory does all of them in the call.
+            // A file in memory completes all of them in the call.
             slice.did(some.len() as u64).await;
         }
         Ok(())
     }
 
-    /// Changes the header's first sector, durably.
+    /// Changes the header's first sector durably.
     async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR])) -> IoResult {
         self.write_header(change, true).await
     }
 
-    /// Notes the number of a commit in the header. It need not be durable: what it is for ends with the host's memory.
+    /// Writes the number of a commit to the header. It need not be durable, because its purpose ends with the host's
+    /// memory.
     async fn number_commit(&self, number: u64) -> IoResult {
         let change = |sector: &mut [u8; HEADER_SECTOR]| {
             let others = header::autoclear(&*sector) & !header::AUTOCLEAR_SESSION;
@@ -317,7 +318,7 @@ impl Qcow2 {
         let _alone = self.writing_header.enter(ALONE, Mode::Exclusive).await;
         let mut sector = *self.header.borrow();
         change(&mut sector);
-        // If this fails, the image may have the old header or the new one.
+        // If the write fails, the image may have the old header or the new one.
         self.header_uncertain.set(true);
         self.file
             .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
@@ -330,7 +331,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// After a header that may have been written or not: writes the one that counts.
+    /// Writes the valid header again if an earlier write of a header has failed.
     async fn settle_header(&self) -> IoResult {
         match self.header_uncertain.get() {
             true => self.change_header(|_| {}).await,
@@ -338,8 +339,8 @@ impl Qcow2 {
         }
     }
 
-    /// What must be done before a request that changed something completes: without a journal it must be durable, because
-    /// the guest may outlive this process.
+    /// Commits before a request that changed something completes, if it must be durable: without a journal it must,
+    /// because the guest may outlive this process.
     pub(crate) async fn after_change(&self, fua: bool) -> IoResult {
         if fua || (self.journal.is_none() && self.commits.has_work(self)) {
             return self.commit().await;
@@ -347,7 +348,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Room in the journal for so many changes.
+    /// Reserves space in the journal for `records` changes.
     pub(crate) async fn journal_room(&self, records: u64) -> IoResult<Option<Room<'_>>> {
         let Some(journal) = &self.journal else {
             return Ok(None);
@@ -360,7 +361,7 @@ impl Qcow2 {
         }
     }
 
-    /// What must be done before the first change of an image.
+    /// Prepares the image for its first change.
     pub(crate) async fn before_change(&self) -> IoResult {
         if self.is_prepared() {
             return Ok(());
@@ -373,7 +374,8 @@ impl Qcow2 {
             return Ok(());
         };
         if let Some(journal) = &self.journal {
-            // Before the header, and not earlier: a journal of a session that no image has is one of another state of it.
+            // The journal's session is set just before the header's. A journal of a session that no image has belongs
+            // to another state of the image.
             journal.go_on(bits & header::AUTOCLEAR_SESSION);
         }
         self.change_header(|sector| header::set_autoclear(sector, bits)).await?;
@@ -381,13 +383,13 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Whether nothing must be done before a change.
+    /// Returns true if no preparation is needed before a change.
     pub(crate) fn is_prepared(&self) -> bool {
         self.autoclear_pending.get().is_none() && !self.ends_pending.get()
     }
 
-    /// Has the files end where they can be made longer beside writes (see [`larder_block::backend::file`]). Whoever
-    /// needs them longer than they can be is told so later.
+    /// Extends the files so that they end where they can grow concurrently with writes (see
+    /// [`larder_block::backend::file`]). An error is ignored here: a request that needs a longer file gets its own.
     async fn settle_ends(&self) {
         let size = self.file.geometry().size;
         let _ = self.file.grow(size).await;
@@ -396,7 +398,7 @@ impl Qcow2 {
         }
     }
 
-    /// Makes everything durable and gives freed space back.
+    /// Makes everything durable and releases freed space.
     pub(crate) async fn close_steps(&self) -> IoResult {
         if !self.geometry.get().read_only {
             self.tidy().await?;
@@ -408,7 +410,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Leaves nothing for the next one to take up.
+    /// Commits everything, so that the next server needs no journal.
     async fn tidy(&self) -> IoResult {
         loop {
             self.commit().await.inspect_err(|error| self.tell_what_stays(error))?;
@@ -426,7 +428,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// After a commit that failed, and none that follows: where what the image lacks is, and how it gets there.
+    /// Logs, after a failed commit that is the last one, where the missing changes are, and how to apply them to the
+    /// image.
     fn tell_what_stays(&self, error: &IoError) {
         let Some(journal) = &self.journal else { return };
         tracing::error!(
@@ -435,8 +438,8 @@ impl Qcow2 {
         );
     }
 
-    /// Makes the disk larger: `size` bytes, if it has fewer. The image has the new size when all that is new reads as zeros,
-    /// durably: a crash before leaves the old one.
+    /// Extends the disk to `size` bytes, if it has fewer. The image gets the new size when the added space durably
+    /// reads as zeros: a crash before leaves the old size.
     pub(crate) async fn grow_steps(&self, size: ByteLen) -> IoResult {
         let operation = |failure| self.error(Operation::Grow, ByteOffset::ZERO.range(size), failure);
         let failed = |error: IoError| operation(error.failure());
@@ -447,7 +450,7 @@ impl Qcow2 {
             return Err(operation(Failure::Misaligned));
         }
         if self.shape.version < 3 && header::snapshots(&*self.header.borrow()) > 0 {
-            // They would not know how long the disk was.
+            // Snapshots in version 2 do not store the size of the disk.
             return Err(operation(Failure::Unsupported));
         }
         let entries = self.shape.l1_entries(size.get());
@@ -461,7 +464,7 @@ impl Qcow2 {
             return Ok(());
         }
         if let Some(data_file) = &self.data_file {
-            // It may be the disk itself, for others.
+            // The data file may be used as the disk itself by other programs.
             data_file.grow(size).await.map_err(failed)?;
         }
         let lengthen = async || self.lengthen_l1(entries).await;
@@ -471,7 +474,7 @@ impl Qcow2 {
             .grow(size.get().div_ceil(self.shape.cluster_len()));
         let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
         if self.has_raw_data_file() {
-            // Its tables may need the old L1 table's clusters.
+            // The new tables may reuse the old L1 table's clusters.
             let map = async || self.map_data_file(added).await;
             self.with_room(map).await.map_err(failed)?;
         } else {
@@ -483,10 +486,11 @@ impl Qcow2 {
         let mut geometry = self.geometry.get();
         geometry.size = size;
         self.geometry.set(geometry);
-        // Also if the caller gives up now.
+        // The change is announced even if the caller drops the request now.
         let _announced = Announced(&self.changes);
         drop(alone);
-        // Nobody writes behind the old end yet. Those under way may have taken the cluster that it cut off for whole.
+        // No request writes past the old end yet. Requests in flight may have treated the cluster that the old end
+        // cuts off as whole.
         self.in_flight.drained().await;
         Ok(())
     }
@@ -496,11 +500,12 @@ impl Qcow2 {
         self.shape.data_file && header::autoclear(&*self.header.borrow()) & header::AUTOCLEAR_RAW_DATA != 0
     }
 
-    /// Makes `added`, past the disk's end, read as zeros durably. None of these belongs to the disk: data of a longer backing
-    /// file, the rest of the cluster that the end cuts off, clusters from when the disk was longer, and the VM's state,
-    /// which QEMU keeps there while it saves a snapshot, and after it has reverted to one. Such clusters are freed.
+    /// Makes `added`, past the disk's end, read as zeros durably. Any content there does not belong to the disk: data
+    /// of a longer backing file, the rest of the cluster that the end cuts off, clusters from when the disk was
+    /// longer, and the VM's state, which QEMU stores there while it saves a snapshot, and after it has reverted to
+    /// one. Such clusters are freed.
     ///
-    /// A crash leaves a part of them unmapped. No program misses that: a snapshot has its own tables.
+    /// A crash leaves a part of them unmapped. No program misses them: a snapshot has its own tables.
     async fn clear_added(&self, added: ByteRange) -> IoResult {
         let unit = self.shape.cluster_len();
         let cut_off = added.intersection(ByteRange::between(added.start, added.start.align_up(unit)));
@@ -516,8 +521,8 @@ impl Qcow2 {
         self.commit().await
     }
 
-    /// Maps what is new of a disk whose data file is raw: QEMU demands that every cluster of the disk is data there, so that
-    /// programs that use the file itself see the same (`docs/interop/qcow2.txt`, "raw external data").
+    /// Maps the added clusters of a disk whose data file is raw. QEMU demands that every cluster of the disk is data
+    /// there, so that programs that use the file itself see the same (`docs/interop/qcow2.txt`, "raw external data").
     async fn map_data_file(&self, added: ByteRange) -> IoResult {
         let shape = self.shape;
         let unit = shape.cluster_len();
@@ -530,7 +535,7 @@ impl Qcow2 {
             let _held = self.mapping.enter(part, Mode::Exclusive).await;
             let _room = self.journal_room(count).await?;
             self.own_table(part.start.get() / shape.table_span()).await?;
-            // No waiting from here on, so the leaf stays.
+            // There is no await from here on, so the leaf is not evicted.
             self.find(part).await?;
             let data = Entry::data(shape, part.start.get());
             self.set_entries(part.start.get() >> shape.cluster_bits, count, data);
@@ -539,7 +544,7 @@ impl Qcow2 {
         self.commit().await
     }
 
-    /// Has the L1 table have `entries` at least.
+    /// Extends the L1 table to at least `entries` entries.
     async fn lengthen_l1(&self, entries: u64) -> IoResult {
         let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
         let old = self.l1_at.get();
@@ -547,7 +552,8 @@ impl Qcow2 {
             return Ok(());
         }
         let (table, allocation) = self.lengthened_l1(entries).await?;
-        // Even if the header cannot be written: it may refer to the table all the same.
+        // The table is kept even if the header cannot be written, because the header may refer to the table
+        // nonetheless.
         allocation.keep();
         self.change_header(|sector| header::set_l1(sector, table)).await?;
         self.l1_at.set(table);
@@ -562,7 +568,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes the L1 table, as the image has it, to where it has room for `entries`.
+    /// Writes the L1 table, as it is in the image, to a location with space for `entries`.
     async fn lengthened_l1(&self, entries: u64) -> IoResult<(TableAt, crate::space::Allocation<'_>)> {
         let cluster_len = self.shape.cluster_len();
         let clusters = (entries * 8).div_ceil(cluster_len);
@@ -580,7 +586,7 @@ impl Qcow2 {
                 out.copy_from_slice(&durable.to_be_bytes());
             }
         }
-        // Its clusters' refcounts must be durable before the header refers to them.
+        // The refcounts of the table's clusters must be durable before the header refers to them.
         self.write_all(&[(at.offset, bytes)]).await?;
         self.write_refcounts().await?;
         Ok((at, allocation))
@@ -596,7 +602,7 @@ impl Drop for Announced<'_> {
     }
 }
 
-/// Says that a commit is running.
+/// Marks a commit as running until it is dropped.
 struct Running<'a>(&'a Cell<bool>);
 
 impl<'a> Running<'a> {
@@ -612,7 +618,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Freed clusters that a commit has taken; a commit that fails or is given up puts them back.
+/// Freed clusters that a commit has taken. A commit that fails or is dropped puts them back.
 struct Taken<'a> {
     image: &'a Qcow2,
     freed: Vec<Freed>,
@@ -630,7 +636,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// A batch that is being written; if that fails or is given up, what it took is dirty again.
+/// A batch that is being written. If it fails or is dropped, its metadata is dirty again.
 struct Taking<'a> {
     image: &'a Qcow2,
     batch: Batch,
@@ -638,7 +644,7 @@ struct Taking<'a> {
 }
 
 impl Taking<'_> {
-    /// Writes the batch, and before what refers to something, the number of a commit that begins with it.
+    /// Writes the batch, and before its references, the number of a commit that begins with it.
     async fn write(mut self, number: Option<u64>) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
         let mut first: Ios<'_> = smallvec![Io::task(image.write_unreferenced(&batch.unreferenced))];
@@ -665,7 +671,7 @@ impl Drop for Taking<'_> {
     }
 }
 
-/// Refcounts that are being written; if that fails or is given up, they are dirty again.
+/// Refcounts that are being written. If that fails or is dropped, they are dirty again.
 struct TakingRefcounts<'a> {
     image: &'a Qcow2,
     batch: RefcountBatch,
@@ -676,7 +682,7 @@ impl TakingRefcounts<'_> {
     async fn write(mut self) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
         if batch.moved.is_some() {
-            // If the header could not be written before, it may refer to the place where the table goes already.
+            // If an earlier write of the header failed, the header may refer to the new table's location already.
             image.settle_header().await?;
         }
         image.write_all(&batch.writes).await?;
@@ -706,7 +712,7 @@ impl Drop for TakingRefcounts<'_> {
         }
         if self.done {
             refcounts.new_blocks.retain(|block| !batch.blocks.contains(block));
-            // Another place may have been found meanwhile.
+            // Another location may have been found meanwhile.
             refcounts.moves_to.take_if(|at| Some(*at) == batch.moved);
         }
     }

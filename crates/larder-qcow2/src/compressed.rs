@@ -1,5 +1,5 @@
-//! Compressed clusters: read whole, decompressed off the disk's thread, and kept for a while, because a guest that
-//! reads one part of a cluster soon reads the next.
+//! Compressed clusters: read as a whole, decompressed off the disk's thread, and cached for a while, because a guest
+//! that reads one part of a cluster soon reads the next.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -12,17 +12,17 @@ use crate::device::Qcow2;
 use crate::entry::{CompressedAt, Entry};
 use crate::header::Compression;
 
-/// Bytes of decompressed clusters that are kept, but at least two clusters.
+/// The maximum size of the cache in bytes, but at least two clusters are cached.
 const KEPT_BYTES: u64 = 1 << 20;
 
-/// Smaller clusters are decompressed at once: handing them over takes as long.
+/// The cluster size in bytes up to which decompression is done at once: handing it over takes as long.
 const IN_CALL_BYTES: u64 = 8 << 10;
 
-/// log2 of the memory that a zstd frame may ask for: four of the largest clusters, and more than any encoder takes for
-/// one.
+/// The log2 of the memory that a zstd frame may request: four of the largest clusters, and more than any encoder uses
+/// for one.
 const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 
-/// Recently decompressed clusters, by what their entry says.
+/// A cache of recently decompressed clusters, by their entry.
 pub(crate) struct Decompressor {
     compression: Compression,
     kept: RefCell<VecDeque<(u64, Rc<Vec<u8>>)>>,
@@ -54,7 +54,7 @@ impl Decompressor {
 }
 
 impl Qcow2 {
-    /// Reads `range`, in one compressed cluster or several that follow each other.
+    /// Reads `range`, which lies in one compressed cluster.
     pub(crate) async fn read_compressed(&self, entry: Entry, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let within = (range.start.get() & (self.shape.cluster_len() - 1)) as usize;
         let bytes = match self.decompressor.find(entry.word) {
@@ -92,21 +92,21 @@ impl Qcow2 {
             Some(on) => on.run_blocking(move || unpack(compression, &theirs, len)).await,
             None => Ok(unpack(compression, &packed, len)),
         };
-        // Without a thread to be had, here.
+        // If no thread can be started, the cluster is decompressed here.
         let unpacked = unpacked.unwrap_or_else(|_| unpack(compression, &packed, len));
         let bytes = Rc::new(unpacked.ok_or_else(|| failed("cannot be decompressed"))?);
         self.decompressor.keep(entry.word, &bytes);
         Ok(bytes)
     }
 
-    /// The compressed bytes, and what follows them in their last sector; `None` if they are not in the file.
+    /// Reads the compressed bytes, and the rest of their last sector; `None` if they are not in the file.
     async fn read_packed(&self, at: CompressedAt) -> IoResult<Option<Vec<u8>>> {
         let sectors = ByteRange::new(at.offset, at.len).widened(512);
         let size = self.file.geometry().size.get();
         if at.offset >= size {
             return Ok(None);
         }
-        // The count is rounded up, so the last sectors may lie behind the end.
+        // The count of sectors is rounded up, so the last ones may lie past the end.
         let there = sectors.intersection(ByteOffset::ZERO.range(larder_block::ByteLen::new(size)));
         let mut bytes = AlignedBuf::zeroed(there.len.as_usize());
         self.file.read(there.start, ReadBuf::new(&mut bytes)).await?;
@@ -115,7 +115,8 @@ impl Qcow2 {
     }
 }
 
-/// Decompresses a cluster of `len` bytes; what follows it in `packed` is ignored. `None` if it does not give that many.
+/// Decompresses a cluster of `len` bytes; further bytes in `packed` are ignored. Returns `None` if the result is
+/// shorter.
 fn unpack(compression: Compression, packed: &[u8], len: usize) -> Option<Vec<u8>> {
     let mut out = vec![0; len];
     match compression {

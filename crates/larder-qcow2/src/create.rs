@@ -1,4 +1,4 @@
-//! Making a new, empty image.
+//! Creation of an empty image.
 
 use std::rc::Rc;
 
@@ -8,10 +8,10 @@ use crate::header::{MAGIC, TableAt};
 use crate::refcount;
 use crate::shape::Shape;
 
-/// Writes an empty image of a disk of `size` bytes into `file`, which grows as far as it must.
+/// Writes an empty image of a disk of `size` bytes into `file`, which grows as needed.
 ///
 /// # Errors
-/// The file's.
+/// The file's error.
 pub async fn create(file: &Rc<dyn BlockDevice>, shape: Shape, size: ByteLen) -> IoResult {
     let bits = shape.cluster_bits;
     let cluster_len = shape.cluster_len();
@@ -42,7 +42,7 @@ pub async fn create(file: &Rc<dyn BlockDevice>, shape: Shape, size: ByteLen) -> 
     let mut counts = vec![0; (blocks << bits) as usize];
     (0..all as usize).for_each(|cluster| refcount::write(&mut counts, shape.refcount_order, cluster, 1));
     let header = header(shape, size, l1, table_clusters);
-    // The header last: after a crash there is an image or none.
+    // The header is written last: after a crash there is an image or none.
     for (offset, bytes) in [(1 << bits, &table), (first_block << bits, &counts), (0, &header)] {
         if offset == 0 {
             file.flush().await?;

@@ -1,4 +1,4 @@
-//! The disk: what an open image consists of, and the requests that need one step only.
+//! The disk: the state of an open image, and the requests of a single step.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -29,44 +29,44 @@ pub struct Qcow2 {
     pub(crate) on: WeakLoop,
     /// The image file, with blocks of 512 bytes.
     pub(crate) file: Rc<dyn BlockDevice>,
-    /// Where the guest's data is, if not in the image file.
+    /// The external data file, if the guest's data is not in the image file.
     pub(crate) data_file: Option<Rc<dyn BlockDevice>>,
-    /// What unallocated clusters hold.
+    /// The source of unallocated clusters.
     pub(crate) backing: Option<Rc<dyn BlockDevice>>,
     pub(crate) shape: Shape,
     pub(crate) geometry: Cell<Geometry>,
     /// The first sector of the header, as it is in the image.
     pub(crate) header: RefCell<[u8; HEADER_SECTOR]>,
-    /// The image may have another header: writing one failed.
+    /// The image may have another header, because a write of the header failed.
     pub(crate) header_uncertain: Cell<bool>,
-    /// The header has autoclear bits that must be cleared before the first change.
+    /// The autoclear bits that the header must get before the first change.
     pub(crate) autoclear_pending: Cell<Option<u64>>,
-    /// The files' ends must be seen to before the first change.
+    /// The ends of the files must be adjusted before the first change.
     pub(crate) ends_pending: Cell<bool>,
     pub(crate) l1: RefCell<Vec<u64>>,
     pub(crate) l1_at: Cell<TableAt>,
-    /// L2 tables that no durable L1 entry refers to yet.
+    /// L2 tables to which no durable L1 entry refers yet.
     pub(crate) new_tables: RefCell<BTreeMap<u64, NewTable>>,
-    /// For each L1 entry, whether its L2 table can be changed: nobody else uses it, and it has room of its own in the
-    /// file.
+    /// For each L1 entry, true if its L2 table can be changed: it has no other user, and its space in the file is
+    /// allocated.
     pub(crate) tables_secured: RefCell<Vec<bool>>,
-    /// The L1 table has room of its own in the file.
+    /// The L1 table's space in the file is allocated.
     pub(crate) l1_secured: Cell<bool>,
     pub(crate) map: RefCell<Map>,
     pub(crate) refcounts: RefCell<Refcounts>,
     pub(crate) space: RefCell<Space>,
-    /// Clusters that nothing in memory refers to any more, but the image may.
+    /// Clusters to which nothing in memory refers any more, but the image may.
     pub(crate) freed: RefCell<Vec<Freed>>,
-    /// Clusters that nothing in the image refers to either; free once the epoch has ended.
+    /// Clusters to which nothing in the image refers either, by the epoch after which they are free.
     pub(crate) released: RefCell<Vec<(u64, Freed)>>,
-    /// Host clusters that hold metadata, sorted, as they were when the image was opened, without those that are free
-    /// since; empty if it is read-only.
+    /// The host clusters that hold metadata, sorted, as they were when the image was opened, without those freed
+    /// since; empty if the image is read-only.
     pub(crate) metadata: RefCell<Vec<u64>>,
-    /// Guest clusters (as bytes) whose mapping is being changed.
+    /// Locks on guest clusters (in bytes) whose mapping is being changed.
     pub(crate) mapping: Ranges,
-    /// Leaves (a byte each) that are being read.
+    /// Locks on leaves (a byte each) that are being read.
     pub(crate) loading: Ranges,
-    /// L2 tables (a byte each) that are being made.
+    /// Locks on L2 tables (a byte each) that are being created.
     pub(crate) tables: Ranges,
     pub(crate) finding_space: Ranges,
     pub(crate) reclaiming: Ranges,
@@ -74,58 +74,58 @@ pub struct Qcow2 {
     pub(crate) writing_refcounts: Ranges,
     pub(crate) writing_header: Ranges,
     pub(crate) growing: Ranges,
-    /// What outlives this process; without one each change of the mapping is committed at once.
+    /// The changes that outlive this process. Without a journal each change of the mapping is committed at once.
     pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,
     pub(crate) decompressor: Decompressor,
-    /// For slices of L2 tables.
+    /// Buffers for slices of L2 tables.
     pub(crate) slices: BufferPool,
-    /// See [`crate::write::copies`].
+    /// Buffers for copy-on-write, see [`crate::write::copies`].
     pub(crate) copies: BufferPool,
     pub(crate) changes: SizeChanges,
 }
 
-/// An L2 table that the image's L1 table does not refer to yet.
+/// An L2 table to which the image's L1 table does not refer yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewTable {
     /// The L1 entry in the image.
     pub(crate) before: u64,
-    /// It may be the new one already: writing it failed.
+    /// The image's entry may refer to the new table already, because writing it failed.
     pub(crate) attempted: bool,
 }
 
-/// Where a part of the disk lies.
+/// The location of a part of the disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub(crate) content: Content,
-    /// The offset of its first byte; meaningless without a host cluster.
+    /// The host offset of the first byte; meaningless without a host cluster.
     pub(crate) host: u64,
-    /// Bytes, at least 1.
+    /// The length in bytes, at least 1.
     pub(crate) len: u64,
     /// The host cluster may be changed in place.
     pub(crate) copied: bool,
-    /// The entry of its first cluster.
+    /// The entry of the first cluster.
     pub(crate) entry: Entry,
 }
 
 impl Qcow2 {
-    /// Where the guest's data is.
+    /// Returns the device with the guest's data.
     pub(crate) fn data(&self) -> &Rc<dyn BlockDevice> {
         self.data_file.as_ref().unwrap_or(&self.file)
     }
 
-    /// What the metadata cache holds.
+    /// Returns statistics of the metadata cache.
     pub fn map_statistics(&self) -> MapStatistics {
         self.map.borrow().statistics()
     }
 
-    /// The sizes of the image.
+    /// Returns the geometry of the image's format.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Looks up the beginning of `range` (not empty, on the disk): as much of it as is of one kind and lies together.
-    /// `None` if its leaf must be loaded first.
+    /// Looks up the beginning of `range` (not empty, on the disk): the longest part that is of one kind and
+    /// contiguous. Returns `None` if its leaf must be loaded first.
     #[inline]
     pub(crate) fn look_up(&self, range: ByteRange) -> Option<Piece> {
         let shape = self.shape;
@@ -149,7 +149,7 @@ impl Qcow2 {
         })
     }
 
-    /// The subclusters of a run from `within` on that are alike: their content and bytes.
+    /// Returns the content and the length in bytes of equal subclusters of a run from `within` on.
     fn parts_at(&self, entry: Entry, within: u64, run_len: u64) -> (Content, u64) {
         let shape = self.shape;
         let first = (within / shape.part_len()) as u32;
@@ -166,7 +166,7 @@ impl Qcow2 {
         (content, len)
     }
 
-    /// Where all of `range` is, if it is data that lies together and was looked up before.
+    /// Returns the location of all of `range`, if it is contiguous data whose leaf is loaded.
     #[inline]
     fn direct(&self, range: ByteRange) -> Option<Piece> {
         let piece = self.look_up(range)?;
@@ -182,9 +182,9 @@ impl Qcow2 {
         check_request(&self.name, &self.geometry.get(), operation, range)
     }
 
-    /// Whether a change may be made in place without further ado.
+    /// Returns true if a change may be made in place without further steps.
     fn is_plain(&self, fua: bool) -> bool {
-        // Without a journal a write must not lie where only this process's memory leads.
+        // Without a journal a write must not go to a location that only this process's memory maps.
         let commits = fua || self.journal.is_none();
         self.is_prepared() && !(commits && self.commits.has_work(self))
     }
@@ -237,7 +237,7 @@ impl BlockDevice for Qcow2 {
 
     fn flush(&self) -> Io<'_> {
         let is_plain = self.data_file.is_none() && !self.commits.has_work(self);
-        // One that is read-only may have changes in memory all the same, which stay there.
+        // A read-only image may have changes in memory, which are never written.
         if is_plain || self.geometry.get().read_only {
             return self.file.flush();
         }

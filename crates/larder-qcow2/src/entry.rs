@@ -8,30 +8,30 @@ pub const COPIED: u64 = 1 << 63;
 pub const COMPRESSED: u64 = 1 << 62;
 /// The cluster reads as zeros (standard entries only).
 pub const ZERO: u64 = 1;
-/// Where the table or cluster lies, in bytes.
+/// The bits with the offset of the table or cluster, in bytes.
 pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// In memory only: the entry of a cluster that must not be used, because it leads where something else is. The bit is
+/// In memory only: marks the entry of a cluster that must not be used, because it points to metadata. The bit is
 /// reserved; the image never gets it.
 pub const DAMAGED: u64 = 1 << 56;
-/// All subclusters allocated.
+/// All subclusters are allocated.
 pub const ALL_ALLOCATED: u64 = 0xffff_ffff;
-/// All subclusters zero.
+/// All subclusters are zero.
 pub const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
 
-/// An L2 entry as it is on disk.
+/// An L2 entry with the layout on disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Entry {
     /// The first 64 bits.
     pub word: u64,
-    /// For extended entries the second: the low half says which subclusters are allocated, the high half which are
-    /// zero. 0 in standard entries.
+    /// The second 64 bits of an extended entry: the low half marks the allocated subclusters, the high half the zero
+    /// ones. 0 in standard entries.
     pub bitmap: u64,
 }
 
-/// What a cluster, or a subcluster of it, holds.
+/// The content of a cluster, or of a subcluster of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Content {
-    /// What the backing file has, or zeros.
+    /// The content of the backing file, or zeros.
     Unallocated,
     /// Zeros.
     Zero,
@@ -39,24 +39,24 @@ pub enum Content {
     Data,
     /// Compressed data in the image.
     Compressed,
-    /// The entry makes no sense.
+    /// The entry is invalid.
     Corrupt,
 }
 
-/// Where a compressed cluster lies.
+/// The location of a compressed cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CompressedAt {
-    /// Its first byte; may be anywhere.
+    /// The offset of its first byte, without alignment.
     pub offset: u64,
-    /// How many bytes it has at most.
+    /// The maximum length in bytes.
     pub len: u64,
 }
 
 impl Entry {
-    /// Nothing is allocated.
+    /// The entry of an unallocated cluster.
     pub const UNALLOCATED: Self = Self { word: 0, bitmap: 0 };
 
-    /// Zeros without a host cluster.
+    /// Returns the entry of a zero cluster without a host cluster.
     pub const fn zero(shape: Shape) -> Self {
         if shape.extended {
             Self {
@@ -68,7 +68,7 @@ impl Entry {
         }
     }
 
-    /// All of a host cluster that is used once.
+    /// Returns the entry of a fully allocated host cluster that is used once.
     pub const fn data(shape: Shape, host: u64) -> Self {
         Self {
             word: host | COPIED,
@@ -76,13 +76,13 @@ impl Entry {
         }
     }
 
-    /// Whether the cluster is compressed.
+    /// Returns true if the cluster is compressed.
     pub const fn is_compressed(self) -> bool {
         self.word & COMPRESSED != 0
     }
 
-    /// The offset of the host cluster, if there is one. 0 is the first cluster of an external data file there (an entry
-    /// without a host cluster lacks [`COPIED`]), and no host cluster otherwise.
+    /// Returns the offset of the host cluster, if there is one. With an external data file, 0 is the offset of its
+    /// first cluster (an entry without a host cluster lacks [`COPIED`]); otherwise 0 means no host cluster.
     pub const fn host(self, shape: Shape) -> Option<u64> {
         let offset = self.word & OFFSET;
         if self.is_compressed() || (offset == 0 && !self.is_at_zero(shape)) {
@@ -92,22 +92,22 @@ impl Entry {
         }
     }
 
-    /// Returns true if an offset of 0 is one.
+    /// Returns true if an offset of 0 is the offset of a host cluster.
     const fn is_at_zero(self, shape: Shape) -> bool {
         shape.data_file && self.is_copied() && (shape.extended || self.word & ZERO == 0)
     }
 
-    /// Whether the host cluster belongs to this entry alone.
+    /// Returns true if the host cluster belongs to this entry alone.
     pub const fn is_copied(self) -> bool {
         self.word & COPIED != 0
     }
 
-    /// Whether it must not be used; see [`DAMAGED`].
+    /// Returns true if the cluster must not be used; see [`DAMAGED`].
     pub const fn is_damaged(self) -> bool {
         !self.is_compressed() && self.word & DAMAGED != 0
     }
 
-    /// The first 64 bits for the image.
+    /// Returns the first 64 bits as written to the image.
     pub const fn on_disk(self) -> u64 {
         if self.is_damaged() {
             self.word & !DAMAGED
@@ -116,20 +116,20 @@ impl Entry {
         }
     }
 
-    /// Where the compressed data is.
+    /// Returns the location of the compressed data.
     pub const fn compressed_at(self, shape: Shape) -> CompressedAt {
         let bits = shape.compressed_offset_bits();
         let offset = self.word & ((1 << bits) - 1);
         let sectors = (self.word & !(COPIED | COMPRESSED)) >> bits;
         CompressedAt {
             offset,
-            // The count is of sectors beyond the one that the first byte lies in.
+            // The count is the number of sectors after the one with the first byte.
             len: (sectors + 1) * 512 - (offset & 511),
         }
     }
 
-    /// Returns true if the entry has the zero flag in an image of version 2, which does not define it. The cluster may be
-    /// meant to hold zeros, the data at the entry's offset, or the backing file's.
+    /// Returns true if the entry has the zero flag in an image of version 2, which does not define the flag. The
+    /// cluster may be meant to hold zeros, the data at the entry's offset, or the backing file's data.
     pub const fn has_unknown_zero_flag(self, shape: Shape) -> bool {
         shape.version < 3 && !self.is_compressed() && self.word & ZERO != 0
     }
@@ -169,8 +169,8 @@ impl Entry {
         }
     }
 
-    /// Whether the entry after `count` more clusters goes on where this one would: the same kind, and the host cluster
-    /// that follows.
+    /// Returns true if `other`, the entry `count` clusters later, continues this one's run: it has the same kind, and
+    /// the host cluster that follows.
     pub const fn continues(self, shape: Shape, count: u64, other: Self) -> bool {
         if self.is_compressed() || self.bitmap != other.bitmap {
             return false;
@@ -178,7 +178,7 @@ impl Entry {
         self.advanced(shape, count).word == other.word
     }
 
-    /// The entry `count` clusters on in the same run.
+    /// Returns the entry `count` clusters later in the same run.
     pub const fn advanced(self, shape: Shape, count: u64) -> Self {
         match self.host(shape) {
             None => self,

@@ -1,23 +1,23 @@
-//! The header of an image: read, checked, and changed in place.
+//! The header of an image: parsed, checked, and changed in place.
 //!
-//! Layout: `docs/interop/qcow2.txt` of QEMU, "Header". All numbers are big-endian. Only a few fields ever change, each by
-//! a write of the first sector, which a crash leaves old or new.
+//! Layout: `docs/interop/qcow2.txt` of QEMU, "Header". All numbers are big-endian. Only a few fields ever change,
+//! each by a write of the first sector, which a crash leaves old or new.
 
 use crate::shape::Shape;
 
-/// How an image begins.
+/// The first bytes of an image.
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 
-/// Bytes of the header's first sector, which holds every field that changes.
+/// The length in bytes of the header's first sector, which holds every field that changes.
 pub const HEADER_SECTOR: usize = 512;
 
-/// What QEMU accepts at most: bytes of the active L1 table, and of the refcount table.
+/// The maximum lengths in bytes that QEMU accepts for the active L1 table, and for the refcount table.
 pub const L1_BYTES_MAX: u64 = 32 << 20;
 const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
-/// Bytes of a backing file's name.
+/// The maximum length in bytes of a backing file's name.
 const BACKING_NAME_MAX: u32 = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
-/// The most of the first cluster that is read for extensions.
+/// The maximum length in bytes of the first cluster's part that is read for extensions.
 pub const HEADER_AREA_MAX: u64 = 2 << 20;
 
 const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
@@ -32,8 +32,8 @@ pub const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 /// The external data file is a raw image of the disk.
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
 
-/// Larder's: the number of the session that writes the image, or that was cut off, and of its last commit. See
-/// [`crate::journal`].
+/// Larder's own bits: the number of the session that writes the image, or that was cut off, and of its last commit.
+/// See [`crate::journal`].
 pub const AUTOCLEAR_SESSION: u64 = !0xff;
 
 const EXTENSION_END: u32 = 0;
@@ -52,7 +52,7 @@ const OFFSET_REFCOUNT_TABLE: usize = 48;
 const OFFSET_INCOMPATIBLE: usize = 72;
 const OFFSET_AUTOCLEAR: usize = 88;
 
-/// How clusters are compressed.
+/// The compression type of clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Compression {
@@ -61,7 +61,7 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// Its name in QEMU.
+    /// Returns the type's name in QEMU.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Zlib => "zlib",
@@ -70,62 +70,62 @@ impl Compression {
     }
 }
 
-/// A table in the image.
+/// The location of a table in the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableAt {
-    /// Its first byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// How many entries of 8 bytes it has.
+    /// The number of entries, of 8 bytes each.
     pub entries: u64,
 }
 
-/// Persistent bitmaps, as the header extension has them.
+/// The location of persistent bitmaps, from the header extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bitmaps {
-    /// How many.
+    /// The number of bitmaps.
     pub count: u32,
-    /// Bytes of their directory.
+    /// The length in bytes of the bitmap directory.
     pub directory_len: u64,
-    /// Where that is.
+    /// The offset of the bitmap directory.
     pub directory_offset: u64,
 }
 
-/// What a header says.
+/// The content of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Cluster size and the like.
+    /// The cluster size and other parameters of the format.
     pub shape: Shape,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub size: u64,
     /// The active L1 table.
     pub l1: TableAt,
     /// The refcount table.
     pub refcount_table: TableAt,
-    /// How many internal snapshots there are, and where their table is.
+    /// The number of internal snapshots.
     pub snapshots: u32,
-    /// See `snapshots`; anything if there are none.
+    /// The offset of the snapshot table; any value if there are no snapshots.
     pub snapshots_offset: u64,
-    /// How clusters are compressed.
+    /// The compression type of clusters.
     pub compression: Compression,
     /// The refcounts may be wrong, because they are written lazily.
     pub dirty: bool,
-    /// A program found the image corrupt and marked it so.
+    /// A program has found the image corrupt and marked it so.
     pub corrupt: bool,
     /// Refcounts are to be written lazily.
     pub lazy_refcounts: bool,
     /// Feature bits that a program which does not know them must clear before it writes.
     pub autoclear: u64,
-    /// The backing file's name as the image has it.
+    /// The backing file's name as stored in the image.
     pub backing_file: Option<String>,
-    /// The backing file's format as the image has it.
+    /// The backing file's format as stored in the image.
     pub backing_format: Option<String>,
-    /// The external data file's name as the image has it.
+    /// The external data file's name as stored in the image.
     pub data_file: Option<String>,
-    /// Persistent bitmaps.
+    /// The location of persistent bitmaps.
     pub bitmaps: Option<Bitmaps>,
 }
 
-/// The first bytes of something in words.
+/// Describes the first bytes of a file in words.
 fn beginning_text(bytes: [u8; 4]) -> String {
     match bytes {
         [0, 0, 0, 0] => "zeros".to_owned(),
@@ -136,7 +136,7 @@ fn beginning_text(bytes: [u8; 4]) -> String {
     }
 }
 
-/// Why a header is refused.
+/// The reason why a header is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HeaderError {
@@ -181,10 +181,10 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Header {
-    /// How many bytes of the image [`Header::parse`] needs, judging by its first sector.
+    /// Returns the number of bytes of the image that [`Header::parse`] needs, according to its first sector.
     ///
     /// # Errors
-    /// It does not begin like an image.
+    /// The sector does not begin like an image.
     pub fn area(sector: &[u8]) -> Result<u64, HeaderError> {
         if sector.len() < 72 {
             return Err(HeaderError::Truncated(sector.len() as u64));
@@ -195,7 +195,7 @@ impl Header {
         Ok(1 << cluster_bits(sector)?)
     }
 
-    /// Reads a header from the first cluster of an image (or what there is of it).
+    /// Parses a header from the first cluster of an image (or the existing part of it).
     ///
     /// # Errors
     /// See [`HeaderError`].
@@ -316,7 +316,7 @@ impl Header {
         let snapshots = u32_at(area, OFFSET_SNAPSHOTS);
         within("the number of snapshots", snapshots.into(), 0, SNAPSHOTS_MAX.into())?;
         let snapshots_offset = match snapshots {
-            // There is none; a check tells of what makes no sense.
+            // There is no table; a check reports an invalid offset.
             0 => u64_at(area, OFFSET_SNAPSHOTS_TABLE),
             _ => aligned("the snapshot table's offset", u64_at(area, OFFSET_SNAPSHOTS_TABLE))?,
         };
@@ -340,34 +340,34 @@ impl Header {
     }
 }
 
-/// Puts a disk size into a header's first sector.
+/// Sets the disk size in a header's first sector.
 pub fn set_size(sector: &mut [u8], size: u64) {
     sector[OFFSET_SIZE..OFFSET_SIZE + 8].copy_from_slice(&size.to_be_bytes());
 }
 
-/// How many snapshots a header's first sector tells of.
+/// Returns the number of snapshots in a header's first sector.
 pub fn snapshots(sector: &[u8]) -> u32 {
     u32_at(sector, OFFSET_SNAPSHOTS)
 }
 
-/// Says in a header's first sector, of an image without snapshots, that there is no snapshot table.
+/// Clears the snapshot table's offset in the first header sector of an image without snapshots.
 pub fn clear_snapshots_offset(sector: &mut [u8]) {
     sector[OFFSET_SNAPSHOTS_TABLE..OFFSET_SNAPSHOTS_TABLE + 8].fill(0);
 }
 
-/// Puts the active L1 table's place into a header's first sector.
+/// Sets the active L1 table's location in a header's first sector.
 pub fn set_l1(sector: &mut [u8], table: TableAt) {
     sector[OFFSET_L1_SIZE..OFFSET_L1_SIZE + 4].copy_from_slice(&(table.entries as u32).to_be_bytes());
     sector[OFFSET_L1..OFFSET_L1 + 8].copy_from_slice(&table.offset.to_be_bytes());
 }
 
-/// Puts the refcount table's place into a header's first sector.
+/// Sets the refcount table's location in a header's first sector.
 pub fn set_refcount_table(sector: &mut [u8], offset: u64, clusters: u32) {
     sector[OFFSET_REFCOUNT_TABLE..OFFSET_REFCOUNT_TABLE + 8].copy_from_slice(&offset.to_be_bytes());
     sector[56..60].copy_from_slice(&clusters.to_be_bytes());
 }
 
-/// The autoclear bits in a header's first sector; version 2 has none.
+/// Returns the autoclear bits in a header's first sector; 0 in version 2, which has none.
 pub fn autoclear(sector: &[u8]) -> u64 {
     match u32_at(sector, 4) {
         ..3 => 0,
@@ -406,7 +406,7 @@ fn cluster_bits(sector: &[u8]) -> Result<u32, HeaderError> {
 
 fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderError> {
     let (offset, len) = (u64_at(area, 8), u32_at(area, 16));
-    // Also without a name: the header extensions end there.
+    // Checked without a name too, because the header extensions end at this offset.
     if offset > cluster_len {
         return Err(HeaderError::Field {
             field: "the offset of the backing file's name",
@@ -428,7 +428,7 @@ fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderE
     text(&area[offset as usize..end as usize], "backing file's name")
 }
 
-/// A name in a header. A zero byte ends it, as QEMU reads it; one that is empty says nothing.
+/// Decodes a name in a header. A zero byte ends it, as in QEMU. An empty name counts as none.
 fn text(bytes: &[u8], what: &'static str) -> Result<Option<String>, HeaderError> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let text = std::str::from_utf8(&bytes[..end]).map_err(|_| HeaderError::Text(what))?;
@@ -441,7 +441,7 @@ struct Extensions<'a>(Vec<(u32, &'a [u8])>);
 impl<'a> Extensions<'a> {
     fn read(area: &'a [u8], from: usize) -> Result<Self, HeaderError> {
         let mut found = Vec::new();
-        // The backing file's name begins where the extensions end.
+        // The backing file's name begins at the end of the extensions.
         let name_at = u64_at(area, 8);
         let end = match name_at {
             0 => area.len(),
@@ -487,7 +487,7 @@ impl<'a> Extensions<'a> {
         })
     }
 
-    /// What the image's table of names calls these incompatible features.
+    /// Returns the names of these incompatible features in the image's feature name table.
     fn feature_names(&self, bits: u64) -> String {
         let table = self.find(EXTENSION_FEATURE_NAMES).unwrap_or_default();
         let name_of = |bit: u32| {

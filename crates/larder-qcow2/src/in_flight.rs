@@ -1,7 +1,7 @@
-//! Which requests are under way, so that a cluster that they may touch is not given to somebody else.
+//! The requests in flight, so that a cluster that they may access is not reused.
 //!
-//! Requests are counted by epoch. A cluster that is freed in an epoch may be used again once every request of that
-//! epoch and those before it has ended.
+//! Requests are counted by epoch. A cluster that is freed in an epoch may be reused once every request of that epoch
+//! and of earlier ones has ended.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -9,20 +9,20 @@ use std::rc::Rc;
 use larder_block::SizeChanges;
 use larder_block::device::Watch;
 
-/// Epochs that can be told apart.
+/// The number of epochs that can be distinguished.
 const EPOCHS: usize = 16;
 
-/// Requests under way, by epoch.
+/// The number of requests in flight, by epoch.
 pub(crate) struct InFlight {
     counts: [Cell<u32>; EPOCHS],
     current: Cell<u64>,
-    /// Every epoch before this one has ended.
+    /// The oldest epoch that may have requests: every earlier one has ended.
     oldest: Cell<u64>,
     /// Raised when an epoch ends.
     pub(crate) ended: Rc<SizeChanges>,
 }
 
-/// A request that is counted until this is dropped.
+/// A request that is counted until this value is dropped.
 pub(crate) struct Counted<'a>(&'a InFlight, u32);
 
 impl Drop for Counted<'_> {
@@ -41,7 +41,7 @@ impl InFlight {
         }
     }
 
-    /// Counts a request; the ticket is for [`Watch::ended`].
+    /// Counts a request, and returns the ticket for [`Watch::ended`].
     pub(crate) fn enter(&self) -> u32 {
         let ticket = (self.current.get() % EPOCHS as u64) as u32;
         let count = &self.counts[ticket as usize];
@@ -49,7 +49,7 @@ impl InFlight {
         ticket
     }
 
-    /// Whether no request is under way.
+    /// Returns true if no request is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.counts.iter().all(|count| count.get() == 0)
     }
@@ -59,7 +59,8 @@ impl InFlight {
         Counted(self, self.enter())
     }
 
-    /// Begins a new epoch if there is one to spare; the one that has ended by then for what is freed now.
+    /// Begins a new epoch if one is available. Returns the epoch that must end before clusters freed now can be
+    /// reused.
     pub(crate) fn next_epoch(&self) -> u64 {
         self.advance();
         let epoch = self.current.get();
@@ -69,13 +70,13 @@ impl InFlight {
         epoch
     }
 
-    /// Whether all requests of `epoch` and those before it have ended.
+    /// Returns true if all requests of `epoch` and of earlier ones have ended.
     pub(crate) fn has_ended(&self, epoch: u64) -> bool {
         self.advance();
         epoch < self.oldest.get()
     }
 
-    /// Waits until every request that is under way now has ended.
+    /// Waits until every request that is in flight now has ended.
     pub(crate) async fn drained(&self) {
         let epoch = self.next_epoch();
         loop {
@@ -84,7 +85,7 @@ impl InFlight {
                 return;
             }
             if self.current.get() == epoch {
-                // There was none to spare.
+                // No epoch was available before.
                 self.next_epoch();
             }
             self.ended.after(generation).await;

@@ -1,28 +1,29 @@
-//! What outlives a killed process: the changes of the mapping since the last commit.
+//! The journal: changes of the mapping since the last commit, in a file that outlives a killed process.
 //!
-//! A guest outlives its disk's server: it goes on with the next one, and every write that had completed must be there,
-//! flushed or not. The data is in the image file, but the mapping that leads to it was in the dead process's memory. So
-//! each change is also noted in memory that the host keeps, a file on tmpfs, before the request completes; the next
-//! process makes the changes again. That costs a copy of 64 bytes. A loss of power takes the journal with it, and the
-//! guest, which then can expect what it had flushed.
+//! A guest outlives its disk's server: it continues with the next one, and every completed write must be there,
+//! flushed or not. The data is in the image file, but the mapping to it was in the dead process's memory. So each
+//! change is also recorded in memory that the host keeps, a file on tmpfs, before the request completes; the next
+//! process replays the changes. That costs a copy of 64 bytes. A power loss destroys the journal together with the
+//! guest, which then can expect flushed data only.
 //!
 //! ```text
 //! byte  0  magic "LRDRJRNL"    8  version, u32    12  bytes of a record, u32
 //!      16  the host's boot ID, 16 bytes           32  session and commit, u64    40  records that fit, u64
 //!      48  first valid record, u64                56  end of the valid records, u64
-//!      64  bytes of the image's identity, u64     72  bytes of its place, u64
-//!      80  identity, then place, up to byte 4096
+//!      64  bytes of the image's identity, u64     72  bytes of its path, u64
+//!      80  identity, then path, up to byte 4096
 //!    4096  records: record n lies at 4096 + n % fit * 64
 //!          guest cluster, count, old entry (2 words), new entry (2 words), 2 words of padding
 //! ```
-//! All numbers have the host's byte order: the journal never leaves it. The session also stands in the image's header,
-//! in autoclear bits, which every other program that opens the image for writing clears, and with it the number of the
-//! last commit, which each commit changes before the image's tables. A journal is only believed if the image has its
-//! session and commit (an older copy of the image, put back in its place, has not), and if what the image maps is what
-//! the journal says it did before. The session begins with 16 bits of the host's boot ID: who misses the journal of a
-//! session of this boot has lost something, who misses one of an earlier boot has not, for the guest was lost with it.
 //!
-//! While a process has a journal in use, its file is locked (`flock`), so that nobody sweeps it away.
+//! All numbers have the host's byte order: the journal never leaves it. The image's header has the session too, in
+//! autoclear bits, which every other program that opens the image for writing clears, and with it the number of the
+//! last commit, which each commit changes before the image's tables. A journal is valid only if the image has its
+//! session and commit (an older copy of the image, restored in its place, does not), and if the image's mapping is
+//! the journal's old mapping. The session begins with 16 bits of the host's boot ID. So a missing journal of a
+//! session of this boot means lost changes; one of an earlier boot does not, because the guest was lost with it.
+//!
+//! While a process uses a journal, its file is locked (`flock`), so that no other process removes it.
 //!
 //! How it fails: without a journal each change is committed before its request completes, which is safe and slow.
 
@@ -50,12 +51,12 @@ const MAGIC: u64 = u64::from_le_bytes(*b"LRDRJRNL");
 const VERSION: u64 = 3;
 const RECORD_WORDS: u64 = 8;
 const HEADER_WORDS: u64 = 512;
-/// 512 KiB of records; more changes than that wait for a commit.
+/// The maximum number of records (512 KiB); further changes wait for a commit.
 const RECORDS: u64 = 1 << 13;
-/// Bytes of a journal.
+/// The length of a journal in bytes.
 pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS * RECORD_WORDS) * 8;
 
-/// The interval between two tries to lock a journal.
+/// The interval between two attempts to lock a journal.
 const LOCK_STEP: Duration = Duration::from_millis(5);
 
 const AT_SESSION: u64 = 4;
@@ -64,10 +65,10 @@ const AT_END: u64 = 7;
 const AT_IDENTITY_LEN: u64 = 8;
 const AT_PLACE_LEN: u64 = 9;
 const AT_NAMES: u64 = 10;
-/// Bytes for identity and place together.
+/// The space for identity and path together, in bytes.
 const NAMES_BYTES: usize = ((HEADER_WORDS - AT_NAMES) * 8) as usize;
 
-/// A change of the mapping: `count` guest clusters from `cluster` on, which were a run that began with `old`, are one
+/// A change of the mapping: the `count` guest clusters from `cluster` on, a run that began with `old`, become a run
 /// that begins with `new`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
@@ -77,39 +78,39 @@ pub(crate) struct Record {
     pub(crate) new: Entry,
 }
 
-/// Which image a journal is of.
+/// The identity of a journal's image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageId {
-    /// What no other image of the host has, not even one that comes after it; empty if there is no such thing.
+    /// Bytes that no other image of the host has, not even a later one; empty if there are no such bytes.
     pub identity: Vec<u8>,
-    /// Where it was, for people and for who wants to know whether it is still there.
+    /// The path of the image, for messages, and to check that the image still exists.
     pub place: Vec<u8>,
 }
 
-/// What a journal says, read without changing it.
+/// The content of a journal, read without changing it.
 #[derive(Clone, Debug)]
 pub struct Left {
     /// The session and commit that the changes follow; 0 if none.
     pub session: u64,
-    /// Of which image.
+    /// The image of the changes.
     pub image: ImageId,
-    /// How many changes are noted.
+    /// The number of recorded changes.
     pub changes: u64,
     start: u64,
     pub(crate) records: Vec<Record>,
 }
 
 impl Left {
-    /// Whether the changes are of the image whose header has `session`.
+    /// Returns true if the changes belong to the image whose header has `session`.
     pub fn fits(&self, session: u64) -> bool {
         fits(self.session, session)
     }
 
-    /// Reads what is in the journal `file`, without the changes; `None` if it is none of this version, or not of this
-    /// start of the host.
+    /// Reads the journal `file` without its changes. Returns `None` if it is no journal of this version, or not from
+    /// this boot of the host.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn head(file: &File) -> io::Result<Option<Self>> {
         if file.metadata()?.len() != JOURNAL_BYTES {
             return Ok(None);
@@ -139,15 +140,15 @@ impl Left {
         }))
     }
 
-    /// The guest clusters whose mapping the changes are of, if they were read: the first, and how many.
+    /// Returns the guest clusters whose mapping is changed, if the changes were read: the first, and the count.
     pub fn guest_clusters(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.records.iter().map(|record| (record.cluster, record.count))
     }
 
-    /// Reads what is in the journal `file`, with the changes. It is no longer in use.
+    /// Reads the journal `file` with its changes. It must not be in use any more.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn read(file: &File) -> io::Result<Option<Self>> {
         let Some(mut left) = Self::head(file)? else {
             return Ok(None);
@@ -171,13 +172,13 @@ fn native_words(bytes: &[u8]) -> Vec<u64> {
     words.collect()
 }
 
-/// Whether a journal of the boot ID `boot` was written since the host was started. One on tmpfs was, whatever ID that was:
-/// containers have one of their own, which a service of theirs does not see if it has a `/proc` of its own.
+/// Returns true if a journal with the boot ID `boot` was written since the host was booted. One on tmpfs always was:
+/// containers have their own boot ID, which a service in them does not see if it has its own `/proc`.
 fn is_of_this_start(file: &File, boot: [u64; 2]) -> io::Result<bool> {
     Ok(is_tmpfs(&rustix::fs::fstatfs(file)?) || boot == boot_id()?)
 }
 
-/// Whether the words of a header are of this version, and make sense.
+/// Returns true if the words of a header are of this version, and valid.
 fn is_valid(is_of_this_start: bool, word: impl Fn(u64) -> u64) -> bool {
     let (start, end) = (word(AT_START), word(AT_END));
     is_of_this_start
@@ -190,7 +191,7 @@ fn is_valid(is_of_this_start: bool, word: impl Fn(u64) -> u64) -> bool {
         && end - start <= RECORDS
 }
 
-/// How a journal begins.
+/// Returns the first words of a journal.
 fn head(boot: [u64; 2]) -> [u64; 4] {
     [MAGIC, VERSION | (RECORD_WORDS * 8) << 32, boot[0], boot[1]]
 }
@@ -212,8 +213,8 @@ impl Record {
     }
 }
 
-/// Locks a journal's file. A process that looks whether it can be removed has it locked for a moment, and a server that was
-/// killed until the kernel has taken it apart.
+/// Locks a journal's file. Another process that checks whether the file can be removed holds the lock for a moment,
+/// and a killed server until the kernel has ended it.
 fn lock(file: &File) -> io::Result<()> {
     const BUSY: &str = "a server of this image is running";
     let mut wait = LockWait::new(LockKind::Flock);
@@ -228,28 +229,29 @@ fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// A number for a session, in its place among the autoclear bits: 16 bits tell this start of the host from others, 16
-/// this session, 24 its commits, whose first number does not matter.
+/// Returns a number for a session, at its position in the autoclear bits: 16 bits identify this boot of the host, 16
+/// the session, 24 its commits, whose first number is arbitrary.
 pub(crate) fn new_session() -> u64 {
     let random = RandomState::new().build_hasher().finish();
     let boot = boot_id().map_or(random, |id| id[1]);
     boot << 48 | 1 << 32 | (random >> 16) & AUTOCLEAR_SESSION
 }
 
-/// The session with its next commit.
+/// Returns the session with its next commit.
 fn next_commit(session: u64) -> u64 {
     const COMMITS: u64 = AUTOCLEAR_SESSION & 0xffff_ffff;
     let one = 1 << COMMITS.trailing_zeros();
     session & !COMMITS | session.wrapping_add(one) & COMMITS
 }
 
-/// Whether a journal that has `noted` is of the image that has `found`: the commit that was under way may be there.
+/// Returns true if a journal with the session `noted` belongs to an image with the session `found`. The image may
+/// have the number of the commit that was in progress.
 fn fits(noted: u64, found: u64) -> bool {
     found != 0 && noted != 0 && (found == noted || found == next_commit(noted))
 }
 
-/// Whether a session was begun since the host was started; one of an earlier start, or of another host, is taken for
-/// one of this with a chance of 1 in 65536.
+/// Returns true if a session was begun since the host was booted. A session of an earlier boot, or of another host,
+/// is mistaken for one of this boot with a probability of 1 in 65536.
 pub fn is_of_this_boot(session: u64) -> bool {
     session != 0 && boot_id().is_ok_and(|id| id[1] << 48 == session & 0xffff << 48)
 }
@@ -259,15 +261,15 @@ pub struct Journal {
     words: NonNull<u64>,
     start: Cell<u64>,
     end: Cell<u64>,
-    /// Records that somebody is going to append.
+    /// The number of reserved records that are not appended yet.
     promised: Cell<u64>,
-    /// Its file, locked, to be removed when the image is left tidy.
+    /// The locked file, which is removed when the image is closed cleanly.
     file: Option<(PathBuf, File)>,
-    /// Announces that it has become half full.
+    /// Announces that the journal has become half full.
     pub(crate) half_full: Rc<SizeChanges>,
 }
 
-/// Room for records; what is not used is given back when this is dropped.
+/// Space for records; the reservation ends when this value is dropped.
 pub(crate) struct Room<'a> {
     journal: &'a Journal,
     records: u64,
@@ -281,11 +283,11 @@ impl Drop for Room<'_> {
 }
 
 impl Journal {
-    /// Opens or makes the journal of an image at `path`, which should be on tmpfs, for nobody else to read. What is there
-    /// of another image is forgotten.
+    /// Opens or creates the journal of an image at `path`, which should be on tmpfs, readable by this user only.
+    /// Records of another image there are discarded.
     ///
     /// # Errors
-    /// The host's; `ResourceBusy` if another process keeps it.
+    /// The host's error; `ResourceBusy` if another process uses the journal.
     pub fn open(path: &Path, image: &ImageId) -> io::Result<Self> {
         let file = Self::lock(path)?;
         let left = Left::head(&file)?;
@@ -298,10 +300,10 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Opens or makes the file of a journal, for nobody else to use as long as it is open.
+    /// Opens or creates the file of a journal, and locks it as long as it is open.
     ///
     /// # Errors
-    /// The host's; `ResourceBusy` if another process keeps it.
+    /// The host's error; `ResourceBusy` if another process uses the journal.
     pub fn lock(path: &Path) -> io::Result<File> {
         loop {
             let file = File::options()
@@ -319,7 +321,7 @@ impl Journal {
         }
     }
 
-    /// Notes which image it is of; a place that is too long is left out.
+    /// Records the journal's image; a path that is too long is omitted.
     fn name(&self, image: &ImageId) {
         let mut bytes = image.identity.clone();
         let fits = image.identity.len() + image.place.len() <= NAMES_BYTES;
@@ -333,34 +335,34 @@ impl Journal {
         self.store(AT_PLACE_LEN, place.len() as u64);
     }
 
-    /// The name of its file.
+    /// Returns the path of the journal's file.
     pub(crate) fn place(&self) -> String {
         self.file
             .as_ref()
             .map_or_else(String::new, |(path, _)| path.display().to_string())
     }
 
-    /// Removes its file: the image needs no journal any more.
+    /// Removes the journal's file: the image needs no journal any more.
     pub(crate) fn remove(&self) {
         self.begin(0);
         if let Some((path, _)) = &self.file {
-            // A journal that stays is not believed.
+            // A file that cannot be removed is an invalid journal.
             let _ = std::fs::remove_file(path);
         }
     }
 
-    /// Maps the journal in `file`, which is made as long as it must be. What it holds is forgotten unless it was written
-    /// since the host was started, by a process of this version.
+    /// Maps the journal in `file`, which is extended to its full length. The content is discarded unless it was
+    /// written since the host was booted, by a process of this version.
     ///
     /// # Errors
-    /// The host's: no space, no memory.
+    /// The host's error: no space, no memory.
     pub fn map(file: &File) -> io::Result<Self> {
         if file.metadata()?.len() != JOURNAL_BYTES {
             rustix::fs::ftruncate(file, 0)?;
-            // Allocated, because a page that the file system has no room for would kill the process.
+            // Allocated now, because a page without space in the file system would kill the process.
             rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, JOURNAL_BYTES)?;
         }
-        // SAFETY: a new mapping, wherever the kernel likes.
+        // SAFETY: a new mapping, at an address of the kernel's choice.
         let memory = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -398,7 +400,7 @@ impl Journal {
 
     fn word(&self, at: u64) -> &AtomicU64 {
         debug_assert!(at < JOURNAL_BYTES / 8);
-        // SAFETY: inside the mapping, which lives as long as this does; aligned; and only ever used atomically.
+        // SAFETY: inside the mapping, which lives as long as this value; aligned; and only ever accessed atomically.
         unsafe { AtomicU64::from_ptr(self.words.as_ptr().add(at as usize)) }
     }
 
@@ -406,45 +408,45 @@ impl Journal {
         self.word(at).load(Ordering::Acquire)
     }
 
-    /// In program order: who reads after the process was killed sees a prefix of its stores.
+    /// Stores in program order: a process that reads after this one was killed sees a prefix of its stores.
     fn store(&self, at: u64, value: u64) {
         self.word(at).store(value, Ordering::Release);
     }
 
-    /// Whether the records are of the image whose header has `session`.
+    /// Returns true if the records belong to the image whose header has `session`.
     pub(crate) fn fits(&self, session: u64) -> bool {
         fits(self.load(AT_SESSION), session)
     }
 
-    /// Notes the session and commit that the image has, which the journal fits.
+    /// Records the session and commit of the image, to which the journal belongs.
     pub(crate) fn go_on(&self, session: u64) {
         self.store(AT_SESSION, session);
     }
 
-    /// What the image is to have before the next commit changes its tables.
+    /// Returns the session and commit that the image must get before the next commit changes its tables.
     pub(crate) fn next_commit(&self) -> u64 {
         next_commit(self.load(AT_SESSION))
     }
 
-    /// A commit, whose number the image has, is done with the records before `end`.
+    /// Records a completed commit, whose number the image has, and discards the records before `end`.
     pub(crate) fn committed(&self, session: u64, end: u64) {
         self.forget(end);
         self.store(AT_SESSION, session);
     }
 
-    /// Forgets all records and begins a session.
+    /// Discards all records and begins a session.
     pub(crate) fn begin(&self, session: u64) {
         self.store(AT_SESSION, 0);
         self.forget(self.end.get());
         self.store(AT_SESSION, session);
     }
 
-    /// How many more records fit.
+    /// Returns the number of records that still fit.
     fn free(&self) -> u64 {
         RECORDS - (self.end.get() - self.start.get())
     }
 
-    /// Room for so many records; `None` if a commit must make some first.
+    /// Reserves space for `records` records; `None` if a commit must free some first.
     pub(crate) fn room(&self, records: u64) -> Option<Room<'_>> {
         if self.free() < self.promised.get() + records {
             return None;
@@ -453,26 +455,26 @@ impl Journal {
         Some(Room { journal: self, records })
     }
 
-    /// Returns whether a commit is due, so that no request has to wait for room.
+    /// Returns true if a commit is due, so that no request has to wait for space.
     pub(crate) fn is_half_full(&self) -> bool {
         self.free() <= RECORDS / 2
     }
 
-    /// The end of the records as they are now.
+    /// Returns the present end of the records.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
     }
 
-    /// Forgets the records before `end`.
+    /// Discards the records before `end`.
     fn forget(&self, end: u64) {
         self.start.set(end.max(self.start.get()));
         self.store(AT_START, self.start.get());
     }
 
-    /// Notes a change.
+    /// Appends a change.
     ///
     /// # Panics
-    /// If there is no room.
+    /// If there is no space.
     pub(crate) fn append(&self, record: Record) {
         assert!(
             self.free() > 0,
@@ -491,7 +493,7 @@ impl Journal {
         {
             self.store(at + index as u64, word);
         }
-        // Killed before this, the record was never there, and its request has not completed.
+        // After a kill before this store, the record does not exist, and its request has not completed.
         self.end.set(self.end.get() + 1);
         self.store(AT_END, self.end.get());
         if self.free() == RECORDS / 2 {
@@ -499,7 +501,7 @@ impl Journal {
         }
     }
 
-    /// All records, oldest first.
+    /// Returns all records, oldest first.
     pub(crate) fn records(&self) -> Vec<Record> {
         (self.start.get()..self.end.get())
             .map(Self::slot)
@@ -519,7 +521,7 @@ impl Drop for Journal {
     }
 }
 
-/// Which start of the host this is.
+/// Returns the boot ID of the host as two words.
 fn boot_id() -> io::Result<[u64; 2]> {
     let id = larder_block::boot::boot_id()?;
     Ok([(id >> 64) as u64, id as u64])
@@ -545,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_outlives_its_process() {
+    fn journal_outlives_its_process() {
         let file = tempfile::tempfile().expect("a file");
         let journal = Journal::map(&file).expect("it can be mapped");
         journal.begin(77);

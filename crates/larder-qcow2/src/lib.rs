@@ -1,8 +1,8 @@
 //! The qcow2 format (QEMU `docs/interop/qcow2.txt`, versions 2 and 3) as a block device over block devices.
 //!
-//! [`Qcow2`] is the disk. A request looks its clusters up in the [`map`], which covers the whole disk, and goes straight
-//! on to the image file; what changes the mapping is changed in memory, and [`commit`] makes it durable when the guest
-//! flushes. No look-up waits for another.
+//! [`Qcow2`] is the disk. A request looks its clusters up in the [`map`], which covers the whole disk, and goes
+//! straight to the image file. Changes of the mapping are made in memory, and [`commit`] makes them durable when the
+//! guest flushes. No look-up waits for another.
 
 pub mod bitmap;
 pub mod check;

@@ -94,7 +94,8 @@ pub struct FileDevice {
     is_local: bool,
     /// The number of times that this device has extended the file.
     times_grown: Cell<u64>,
-    /// How a read in the call avoids waiting: with RWF_NOWAIT, or plainly where the file is memory.
+    /// The way in which a read in the call avoids waiting: with RWF_NOWAIT, or without flags where the file is
+    /// memory.
     read_in_call: Cell<InCall>,
     write_in_call: Cell<InCall>,
     /// Buffered writes that still go through io_uring since the last slow one.

@@ -122,7 +122,7 @@ impl<'a> Walk<'a> {
             self.l1(&l1).await?;
             walked.push(l1);
         }
-        // One that is cut off is longer than what could be read of it.
+        // The length of a table that is cut off is at least one byte more than the readable part.
         let len = match table.is_cut {
             true => self.image.size().saturating_sub(header.snapshots_offset) + 1,
             false => table.len,
@@ -155,7 +155,7 @@ impl<'a> Walk<'a> {
         let bytes = image.read_bytes(offset, shape.cluster_len()).await?;
         self.note_cut_table(l1, l1_index, offset);
         let active = l1.snapshot.is_none();
-        // Where the next cluster would be if it were not fragmented.
+        // The offset of the next cluster if the disk were not fragmented.
         let mut next = None;
         for (index, entry) in entries(image, &bytes).enumerate() {
             if entry == Entry::UNALLOCATED {
@@ -176,7 +176,7 @@ impl<'a> Walk<'a> {
             let Some((at, len)) = examined.refers_to else {
                 continue;
             };
-            // QEMU does not count what it finds senseless.
+            // QEMU does not count entries that it considers invalid.
             let senseless = entry.is_compressed() && entry.bitmap != 0 && !self.mended;
             let gone = self.mended && examined.is_dropped();
             if !senseless && !gone {
@@ -186,7 +186,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// An L2 table of which the end is missing: every program takes the rest for zeros, in which nothing is allocated.
+    /// Reports an L2 table whose end is missing: every program reads the rest as zeros, which means unallocated.
     fn note_cut_table(&mut self, l1: &L1, l1_index: u64, offset: u64) {
         let (image, shape) = (self.image, self.image.header.shape);
         let Some(there) = image
@@ -213,7 +213,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// As QEMU counts, for the same figures.
+    /// Counts fragmented clusters like QEMU, so that the numbers agree.
     fn count_fragments(&mut self, entry: Entry, examined: &Examined<Entry>, next: &mut Option<u64>) {
         let (report, header) = (&mut self.report, &self.image.header);
         if entry.is_compressed() {
@@ -370,7 +370,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Counts a reference to `len` bytes at `offset` that no repair can do without.
+    /// Counts a reference to `len` bytes at `offset`, without which no repair is possible.
     fn refer(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> Result<(), CheckError> {
         if self.image.holds(offset, len) {
             return self.count(offset, len, Use::Other);
@@ -423,7 +423,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The entries of an L2 table.
+/// Returns the entries of an L2 table.
 pub(super) fn entries<'a>(image: &Image, table: &'a [u8]) -> impl Iterator<Item = Entry> + use<'a> {
     let extended = image.header.shape.extended;
     let mut words = words(table);
@@ -434,7 +434,7 @@ pub(super) fn entries<'a>(image: &Image, table: &'a [u8]) -> impl Iterator<Item 
     })
 }
 
-/// The guest offset of entry `index` of the L2 table of L1 entry `l1_index`.
+/// Returns the guest offset of entry `index` of the L2 table of L1 entry `l1_index`.
 pub(super) fn guest_offset(image: &Image, l1_index: u64, index: usize) -> u64 {
     let shape = image.header.shape;
     ((l1_index << shape.table_bits()) + index as u64) << shape.cluster_bits

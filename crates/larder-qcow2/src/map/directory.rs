@@ -1,7 +1,7 @@
-//! Where the groups of a map are: an array of chunks of groups, of which only those exist that have a group, so that what a
-//! directory takes goes by what is held, and hardly by the size of the disk. An image's header may claim up to 2^63 bytes.
+//! A sparse array of the groups of a map: chunks of groups, of which only non-empty ones are allocated. So its memory
+//! depends on the number of groups, and hardly on the size of the disk: an image's header may claim up to 2^63 bytes.
 
-/// Slots of a chunk: one page of pointers.
+/// The number of slots of a chunk: one page of pointers.
 const CHUNK: usize = 512;
 
 struct Chunk<T> {
@@ -34,19 +34,19 @@ impl<T: Default> Directory<T> {
         }
     }
 
-    /// Makes room for `len` elements at least.
+    /// Extends the array to at least `len` elements.
     pub(super) fn grow(&mut self, len: usize) {
         let chunks = len.div_ceil(CHUNK).max(self.chunks.len());
         self.bytes += (chunks - self.chunks.len()) * size_of::<Option<Box<Chunk<T>>>>();
         self.chunks.resize_with(chunks, || None);
     }
 
-    /// Bytes that it takes, its elements included, and what these own excluded.
+    /// Returns the memory of the array in bytes, its elements included, but not the memory that these own.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// How many elements there are.
+    /// Returns the number of present elements.
     pub(super) fn used(&self) -> usize {
         self.used
     }
@@ -61,7 +61,7 @@ impl<T: Default> Directory<T> {
         self.chunks[index / CHUNK].as_deref_mut()?.slots[index % CHUNK].as_deref_mut()
     }
 
-    /// Returns an element, made if it is absent.
+    /// Returns an element, creating it if it is absent.
     pub(super) fn get_or_insert(&mut self, index: usize) -> &mut T {
         let (bytes, used) = (&mut self.bytes, &mut self.used);
         let chunk = self.chunks[index / CHUNK].get_or_insert_with(|| {
@@ -77,7 +77,7 @@ impl<T: Default> Directory<T> {
         })
     }
 
-    /// Removes an element, if it is there.
+    /// Removes an element, if it is present.
     pub(super) fn remove(&mut self, index: usize) {
         let place = &mut self.chunks[index / CHUNK];
         let Some(chunk) = place.as_deref_mut() else { return };
@@ -93,7 +93,7 @@ impl<T: Default> Directory<T> {
         }
     }
 
-    /// The first element at `from` or after it, or else the first one of all.
+    /// Returns the first element at `from` or after it, or else the first one of all.
     pub(super) fn next(&self, from: usize) -> Option<usize> {
         let found = self.next_after(from);
         found.or_else(|| self.next_after(0))
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directory_takes_memory_for_what_it_has() {
+    fn directory_takes_memory_for_present_elements() {
         let mut directory: Directory<[u64; 16]> = Directory::new();
         directory.grow(1 << 28);
         let empty = directory.bytes();

@@ -1,38 +1,38 @@
-//! The entries of one L2 slice in as few bytes as they allow.
+//! The entries of one L2 slice in as little memory as they allow.
 //!
-//! Four forms, the smallest that fits: one run (clusters that follow each other in the image, or are all alike), a list
-//! of runs, entries packed into 1 to 7 bytes each, or the entries as they are on disk. Every form gives back exactly
-//! the entries that went in, also ones that make no sense.
+//! A leaf has one of four forms, the smallest that fits: one run (clusters that are contiguous in the image, or all
+//! alike), a list of runs, entries packed into 1 to 7 bytes each, or the entries as on disk. Every form gives back
+//! exactly the original entries, invalid ones included.
 
 use smallvec::SmallVec;
 
 use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, ZERO};
 use crate::shape::Shape;
 
-/// The most entries that a leaf has.
+/// The maximum number of entries of a leaf.
 pub const LEAF_ENTRIES_MAX: usize = 512;
 
-/// A list of runs that is changed stays one while it takes no more bytes an entry than this, the most that packed
-/// entries take on disks up to 16 TiB: finding the smallest form takes as long as a write.
+/// The bytes per entry up to which a changed list of runs stays a list: the maximum of packed entries on disks up to
+/// 16 TiB. Finding the smallest form takes as long as a write.
 const RUN_BYTES_KEPT: usize = 5;
-/// Room for so many of them on the stack; others make a list on the heap.
+/// The capacity for runs on the stack; more runs use a list on the heap.
 const RUNS_CHANGED: usize = 128;
 
 /// One L2 slice.
 #[derive(Default)]
 pub(super) enum Leaf {
-    /// Not read yet, or forgotten again.
+    /// Not read yet, or evicted again.
     #[default]
     Absent,
-    /// All one run, which begins with this.
+    /// One run, which begins with this entry.
     Run(Compact),
     Runs(Box<[Run]>),
     Packed(Box<Packed>),
     Raw(Box<[Entry]>),
 }
 
-/// An entry without what follows from its kind: the kind in the low 3 bits, above them a number. For a host cluster
-/// that is its index in the image, for a compressed one the bits that say where it is.
+/// An entry without the bits that follow from its kind: the kind in the low 3 bits, above them a number. For a host
+/// cluster the number is its index in the image, for a compressed one the bits with its location.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Compact(u64);
 
@@ -45,24 +45,24 @@ const ZERO_HOST: u64 = 4;
 const ZERO_SHARED: u64 = 5;
 const COMPRESSED_DATA: u64 = 6;
 
-/// Runs of this many clusters, by the index of the first.
+/// A run of clusters, by the index of its first one.
 #[derive(Clone, Copy)]
 pub(super) struct Run {
     compact: Compact,
     first: u16,
 }
 
-/// Entries of `width` bytes, relative to the lowest place that they name.
+/// Entries of `width` bytes, relative to the lowest location in them.
 pub(super) struct Packed {
-    /// Clusters.
+    /// The lowest location, in clusters.
     base: u64,
     width: u8,
-    /// `width` bytes an entry, little-endian, and 7 more so that 8 can be loaded anywhere.
+    /// `width` bytes per entry, little-endian, and 7 more so that 8 bytes can be loaded anywhere.
     bytes: Box<[u8]>,
 }
 
 impl Compact {
-    /// `None` if the entry has bits that its kind does not explain.
+    /// Returns the compact form; `None` if the entry has bits that do not follow from its kind.
     fn of(shape: Shape, entry: Entry) -> Option<Self> {
         let Entry { word, bitmap } = entry;
         if word & COMPRESSED != 0 {
@@ -143,7 +143,7 @@ impl Compact {
         Entry { word, bitmap }
     }
 
-    /// The one `count` clusters on in the same run.
+    /// Returns the compact entry `count` clusters later in the same run.
     const fn advanced(self, count: u64) -> Self {
         if self.has_host() {
             Self(self.0 + (count << KIND_BITS))
@@ -156,7 +156,7 @@ impl Compact {
         !self.is_compressed() && self.advanced(count) == other
     }
 
-    /// In clusters, the lowest place that packing must be able to name.
+    /// Returns the lowest location that packing must be able to express, in clusters.
     fn place(self, shape: Shape) -> Option<u64> {
         if self.is_compressed() {
             let offset = self.number() & ((1 << shape.compressed_offset_bits()) - 1);
@@ -165,8 +165,8 @@ impl Compact {
         self.has_host().then(|| self.number())
     }
 
-    /// Its number relative to `base` (clusters), for packing. A compressed cluster's sector count goes below its offset,
-    /// so that the number stays small.
+    /// Returns the number relative to `base` (clusters), for packing. A compressed cluster's sector count goes below
+    /// its offset, so that the number stays small.
     fn relative(self, shape: Shape, base: u64) -> u64 {
         if self.is_compressed() {
             let bits = shape.compressed_offset_bits();
@@ -212,7 +212,7 @@ impl Packed {
             .max()
             .unwrap_or(0);
         let width = (64 - widest.leading_zeros()).div_ceil(8).max(1) as usize;
-        // A compressed cluster far away: its shifted offset would not fit.
+        // The shifted offset of a distant compressed cluster may not fit.
         let fits = compacts
             .iter()
             .all(|compact| Compact::from_relative(shape, base, compact.relative(shape, base)) == *compact);
@@ -244,7 +244,7 @@ impl Packed {
         self.bytes[at..at + width].copy_from_slice(&relative.to_le_bytes()[..width]);
     }
 
-    /// Whether it could be stored in place.
+    /// Stores an entry in place. Returns false if it does not fit.
     fn try_set(&mut self, shape: Shape, index: usize, compact: Compact) -> bool {
         if compact.place(shape).is_some_and(|place| place < self.base) {
             return false;
@@ -260,14 +260,14 @@ impl Packed {
 }
 
 impl Leaf {
-    /// All entries unallocated.
+    /// A leaf with all entries unallocated.
     pub(super) const UNALLOCATED: Self = Self::Run(Compact(UNALLOCATED));
 
     pub(super) fn is_loaded(&self) -> bool {
         !matches!(self, Self::Absent)
     }
 
-    /// The smallest form for these entries.
+    /// Returns the smallest form for these entries.
     pub(super) fn of(shape: Shape, entries: &[Entry]) -> Self {
         let mut compacts = SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
         for entry in entries {
@@ -301,7 +301,7 @@ impl Leaf {
         }
     }
 
-    /// Bytes on the heap.
+    /// Returns the memory on the heap in bytes.
     pub(super) fn heap_bytes(&self) -> usize {
         match self {
             Self::Absent | Self::Run(_) => 0,
@@ -311,7 +311,8 @@ impl Leaf {
         }
     }
 
-    /// Entry `index`, and how many follow it in the same run at least, itself included; at most `limit` are looked at.
+    /// Returns entry `index`, and a lower bound of the length of its run, itself included; at most `limit` entries
+    /// are checked.
     pub(super) fn run_at(&self, shape: Shape, index: usize, limit: usize) -> (Entry, usize) {
         let all = 1usize << shape.leaf_bits();
         let limit = limit.min(all - index);
@@ -344,7 +345,7 @@ impl Leaf {
         }
     }
 
-    /// Writes all entries to `entries`.
+    /// Expands all entries to `entries`.
     pub(super) fn expand(&self, shape: Shape, entries: &mut [Entry]) {
         let mut index = 0;
         while index < entries.len() {
@@ -356,7 +357,7 @@ impl Leaf {
         }
     }
 
-    /// What this list of runs becomes when `count` entries from `index` on change; `None` if another form may be
+    /// Returns this list of runs after a change of `count` entries from `index` on; `None` if another form may be
     /// smaller, or is needed.
     fn with_run(&self, shape: Shape, index: usize, count: usize, compact: Compact) -> Option<Self> {
         let all = 1usize << shape.leaf_bits();
@@ -457,7 +458,7 @@ mod tests {
         })
     }
 
-    /// Entries as images have them: runs, scattered clusters, compressed ones, and nonsense.
+    /// Generates entries as in real images: runs, scattered clusters, compressed ones, and invalid ones.
     fn entry(shape: Shape) -> impl Strategy<Value = Entry> {
         let first = if shape.data_file { 0u64 } else { 1 };
         let host = prop_oneof![first..4, 1u64..1 << 24].prop_map(move |index| index << shape.cluster_bits);
@@ -481,7 +482,7 @@ mod tests {
         ]
     }
 
-    /// As the format's description has it.
+    /// Returns true if an entry has a host cluster, according to the format's specification.
     fn has_host(shape: Shape, entry: Entry) -> bool {
         let plain_zero = !shape.extended && entry.word & ZERO != 0;
         entry.word & OFFSET != 0 || (shape.data_file && entry.word & COPIED != 0 && !plain_zero)
@@ -490,7 +491,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
         #[test]
-        fn a_leaf_gives_back_what_went_in(
+        fn leaf_gives_back_original_entries(
             (shape, runs, changes) in shapes().prop_flat_map(|shape| {
                 let run = (entry(shape), prop_oneof![Just(1usize), 1usize..200]);
                 let change = (any::<prop::sample::Index>(), entry(shape), 1usize..40);
@@ -536,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_fragmentation_costs_five_bytes_a_cluster() {
+    fn worst_fragmentation_costs_five_bytes_per_cluster() {
         let shape = Shape {
             cluster_bits: 16,
             extended: false,
