@@ -1,12 +1,13 @@
-//! What the images of a disk keep of their metadata together: an image with a long chain of backing files is not to take the
-//! memory of each again.
+//! The common memory limit for the metadata of a disk's images: an image with a long chain of backing files must not
+//! take the full memory for each of them.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
 use larder_block::ByteLen;
 
-/// The L1 table and the refcount table of one image, at their largest, fit whatever the limit is.
+/// The limit, in bytes, that top-level tables may always use: enough for the largest L1 and refcount tables of one
+/// image.
 const TABLES_MIN: u64 = 48 << 20;
 
 /// The limit for a disk, which its images share equally.
@@ -14,18 +15,18 @@ const TABLES_MIN: u64 = 48 << 20;
 pub struct MetadataMemory {
     limit: u64,
     images: Cell<u64>,
-    /// Bytes of the top-level tables of all images, which are held as a whole.
+    /// The length in bytes of the top-level tables of all images, which are always loaded completely.
     tables: Cell<u64>,
 }
 
-/// There is no room for the top-level tables of another image.
+/// The top-level tables of another image do not fit into the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TooMuch {
     pub(crate) allowed: u64,
 }
 
 impl MetadataMemory {
-    /// A limit of `limit` bytes.
+    /// Creates a limit of `limit` bytes.
     pub fn new(limit: ByteLen) -> Rc<Self> {
         Rc::new(Self {
             limit: limit.get(),
@@ -34,7 +35,7 @@ impl MetadataMemory {
         })
     }
 
-    /// The whole limit, in bytes.
+    /// Returns the whole limit, in bytes.
     pub fn limit(&self) -> ByteLen {
         ByteLen::new(self.limit)
     }
@@ -42,7 +43,7 @@ impl MetadataMemory {
     /// Counts an image whose top-level tables take `tables` bytes, until the share is dropped.
     ///
     /// # Errors
-    /// There is no room for them.
+    /// The tables do not fit into the limit.
     pub(crate) fn share(self: &Rc<Self>, tables: u64) -> Result<MetadataShare, TooMuch> {
         let allowed = self.limit.max(TABLES_MIN);
         let all = self.tables.get().saturating_add(tables);
@@ -58,7 +59,7 @@ impl MetadataMemory {
     }
 }
 
-/// What one image has of it.
+/// The share of one image.
 #[derive(Debug)]
 pub(crate) struct MetadataShare {
     of: Rc<MetadataMemory>,
@@ -66,7 +67,7 @@ pub(crate) struct MetadataShare {
 }
 
 impl MetadataShare {
-    /// The bytes that its map may hold.
+    /// Returns the memory limit of the image's map, in bytes.
     pub(crate) fn map_bytes(&self) -> usize {
         let for_maps = self.of.limit.saturating_sub(self.of.tables.get());
         usize::try_from(for_maps / self.of.images.get().max(1)).unwrap_or(usize::MAX)
@@ -94,7 +95,7 @@ mod tests {
         assert_eq!(memory.share(41 << 20).expect_err("no room").allowed, 100 << 20);
         drop(one);
         assert_eq!(two.map_bytes(), 60 << 20);
-        // One image at least can be opened.
+        // At least one image can always be opened.
         let none = MetadataMemory::new(ByteLen::ZERO);
         assert_eq!(none.share(40 << 20).expect("room").map_bytes(), 0);
     }

@@ -1,4 +1,4 @@
-//! Opening an image: its header and tables are read and checked before anything is believed.
+//! Opening an image: its header and tables are read and checked before they are trusted.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -28,27 +28,29 @@ use crate::refcount::{self, Refcounts};
 use crate::shape::Shape;
 use crate::space::{Space, search_ahead};
 
-/// How to open an image.
+/// Options for opening an image.
 pub struct OpenOptions {
     /// Refuse changes.
     pub read_only: bool,
-    /// What the images of the disk together may keep of their metadata.
+    /// The common memory limit for the metadata of the disk's images.
     pub metadata_memory: Rc<MetadataMemory>,
-    /// Where changes of the mapping are noted for a process that comes after this one, should it be killed. What it has
-    /// is forgotten if it does not fit the image: whoever opens it has seen to that.
+    /// The journal in which changes of the mapping are recorded for the next process, in case this one is killed. Its
+    /// content is discarded if it does not fit the image, so the caller must have checked it before.
     pub journal: Option<Journal>,
-    /// What a killed process left in a journal that this one cannot go on with, another user's. It is in the image when
-    /// that is open; one that is opened read-only stays as it is, and reads as if it were there.
+    /// The changes in a killed process's journal that this process cannot use itself, because it belongs to another
+    /// user. They are committed to the image when it is opened. A read-only image is not changed, and reads as if it
+    /// had them.
     pub left: Option<Left>,
-    /// Read all metadata in the background, as far as that goes; otherwise it is read when it is needed.
+    /// Read all metadata in the background, within the memory limit; otherwise it is read when it is needed.
     pub load_ahead: bool,
 }
 
-/// Enough for 3 TiB of the worst fragmentation at 64 KiB clusters, and for any contiguous disk.
+/// The default memory limit, enough for 3 TiB of the worst fragmentation at 64 KiB clusters, and for any contiguous
+/// disk.
 pub const METADATA_MEMORY_DEFAULT: ByteLen = ByteLen::mib(256);
 
-/// Refcount blocks for space behind the end of the file that are looked at before the whole image is. A sound image has
-/// one or two.
+/// The maximum number of refcount blocks for clusters past the end of the file that are checked before the whole
+/// image is checked. A sound image has one or two.
 const BLOCKS_PAST_END_MAX: usize = 16;
 
 impl Default for OpenOptions {
@@ -63,16 +65,16 @@ impl Default for OpenOptions {
     }
 }
 
-/// The other files that an image needs, opened.
+/// The other open files that an image needs.
 #[derive(Default)]
 pub struct Others {
-    /// The backing file, if the header names one.
+    /// The backing file, if the header has one.
     pub backing: Option<Rc<dyn BlockDevice>>,
-    /// The external data file, if the header says that there is one.
+    /// The external data file, if the header has one.
     pub data_file: Option<Rc<dyn BlockDevice>>,
 }
 
-/// Why an image cannot be opened.
+/// The reason why an image cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
@@ -142,7 +144,7 @@ pub async fn read_header(file: &Rc<dyn BlockDevice>) -> Result<Header, OpenError
     Header::parse(&area).map_err(refused)
 }
 
-/// The first cluster, or what there is of it.
+/// Reads the first cluster, or the existing part of it.
 pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, OpenError> {
     let size = file.geometry().size.get();
     let read = async |len: u64| {
@@ -158,17 +160,17 @@ pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, 
     Ok(read(area.min(HEADER_AREA_MAX)).await?)
 }
 
-/// An image with its tables read, and the changes that a killed server left for it.
+/// An image whose tables were read, and the changes that a killed server left for it.
 struct Opened {
     image: Rc<Qcow2>,
     left: Option<Left>,
-    /// Changes to make again, and where they are noted.
+    /// Changes to replay, and the path of their journal.
     changes: Option<(Vec<Record>, String)>,
 }
 
 impl Qcow2 {
-    /// Opens the image in `file`, a device with blocks of 512 bytes. The first request can follow at once: no more than
-    /// the header and the top-level tables is read.
+    /// Opens the image in `file`, a device with blocks of 512 bytes. Only the header and the top-level tables are
+    /// read, so the first request can follow at once.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -184,7 +186,7 @@ impl Qcow2 {
         if let Replayed::NoRoom = opened.replay().await? {
             free_leaks(&file, check_options(&file, metadata_memory.limit()).await).await?;
             let Opened { image, left, .. } = opened;
-            // Nothing else has it yet.
+            // No other owner has the image yet.
             let Some(image) = Rc::into_inner(image) else {
                 unreachable!("the image is in use before it is open");
             };
@@ -210,7 +212,7 @@ impl Qcow2 {
         let Opened { image, left, .. } = opened;
         let read_only = image.geometry.get().read_only;
         if left.is_some() && !read_only {
-            // The other journal is not gone on with, so nothing may be needed from it any more.
+            // The other journal is not continued, so all its changes must be committed.
             image.commit().await?;
             image.before_change().await?;
         }
@@ -283,7 +285,7 @@ impl Qcow2 {
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
         if !read_only && file_size & (shape.cluster_len() - 1) != 0 {
-            // So that the last cluster can be used whole. A block device stays as it is.
+            // The last cluster can then be used as a whole. A block device is not changed.
             let _ = file.grow(ByteLen::new(file_clusters << shape.cluster_bits)).await;
         }
         let data = data_file.as_ref().unwrap_or(&file).geometry();
@@ -304,7 +306,7 @@ impl Qcow2 {
                 "{name}: it has persistent bitmaps, which Larder does not keep up to date: the first change makes them invalid, and an incremental backup that uses them must begin with a full one"
             );
         }
-        // Version 2 has no place for the session.
+        // Version 2 has no autoclear bits for the session.
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
         let goes_on = journal.as_ref().is_some_and(|journal| journal.fits(session));
@@ -379,14 +381,14 @@ impl Qcow2 {
 
 /// The result of a replay.
 enum Replayed {
-    /// The image has them, or there were none.
+    /// The image has all changes, or there were none.
     Done,
-    /// A table that they need finds no free cluster.
+    /// There is no free cluster for a table that the changes need.
     NoRoom,
 }
 
 impl Opened {
-    /// Makes the changes again that a killed server had noted.
+    /// Replays the changes that a killed server had recorded.
     async fn replay(&self) -> Result<Replayed, OpenError> {
         let image = &self.image;
         let Some((records, journal)) = self.changes.as_ref().filter(|(records, _)| !records.is_empty()) else {
@@ -413,9 +415,9 @@ impl Opened {
     }
 }
 
-/// Frees the clusters that a killed server had taken or freed without a commit: on a full device it had its tables there,
-/// and the next one needs them again. Clusters that only the journal refers to are freed as well, and a replay takes them
-/// again before it allocates any, as it does after a kill in between.
+/// Frees the clusters that a killed server had taken or freed without a commit. On a full device these included its
+/// tables, for which the next server needs the space again. Clusters to which only the journal refers are freed too;
+/// a replay takes them again before it allocates any, as it does after a kill in between.
 async fn free_leaks(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
     tracing::warn!(
@@ -427,30 +429,32 @@ async fn free_leaks(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result
     Ok(())
 }
 
-/// Bytes of tables that a check may read before an image is used: this, and for each byte of data in the file...
+/// The minimum number of bytes of tables that a check may read before an image is used.
 const CHECK_WORK_MIN: u64 = 256 << 20;
 
-/// ...so many: in a sound image each table is in a place of its own, and is read twice, by the walk and for its flags. Those of a
-/// crafted image may lead to the same table again and again.
+/// The additional bytes of tables for each byte of data in the file. In a sound image each table has its own
+/// location, and is read twice, by the walk and for its flags. The tables of a crafted image may refer to the same
+/// table again and again.
 const CHECK_WORK_PER_BYTE: u64 = 4;
 
-/// How many extents of the file are looked up for that; what lies after them does not count.
+/// The maximum number of the file's extents that are summed up for that limit; later ones do not count.
 const EXTENTS_MAX: usize = 1 << 20;
 const EXTENTS_STEP: usize = 1024;
 
-/// The memory that a check before use may take: what the map, which is empty then, may have, or as much as a sound image
-/// with so much data needs, even one of the smallest clusters.
+/// The minimum memory for a check before use, and the bytes of data for each byte of memory. A check may use the
+/// memory of the map, which is empty then, or as much as a sound image with as much data needs, even with the
+/// smallest clusters.
 const CHECK_MEMORY_MIN: u64 = 64 << 20;
 const CHECK_DATA_PER_MEMORY: u64 = 256;
 
-/// How an image is checked before it is used.
+/// Returns the limits for a check before an image is used.
 async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> CheckOptions {
     let size = file.geometry().size;
     let (mut at, mut extents, mut data) = (0, 0, 0);
     while at < size.get() && extents < EXTENTS_MAX {
         let rest = ByteOffset::new(at).range(ByteLen::new(size.get() - at));
         let Ok(found) = file.extents(rest, EXTENTS_STEP).await else {
-            // Nobody knows.
+            // The extents are unknown.
             data += rest.len.get();
             break;
         };
@@ -475,7 +479,7 @@ async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> 
     }
 }
 
-/// Puts the refcounts of a dirty image right. If more than that is wrong, the image stays as it is.
+/// Repairs the refcounts of a dirty image. An image with other damage is not changed.
 async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
     let dirty = |why: String| OpenError::Dirty {
@@ -496,8 +500,8 @@ async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Resu
     Ok(())
 }
 
-/// Whether a refcount says that a cluster behind the end of the file is used, or cannot be read. So it is in a truncated
-/// image, and after a crash that left space allocated for nothing.
+/// Returns true if a refcount marks a cluster past the end of the file as used, or cannot be read. That happens in a
+/// truncated image, and after a crash that left unused space allocated.
 async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_table: &[u64]) -> Result<bool, IoError> {
     let size = file.geometry().size.get();
     let end = size.div_ceil(shape.cluster_len());
@@ -519,8 +523,8 @@ async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_tab
     Ok(false)
 }
 
-/// Refuses an image of which something is missing: if it were changed, the file would grow over what is lost, and nobody
-/// could tell it from zeros any more.
+/// Refuses an image that is truncated: if it were changed, the file would grow over the lost part, which could then
+/// no longer be distinguished from zeros.
 async fn check_whole(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let found = check::check(file, options).await;
     let found = found.map_err(|error| OpenError::Io(error.to_string()))?;
@@ -534,7 +538,7 @@ async fn check_whole(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Resul
     }
 }
 
-/// Gives space back whenever requests have ended that were in the way.
+/// Reclaims space whenever requests have ended that may have accessed it.
 async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
     loop {
         let generation = ended.generation();
@@ -619,8 +623,8 @@ pub(crate) fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result
     Ok(())
 }
 
-/// The clusters that hold the header, the tables, and what they lead to; sorted. An image in which two of these share a
-/// cluster is refused: changing one would damage the other.
+/// Returns the clusters of the header, the top-level tables, L2 tables and refcount blocks, sorted. An image in which
+/// two of these share a cluster is refused: changing one would damage the other.
 fn metadata_clusters(
     name: &Rc<str>,
     header: &Header,
@@ -643,7 +647,7 @@ fn metadata_clusters(
     let tables = l1.iter().map(|entry| (entry & OFFSET, "an L2 table"));
     let blocks = refcount_table.iter().map(|entry| (*entry, "a refcount block"));
     for (offset, what) in tables.chain(blocks) {
-        // What lies anywhere else is never used.
+        // Tables at unaligned offsets are never used.
         if offset != 0 && offset & (header.shape.cluster_len() - 1) == 0 {
             take(what, offset, 1);
         }

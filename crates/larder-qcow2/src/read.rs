@@ -1,4 +1,4 @@
-//! Requests that look: reads that need several steps, and extents.
+//! Requests that change nothing: reads of several steps, and extents.
 
 use std::rc::Weak;
 
@@ -14,23 +14,25 @@ use crate::device::{Piece, Qcow2};
 use crate::entry::{Content, DAMAGED, Entry, OFFSET};
 use crate::map::{LEAF_ENTRIES_MAX, LeafIndex, decode};
 
-/// Requests below that one request makes at the same time.
+/// Requests to the layer below that one request makes at the same time.
 pub(crate) type Ios<'a> = SmallVec<[Io<'a>; 4]>;
 
-/// How many of them.
+/// The maximum number of such requests.
 const TOGETHER_MAX: usize = 64;
 
-/// Runs of clusters that are asked for in a row before other tasks run.
+/// The number of runs of clusters that are listed in a row before other tasks run.
 const EXTENT_STEPS: u64 = 256;
 
-/// Metadata that is loaded before anybody needs it: bytes of a piece, and pieces at the same time.
+/// The length in bytes of a piece of metadata that is loaded in advance, and the number of pieces loaded at the same
+/// time.
 const LOAD_BYTES: u64 = 64 << 10;
 const LOADS_TOGETHER: usize = 4;
 
-/// Pieces of metadata that are read at the same time, also for the guest's sake.
+/// The maximum number of pieces of metadata that are read at the same time, including those for the guest's requests.
 const READS_TOGETHER: usize = 16;
 
-/// Buffers for them, kept: between the map's small pieces of memory they would leave holes on the heap.
+/// Returns the buffers for these reads. They are pooled, because between the map's small allocations they would leave
+/// holes on the heap.
 pub(crate) fn slice_buffers() -> BufferPool {
     BufferPool::new(READS_TOGETHER, LOAD_BYTES as usize)
 }
@@ -57,7 +59,7 @@ impl Qcow2 {
         join(ios).await.map_err(failed)
     }
 
-    /// Starts reading a piece that was found; `None` if it is read already.
+    /// Starts reading a piece; `None` if it is complete already.
     fn read_piece<'a>(&'a self, piece: Piece, range: ByteRange, buffer: ReadBuf<'a>) -> IoResult<Option<Io<'a>>> {
         match piece.content {
             Content::Data => self.read_data(piece, range, buffer).map(Some),
@@ -76,8 +78,8 @@ impl Qcow2 {
         let there = piece.len.min(size.saturating_sub(piece.host));
         if there < piece.len {
             let first_lost = size.next_multiple_of(self.shape.cluster_len()).max(piece.host);
-            // A data file may be shorter than the disk, as a raw image may. In the image itself the last cluster may be
-            // cut off where its data ends.
+            // A data file may be shorter than the disk, like a raw image. In the image file the last cluster may be
+            // cut off at the end of its data.
             if self.data_file.is_none() && piece.host + piece.len > first_lost {
                 let lost = first_lost - piece.host;
                 let clusters = ((range.start.get() + lost) >> self.shape.cluster_bits)
@@ -95,7 +97,7 @@ impl Qcow2 {
         Ok(self.data().read(ByteOffset::new(piece.host), buffer.slice(0, there)))
     }
 
-    /// Starts reading what the backing file has of `range`, zeros behind its end; `None` if it has nothing.
+    /// Starts reading the backing file's part of `range`, with zeros past its end; `None` if it has no part of it.
     pub(crate) fn read_backing<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Option<Io<'a>> {
         let backed = self.backed(range);
         buffer.skip(backed.len.as_usize()).fill_zero();
@@ -103,7 +105,7 @@ impl Qcow2 {
         Some(backing.read(range.start, buffer.slice(0, backed.len.as_usize())))
     }
 
-    /// The part of `range` that the backing file covers, which begins where `range` does.
+    /// Returns the part of `range` that the backing file covers, from the start of `range` on.
     pub(crate) fn backed(&self, range: ByteRange) -> ByteRange {
         match &self.backing {
             Some(backing) => range.intersection(ByteOffset::ZERO.range(backing.geometry().size)),
@@ -111,7 +113,7 @@ impl Qcow2 {
         }
     }
 
-    /// Looks up the beginning of `range` and loads its leaf if need be.
+    /// Looks up the beginning of `range`, loading its leaf if necessary.
     pub(crate) async fn find(&self, range: ByteRange) -> IoResult<Piece> {
         loop {
             if let Some(piece) = self.look_up(range) {
@@ -121,7 +123,7 @@ impl Qcow2 {
         }
     }
 
-    /// Reads the leaf of a guest cluster into the map.
+    /// Loads the leaf of a guest cluster into the map.
     pub(crate) async fn load_leaf(&self, cluster: u64) -> IoResult {
         let shape = self.shape;
         let index = self.map.borrow().leaf_of(cluster);
@@ -160,7 +162,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Reads `count` leaves of one L2 table into the map, except those that are there.
+    /// Loads `count` leaves of one L2 table into the map, except those that are loaded.
     async fn load_leaves(&self, first: LeafIndex, count: u64) -> IoResult {
         let shape = self.shape;
         let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
@@ -173,7 +175,7 @@ impl Qcow2 {
             (first..first + count).any(|leaf| !map.is_loaded(leaf))
         };
         if table == 0 || outside || !missing {
-            // What is wrong is reported to the guest that comes there.
+            // Damage is reported to a guest's request for these clusters.
             return Ok(());
         }
         let mut buffer = self.slices.take().await;
@@ -192,7 +194,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The next leaves from `from` on that an L2 table has, as many as are loaded together.
+    /// Returns the next leaves from `from` on that have an L2 table, as many as are loaded together.
     fn allocated_leaves(&self, from: LeafIndex) -> Option<(LeafIndex, u64)> {
         let shape = self.shape;
         let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
@@ -210,7 +212,7 @@ impl Qcow2 {
         None
     }
 
-    /// Marks the entries of a leaf, as the image has them, that must not be used.
+    /// Marks the entries of a leaf from the image that must not be used.
     fn mark_damaged(&self, leaf: LeafIndex, entries: &mut [Entry]) {
         if self.shape.data_file {
             self.mark_misplaced(leaf, entries);
@@ -219,7 +221,7 @@ impl Qcow2 {
         }
     }
 
-    /// Marks entries that lead to another place of the data file than their own, where another cluster is.
+    /// Marks entries that point to another offset of the data file than their own, where another cluster is.
     fn mark_misplaced(&self, leaf: LeafIndex, entries: &mut [Entry]) {
         let shape = self.shape;
         let first = leaf << shape.leaf_bits();
@@ -231,11 +233,11 @@ impl Qcow2 {
         }
     }
 
-    /// Marks entries through which the guest would change metadata, or that lead past the end of the file as it was when
-    /// it was opened. No cluster that one of the latter leads to is ever taken for something else.
+    /// Marks entries through which the guest would change metadata, or that point past the end of the file at the
+    /// time it was opened. A cluster to which one of the latter points is never allocated.
     fn mark_misleading(&self, entries: &mut [Entry]) {
         let (metadata, mut space) = (self.metadata.borrow(), self.space.borrow_mut());
-        // What this process has taken itself lies before this.
+        // All clusters that this process has taken itself are before `end`.
         let end = space.untouched();
         for entry in entries {
             let Some(cluster) = entry.host(self.shape).map(|host| host >> self.shape.cluster_bits) else {
@@ -252,7 +254,7 @@ impl Qcow2 {
         }
     }
 
-    /// Logs an entry that makes no sense; the error of a request that met it.
+    /// Logs an invalid entry, and returns the error for the request that met it.
     pub(crate) fn corrupt_entry(&self, operation: Operation, range: ByteRange, entry: Entry) -> IoError {
         let cluster = range.start.get() >> self.shape.cluster_bits;
         let (table, index) = (
@@ -320,8 +322,8 @@ impl Qcow2 {
         Ok(found)
     }
 
-    /// The beginning of `range` that one L1 entry leads to, if that has no L2 table. The map need not be asked for it, nor
-    /// keep it in memory.
+    /// Returns the beginning of `range` that belongs to one L1 entry, if that has no L2 table. The map is not needed
+    /// for it.
     pub(crate) fn without_table(&self, range: ByteRange) -> Option<ByteRange> {
         let span = self.shape.table_span();
         let table = range.start.get() / span;
@@ -329,7 +331,7 @@ impl Qcow2 {
         has_none.then(|| range.intersection(ByteRange::new(table * span, span)))
     }
 
-    /// What the backing file has of an unallocated range, a hole behind its end.
+    /// Appends the backing file's extents of an unallocated range, with a hole past its end.
     async fn unallocated_extents(&self, range: ByteRange, limit: usize, found: &mut Vec<Extent>) -> IoResult {
         let backed = self.backed(range);
         match &self.backing {
@@ -347,7 +349,7 @@ impl Qcow2 {
     }
 }
 
-/// Appends, merging with the last extent if it is of the same kind.
+/// Appends an extent, merging it with the last one if that is of the same kind.
 fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
     match found.last_mut() {
         Some(last) if last.kind == kind => last.range.len += range.len,
@@ -355,8 +357,8 @@ fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
     }
 }
 
-/// Loads the whole map, as long as there is room for it and the disk is open: several pieces at a time while the guest
-/// asks for nothing, one while it does.
+/// Loads the whole map, within the memory limit and while the disk is open: several pieces at a time while the guest
+/// is idle, one otherwise.
 pub(crate) async fn load_map(image: Weak<Qcow2>) {
     let mut leaf = 0;
     loop {

@@ -1,12 +1,13 @@
-//! Refcounts: how often each host cluster is used. A two-level table, like the L2 tables, held in memory as the slices
-//! that are needed.
+//! Refcounts: the number of uses of each host cluster. They form a two-level table, like the L2 tables, of which the
+//! needed slices are in memory.
 //!
-//! Which slices count no free cluster is remembered of all of them (`full`), so that each is read once for a search and
-//! again only after a cluster of it became free.
+//! A set of all slices without a free cluster (`full`) is maintained, so that each slice is read once for a search,
+//! and again only after one of its clusters became free.
 //!
-//! Invariants: a dirty slice is held; a slice of a block that the image does not have yet is all zeros until it is
-//! changed; a slice with a refcount of 0 is not in `full`. What a crash leaves behind is decided by the commit (see [`crate::commit`]): it writes refcounts before
-//! what refers to the clusters, and lowers them only after nothing does.
+//! Invariants: a dirty slice is in memory; a slice of a block that the image does not have yet is all zeros until it
+//! is changed; a slice with a refcount of 0 is not in `full`. The state after a crash is determined by the commit
+//! (see [`crate::commit`]): it writes refcounts before references to the clusters, and lowers them only when there
+//! are no references any more.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -14,17 +15,18 @@ use crate::header::TableAt;
 use crate::shape::Shape;
 use crate::slice_set::SliceSet;
 
-/// Slices kept although they are clean: 1 MiB of 4 KiB each.
+/// The maximum number of clean slices in memory: 1 MiB of 4 KiB each.
 const CLEAN_SLICES_MAX: usize = 256;
 
 /// The refcounts of an image, as far as they are known.
 pub(crate) struct Refcounts {
     shape: Shape,
-    /// Where each block is; 0 where there is none. May be longer than the table in the image, which is moved then.
+    /// The offset of each block; 0 where there is none. This table may be longer than the one in the image, which is
+    /// then moved.
     table: Vec<u64>,
-    /// Where the table is in the image.
+    /// The location of the table in the image.
     pub(crate) table_at: TableAt,
-    /// Where the table goes with the next commit.
+    /// The location to which the next commit moves the table.
     pub(crate) moves_to: Option<TableAt>,
     /// Entries of the table that the image does not have yet.
     pub(crate) new_blocks: BTreeSet<u64>,
@@ -32,32 +34,32 @@ pub(crate) struct Refcounts {
     dirty: BTreeSet<u64>,
     /// Slices that are being written.
     writing: BTreeSet<u64>,
-    /// Slices of which no refcount is 0. One that is not in the set may have free clusters or none.
+    /// Slices in which no refcount is 0. A slice that is not in the set may have free clusters or none.
     full: SliceSet,
-    /// The times that clean slices were dropped from memory.
+    /// The number of times that clean slices were dropped from memory.
     drops: u64,
 }
 
 /// A slice of a refcount block, by its index from the start of the image.
 pub(crate) type SliceIndex = u64;
 
-/// What is known about a cluster or a place.
+/// The result of a query.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Known<T> {
-    /// This.
+    /// The value.
     Is(T),
     /// The slice must be read first, from this offset.
     Absent(SliceIndex, u64),
 }
 
-/// What there is from a cluster on.
+/// The space from a cluster on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
-    /// So many free clusters, from the one that is given on.
+    /// A run of free clusters: the first, and the count.
     Free(u64, u64),
-    /// None before this cluster.
+    /// No cluster before this one is free.
     Full(u64),
-    /// No refcount block for it: everything is free, but the block must be made first.
+    /// There is no refcount block: all its clusters are free, but the block must be created first.
     NoBlock,
 }
 
@@ -81,17 +83,17 @@ impl Refcounts {
         &self.table
     }
 
-    /// Whether anything has changed that the image does not have.
+    /// Returns true if there are changes that the image does not have.
     pub(crate) fn is_dirty(&self) -> bool {
         !self.dirty.is_empty() || !self.new_blocks.is_empty() || self.moves_to.is_some()
     }
 
-    /// The block that a cluster's refcount is in.
+    /// Returns the block of a cluster's refcount.
     pub(crate) fn block_of(&self, cluster: u64) -> u64 {
         cluster >> self.shape.refcount_block_bits()
     }
 
-    /// The clusters that the table has entries for, whether they have blocks or not.
+    /// Returns the number of clusters for which the table has entries, with or without blocks.
     pub(crate) fn counted_clusters(&self) -> u64 {
         (self.table.len() as u64) << self.shape.refcount_block_bits()
     }
@@ -100,12 +102,12 @@ impl Refcounts {
         self.table.get(block as usize).is_some_and(|offset| *offset != 0)
     }
 
-    /// Whether the image has the block of a cluster.
+    /// Returns true if the image has the block of a cluster.
     pub(crate) fn is_settled(&self, cluster: u64) -> bool {
         self.moves_to.is_none() && !self.new_blocks.contains(&self.block_of(cluster))
     }
 
-    /// Makes the table long enough for `blocks` blocks; it must be moved then.
+    /// Extends the table to `blocks` blocks. The caller must then move it.
     pub(crate) fn lengthen(&mut self, blocks: u64) {
         self.table.resize(blocks as usize, 0);
     }
@@ -114,7 +116,7 @@ impl Refcounts {
         cluster >> self.shape.refcount_slice_bits()
     }
 
-    /// Where a slice is in the image.
+    /// Returns the offset of a slice in the image.
     pub(crate) fn slice_offset(&self, slice: SliceIndex) -> Option<u64> {
         let per_block = self.shape.refcount_block_bits() - self.shape.refcount_slice_bits();
         let block = *self.table.get((slice >> per_block) as usize)?;
@@ -122,13 +124,13 @@ impl Refcounts {
         (block != 0).then(|| block.saturating_add(within * self.shape.slice_len()))
     }
 
-    /// A new block at `offset`, which reads as zeros there.
+    /// Adds a new block at `offset`, where the image reads as zeros.
     pub(crate) fn add_block(&mut self, block: u64, offset: u64) {
         self.table[block as usize] = offset;
         self.new_blocks.insert(block);
         let per_block = self.shape.refcount_block_bits() - self.shape.refcount_slice_bits();
         let first = block << per_block;
-        // The first slice will be needed next; the others are read when they are, as zeros.
+        // The first slice is needed next. The others are read, as zeros, when they are needed.
         let zeros = vec![0; self.shape.slice_len() as usize];
         self.slices.insert(first, zeros.into());
     }
@@ -138,8 +140,9 @@ impl Refcounts {
         self.drops
     }
 
-    /// Puts a slice in, unless it is there. It was read when [`Refcounts::drops`] was `drops`: if slices were dropped
-    /// meanwhile, this one may have been loaded, changed, written and dropped since, and must be read again.
+    /// Inserts a slice, unless it is present. `drops` is the value of [`Refcounts::drops`] when the slice was read.
+    /// If slices were dropped meanwhile, this one may have been loaded, changed, written and dropped since, and must
+    /// be read again.
     pub(crate) fn load(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
         if drops != self.drops {
             return;
@@ -153,13 +156,13 @@ impl Refcounts {
         self.slices.entry(slice).or_insert_with(|| bytes.into());
     }
 
-    /// Puts a slice of a new block in, unless it is there.
+    /// Inserts a slice of a new block, unless it is present.
     pub(crate) fn load_zeros(&mut self, slice: SliceIndex) {
         let zeros = vec![0; self.shape.slice_len() as usize];
         self.load(slice, &zeros, self.drops);
     }
 
-    /// How often a cluster is used.
+    /// Returns the refcount of a cluster.
     pub(crate) fn get(&self, cluster: u64) -> Known<u64> {
         let slice = self.slice_of(cluster);
         let Some(offset) = self.slice_offset(slice) else {
@@ -175,7 +178,7 @@ impl Refcounts {
         (cluster & ((1 << self.shape.refcount_slice_bits()) - 1)) as usize
     }
 
-    /// Sets how often a cluster is used; its slice must be held.
+    /// Sets the refcount of a cluster, whose slice must be in memory.
     pub(crate) fn set(&mut self, cluster: u64, count: u64) {
         debug_assert!(count <= self.shape.refcount_max());
         let (slice, index) = (self.slice_of(cluster), self.index(cluster));
@@ -190,7 +193,7 @@ impl Refcounts {
         }
     }
 
-    /// Looks for free clusters from `cluster` on, within one slice.
+    /// Searches for free clusters from `cluster` on, within one slice.
     pub(crate) fn space(&mut self, cluster: u64) -> Known<Space> {
         let slice = self.slice_of(cluster);
         let bits = self.shape.refcount_slice_bits();
@@ -228,7 +231,8 @@ impl Refcounts {
         found
     }
 
-    /// Remembers a slice that was read for a search: that it is full, or all of it. See [`Refcounts::load`].
+    /// Records the result of reading a slice for a search: only that it is full, or else the whole slice. `drops` is
+    /// as in [`Refcounts::load`].
     pub(crate) fn note(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
         let is_current = drops == self.drops && !self.slices.contains_key(&slice);
         if is_current && find(bytes, self.shape.refcount_order, 0, true).is_none() {
@@ -238,7 +242,8 @@ impl Refcounts {
         }
     }
 
-    /// The dirty slices and where they go; they count as clean until [`Refcounts::written`] says otherwise.
+    /// Returns the dirty slices with their offsets. They are no longer dirty, but stay in memory until
+    /// [`Refcounts::written`].
     pub(crate) fn take_dirty(&mut self) -> Vec<(SliceIndex, u64, Vec<u8>)> {
         let mut taken = Vec::new();
         for slice in std::mem::take(&mut self.dirty) {
@@ -250,7 +255,7 @@ impl Refcounts {
         taken
     }
 
-    /// A slice that was taken has been written, or not.
+    /// Ends the writing of a slice. After a failure the slice is dirty again.
     pub(crate) fn written(&mut self, slice: SliceIndex, success: bool) {
         self.writing.remove(&slice);
         if !success {
@@ -259,7 +264,7 @@ impl Refcounts {
     }
 }
 
-/// Finds the first refcount of a slice from `from` on that is 0, or that is not.
+/// Finds the first refcount of a slice from `from` on that is 0 (`zero` is true) or not 0.
 fn find(bytes: &[u8], order: u32, from: usize, zero: bool) -> Option<usize> {
     let per_word = 64 >> order;
     let mut index = from;
@@ -291,7 +296,7 @@ fn has_zero(word: u64, order: u32) -> bool {
     word.wrapping_sub(lowest_bits) & !word & highest_bits != 0
 }
 
-/// Refcount `index` of a slice. Widths below a byte begin at its low bits, wider ones are big-endian.
+/// Returns refcount `index` of a slice. Widths below a byte begin at its low bits, wider ones are big-endian.
 pub(crate) fn read(bytes: &[u8], order: u32, index: usize) -> u64 {
     if order < 3 {
         let bits = 1usize << order;
@@ -327,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refcounts_of_every_width_read_as_they_were_written() {
+    fn refcounts_of_every_width_round_trip() {
         for order in 0..=6 {
             let max = u64::MAX >> (64 - (1u32 << order));
             let count = (512 * 8) >> order;
@@ -383,7 +388,7 @@ mod tests {
         Refcounts::new(SHAPE, table_at, table.collect())
     }
 
-    /// A slice is 256 clusters here.
+    /// A slice has 256 clusters here.
     #[test]
     fn full_slice_is_passed_until_a_cluster_is_freed() {
         let mut refcounts = refcounts(3);
@@ -406,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn slice_read_before_others_were_dropped_is_ignored() {
+    fn slice_read_before_drops_is_ignored() {
         let mut refcounts = refcounts(64);
         let before = refcounts.drops();
         let empty = vec![0; 512];

@@ -1,4 +1,4 @@
-//! After a process was killed: the changes that its journal has and the image does not are made again.
+//! Replay after a kill: changes that are in the killed process's journal and not in the image are applied again.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
@@ -13,12 +13,13 @@ use crate::shape::Shape;
 use crate::space::STEPS_PER_SLICE;
 
 impl Qcow2 {
-    /// Makes the journal's changes again, in memory; the next commit writes them, unless the image is read-only. `false`, and nothing is changed, if
-    /// they do not fit what the image has: then somebody else has changed it. Those behind the disk's end are of a growth
-    /// that was cut off.
+    /// Replays the journal's changes in memory; the next commit writes them, unless the image is read-only. Returns
+    /// false, without any change, if they do not fit the image's mapping: then another program has changed the image.
+    /// Changes past the disk's end belong to an interrupted growth and are skipped.
     ///
-    /// What the last states do not use is free then: clusters are released only after the journal has forgotten the
-    /// records that let go of them. Those that were taken for requests which had not completed stay taken: a leak.
+    /// Clusters that the last states do not use are then free: clusters are released only after the journal has
+    /// discarded the records that ended their use. Clusters that were taken for requests which had not completed stay
+    /// taken: a leak.
     pub(crate) async fn replay(&self, records: &[Record]) -> IoResult<bool> {
         let clusters = self.geometry.get().size.get().div_ceil(self.shape.cluster_len());
         let records: Vec<Record> = records
@@ -31,7 +32,7 @@ impl Qcow2 {
             None => return Ok(false),
         };
         let read_only = self.geometry.get().read_only;
-        // Before anything is allocated.
+        // The clusters are taken before any other is allocated.
         for record in records.iter().filter(|_| !read_only && !self.shape.data_file) {
             self.take_again(*record).await?;
         }
@@ -57,7 +58,7 @@ impl Qcow2 {
         Ok(true)
     }
 
-    /// What each cluster was before, and is in the image; `None` if the image has something else.
+    /// Returns the old state of each cluster, and its state in the image; `None` if the image has an unknown state.
     async fn states(&self, records: &[Record], clusters: u64) -> IoResult<Option<HashMap<u64, State>>> {
         let mut states: HashMap<u64, State> = HashMap::new();
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
@@ -99,7 +100,7 @@ impl Qcow2 {
         }
     }
 
-    /// Allocates the host clusters of a record that the killed process had allocated for it.
+    /// Takes the host clusters of a record that the killed process had allocated for it.
     async fn take_again(&self, record: Record) -> IoResult {
         let host = record.new.host(self.shape);
         let Some(first) = host.map(|host| host >> self.shape.cluster_bits) else {
@@ -114,15 +115,15 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Sets the refcount of a cluster that was free when it was allocated. The image may have any: a refcount that was
-    /// lowered to 0 is written by the next commit, and the process was killed before.
+    /// Sets the refcount of a cluster that was free when it was allocated. The image may have any value: a refcount
+    /// that was lowered to 0 is written by the next commit, and the process was killed before that.
     async fn set_used_once(&self, cluster: u64) -> IoResult {
         let has_block = {
             let refcounts = self.refcounts.borrow();
             refcounts.has_block(refcounts.block_of(cluster))
         };
         if !has_block {
-            // Blocks are durable before a cluster of theirs is used.
+            // Blocks are durable before any of their clusters is used.
             return Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid));
         }
         if self.refcount(cluster).await? != 1 {
@@ -132,16 +133,17 @@ impl Qcow2 {
     }
 }
 
-/// A cluster in a replay.
+/// The state of a guest cluster during a replay.
 struct State {
     in_image: Entry,
     now: Entry,
-    /// The refcount of the host cluster that it has now counts it. If the image has a later state than the first, a repair
-    /// may have freed the first one's: that leaks at most, for others may have taken it.
+    /// The refcount of the present host cluster includes this use. If the image has a later state than the first one,
+    /// a repair may have freed the first one's cluster. Then it is not freed again, because others may have taken it:
+    /// at most a leak.
     is_counted: bool,
-    /// States whose host clusters it does not use any more.
+    /// Earlier states whose host clusters are no longer used.
     left: Vec<Entry>,
-    /// The image has one of the states that the journal tells of.
+    /// The image has one of the states in the journal.
     known: bool,
 }
 
@@ -158,7 +160,7 @@ impl State {
             if self.is_counted {
                 self.left.push(self.now);
             }
-            // It was allocated again before.
+            // The new host cluster was taken before, by `take_again`.
             self.is_counted = true;
         }
         self.now = new;

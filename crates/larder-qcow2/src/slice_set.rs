@@ -1,9 +1,9 @@
-//! A set of slices of refcounts, at a bit each.
+//! A set of slices of refcounts, with one bit each.
 
 use crate::refcount::SliceIndex;
 
-/// Slices by their index from the start of the image. It takes memory up to the highest one: 2 KiB for 1 TiB of
-/// clusters of 64 KiB, 16 KiB for 1 TiB of clusters of 4 KiB (refcounts of 16 bits).
+/// A set of slices by their index from the start of the image. It takes memory up to the highest one: 2 KiB for 1 TiB
+/// of clusters of 64 KiB, 16 KiB for 1 TiB of clusters of 4 KiB (refcounts of 16 bits).
 #[derive(Default)]
 pub(crate) struct SliceSet {
     words: Vec<u64>,
@@ -37,7 +37,7 @@ impl SliceSet {
     /// Returns the first slice from `from` on that is not in the set.
     pub(crate) fn next_absent(&self, from: SliceIndex) -> SliceIndex {
         let (first, bit) = place(from);
-        // Those before `from` do not count.
+        // Slices before `from` do not count.
         let mut before = bit - 1;
         for (index, word) in self.words.iter().enumerate().skip(first) {
             let absent = !(word | before);

@@ -9,32 +9,32 @@ use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf};
 use crate::header::{Header, TableAt};
 use crate::open::OpenError;
 
-/// Bytes of an entry before its extra data.
+/// The length in bytes of an entry before its extra data.
 const FIXED_LEN: usize = 40;
-/// What QEMU accepts: bytes of extra data, and of the table.
+/// The maximum lengths in bytes that QEMU accepts for extra data, and for the table.
 const EXTRA_MAX: usize = 1024;
 const TABLE_MAX: u64 = 64 << 20;
-/// Extra data that version 3 requires: the VM state's size in 64 bits and the disk's.
+/// The length in bytes of the extra data that version 3 requires: the VM state's size in 64 bits and the disk's size.
 const EXTRA_REQUIRED: usize = 16;
 
-/// A snapshot.
+/// An internal snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its L1 table.
+    /// The location of the L1 table.
     pub l1: TableAt,
-    /// Its unique id, usually a number.
+    /// The unique ID, usually a number.
     pub id: String,
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// When it was taken: seconds since 1970, and nanoseconds.
+    /// The time of the snapshot in seconds since 1970.
     pub date_seconds: u32,
-    /// See `date_seconds`.
+    /// The nanoseconds of the time of the snapshot.
     pub date_nanos: u32,
-    /// How long the guest had run, in nanoseconds.
+    /// The time for which the guest had run, in nanoseconds.
     pub vm_clock_nanos: u64,
-    /// Bytes of the VM's state; 0 if it is of the disk alone.
+    /// The size of the VM's state in bytes; 0 if the snapshot has only the disk.
     pub vm_state_size: u64,
-    /// Bytes of the disk; `None` if the entry does not say.
+    /// The size of the disk in bytes; `None` if it is not stored.
     pub disk_size: Option<u64>,
 }
 
@@ -43,17 +43,18 @@ pub struct Snapshot {
 pub struct SnapshotTable {
     /// The snapshots, in the order in which they were taken.
     pub snapshots: Vec<Snapshot>,
-    /// Bytes of the table.
+    /// The length of the table in bytes.
     pub len: u64,
-    /// Entries that lack extra data which version 3 requires.
+    /// Entries without the extra data that version 3 requires.
     pub incomplete: Vec<usize>,
-    /// Why the table could not be read to its end.
+    /// The reason why the table could not be read to its end.
     pub damage: Option<String>,
-    /// That is because the file ends before.
+    /// The table is damaged because the file ends before.
     pub is_cut: bool,
 }
 
-/// Reads the snapshot table of an image. Damage is in [`SnapshotTable::damage`]; the snapshots before it are listed.
+/// Reads the snapshot table of an image. Damage is described in [`SnapshotTable::damage`]; the snapshots before it
+/// are listed.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -63,7 +64,7 @@ pub async fn read_snapshots(file: &Rc<dyn BlockDevice>, header: &Header) -> Resu
     }
     let size = file.geometry().size.get();
     let mut parser = Parser::default();
-    // More of it until it is enough: an entry says how long it is.
+    // An ever larger part of the table is read until it suffices, because each entry determines its own length.
     let mut want = 64 << 10;
     loop {
         let there = size.saturating_sub(header.snapshots_offset).min(want);
@@ -106,7 +107,7 @@ impl Parser {
         }
     }
 
-    /// Goes on with what was not parsed yet of `bytes`, which begin where the table does.
+    /// Continues with the unparsed part of `bytes`, which begin at the start of the table.
     fn parse(&mut self, header: &Header, bytes: &[u8]) -> Result<SnapshotTable, Stop> {
         while self.table.snapshots.len() < header.snapshots as usize {
             let index = self.table.snapshots.len();

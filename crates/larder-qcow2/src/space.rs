@@ -1,19 +1,19 @@
-//! Space in the image: finding free clusters, and giving clusters back.
+//! Space in the image: allocation and reclaiming of clusters.
 //!
-//! Free clusters are taken from a window: a run of clusters whose refcounts are known to be 0, inside the file. The next
-//! window is the first free run from a cursor on (see [`search`]), which goes back to space that was given back; only
-//! when none is found the file grows.
+//! Free clusters are taken from a window: a run of clusters whose refcounts are known to be 0, inside the file. The
+//! next window is the first free run from a cursor on (see [`search`]), which moves back to reclaimed space; only if
+//! there is none the file grows.
 //!
-//! A guest that was told that its data is written must not learn at a flush that there is no room for the way to it. So
-//! whatever a commit will write has room of its own in the file system before any data goes where it leads: the file is
-//! sparse where nothing was written yet, and so may tables be that others have copied. New tables are written as zeros
-//! when they are taken, and of those that exist the parts that will change are allocated. (A copy-on-write file system
-//! takes new room for each write all the same.)
+//! After a write was acknowledged, a flush must not fail because there is no space for the mapping of its data. So
+//! all metadata that a commit will write has allocated space in the file system before any data is written: the file
+//! is sparse where nothing was written yet, and copied files may have sparse tables. New tables are written as zeros
+//! when they are taken, and the parts of existing tables that will change are allocated. (A copy-on-write file system
+//! takes new space for each write nonetheless.)
 //!
-//! A cluster that is taken has its refcount raised in memory at once; that a commit may write it early is harmless (a
-//! crash then leaves a leak). A cluster that is given back goes through three stages: *freed* (nothing in memory refers
-//! to it), *released* (nothing in the image does), and free, once no request from before is under way. A request that
-//! finds no room waits for clusters in the first two stages, and is tried again.
+//! The refcount of a taken cluster is raised in memory at once; a commit may write it early, which is harmless (a
+//! crash then leaves a leak). A cluster whose use ends goes through three stages: *freed* (nothing in memory refers
+//! to it), *released* (nothing in the image does), and free, once no earlier request is in flight. A request that
+//! finds no space waits for clusters in the first two stages, and is retried.
 
 mod blocks;
 mod search;
@@ -31,16 +31,16 @@ use crate::slice_set::SliceSet;
 use blocks::SECTOR;
 pub(crate) use search::search_ahead;
 
-/// Tries of a request that finds no room, while others give clusters back and take them.
+/// The maximum number of attempts of a request that finds no space, while other requests free and take clusters.
 const TRIES_MAX: u32 = 64;
 
-/// Clusters that are looked at before other tasks run.
+/// The number of clusters that are processed before other tasks run.
 pub(crate) const STEPS_PER_SLICE: u64 = 4096;
 
-/// Parts of runs that cannot be made free before the attempt to make others free is given up.
+/// The number of failed parts of runs after which reclaiming stops.
 const RECLAIM_FAILURES_MAX: usize = 32;
 
-/// Clusters that one use of has ended.
+/// Clusters of which one use has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Freed {
     pub(crate) first: u64,
@@ -48,7 +48,7 @@ pub(crate) struct Freed {
 }
 
 impl Freed {
-    /// Takes the clusters before `end`, of which the first is one.
+    /// Takes the clusters before `end`, which is after the first one.
     fn take_before(&mut self, end: u64) -> Self {
         let taken = Self {
             first: self.first,
@@ -60,7 +60,7 @@ impl Freed {
     }
 }
 
-/// The same clusters, with those together that lie so. One that is freed twice stays there twice.
+/// Merges adjacent clusters into runs. A cluster that is freed twice stays listed twice.
 fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
     freed.sort_unstable_by_key(|freed| freed.first);
     freed.dedup_by(|next, last| {
@@ -71,37 +71,38 @@ fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
     freed
 }
 
-/// Where free clusters are.
+/// The state of the search for free clusters.
 pub(crate) struct Space {
     /// Free clusters, ready to be taken.
     window: Range<u64>,
-    /// The beginning of the next search: no cluster before it is free, as far as is known, except those in the window.
+    /// The start of the next search: as far as is known, no cluster before it is free, except those in the window.
     cursor: u64,
-    /// The last search has read as much as it may.
+    /// The last search has stopped at its limit of slices.
     is_unfinished: bool,
-    /// From this cluster on the file reads as zeros, because nothing was ever written there.
+    /// The cluster from which on the file reads as zeros, because nothing was ever written there.
     untouched: u64,
-    /// From this cluster on nothing is taken, because an entry leads there although the file had ended before it when the
-    /// image was opened. So nothing is ever taken behind it, and such an entry is known again by where it leads.
+    /// The cluster from which on none is taken, because an entry points there although the file had ended before it
+    /// when the image was opened. So such an entry can still be recognised by its target.
     lost_from: u64,
-    /// Slices of refcounts that have room of their own in the file.
+    /// Slices of refcounts whose space in the file is allocated.
     secured: SliceSet,
     /// Slices of refcounts that a search could not read, and that were logged.
     unreadable: SliceSet,
-    /// Bytes of the file when it was opened or has last grown for this image.
+    /// The length of the file in bytes when it was opened or has last grown for this image.
     known_size: u64,
-    /// Clusters of the file when it was opened, or when another program made it longer: all of them if it cannot grow.
+    /// The number of clusters of the file when it was opened, or when another program has extended it: all clusters
+    /// if it cannot grow.
     given_clusters: u64,
-    /// As many of them as there were when the refcount table could not be made long enough for them.
+    /// The value of `given_clusters` when the refcount table could not be extended to it.
     not_counted: u64,
-    /// How many clusters were given back.
+    /// The number of reclaimed clusters.
     reclaimed: u64,
-    /// Searches that found no cluster.
+    /// The number of searches that found no cluster.
     refusals: u64,
 }
 
 impl Space {
-    /// For a file of `size` bytes, the last of `file_clusters` clusters perhaps not as a whole.
+    /// Creates the state for a file of `size` bytes, whose last cluster of `file_clusters` may be partial.
     pub(crate) fn new(size: u64, file_clusters: u64) -> Self {
         Self {
             window: 0..0,
@@ -119,7 +120,7 @@ impl Space {
         }
     }
 
-    /// Leaves nothing in the window.
+    /// Empties the window.
     fn close_window(&mut self) {
         if !self.window.is_empty() {
             self.cursor = self.cursor.min(self.window.start);
@@ -127,14 +128,14 @@ impl Space {
         self.window = 0..0;
     }
 
-    /// The next search begins at `to`, unless clusters before `from` were given back since it was the cursor.
+    /// Sets the cursor to `to`, unless clusters before `from`, the former cursor, were reclaimed since.
     fn advance(&mut self, from: u64, to: u64) {
         if self.cursor == from {
             self.cursor = to;
         }
     }
 
-    /// An entry leads to this cluster, where nothing was taken.
+    /// Records that an entry points to this cluster, which was not taken.
     pub(crate) fn lose(&mut self, cluster: u64) {
         self.lost_from = self.lost_from.min(cluster);
         if self.window.end > cluster {
@@ -143,27 +144,27 @@ impl Space {
         }
     }
 
-    /// Whether entries that lead here were found to lead behind the end.
+    /// Returns true if entries that point to this cluster were found to point past the end.
     pub(crate) fn is_lost(&self, cluster: u64) -> bool {
         cluster >= self.lost_from
     }
 
-    /// Nothing was taken from this cluster on.
+    /// Returns the cluster from which on none was taken.
     pub(crate) fn untouched(&self) -> u64 {
         self.untouched
     }
 
-    /// A cluster is in use and was written.
+    /// Records that a cluster is in use and was written.
     pub(crate) fn touch(&mut self, cluster: u64) {
         self.touch_all_before(cluster + 1);
     }
 
-    /// Clusters before this one may hold anything.
+    /// Records that clusters before this one may have any content.
     fn touch_all_before(&mut self, end: u64) {
         self.untouched = self.untouched.max(end);
     }
 
-    /// Takes up to `most` clusters from the window that are alike in whether they read as zeros.
+    /// Takes up to `most` clusters from the window. Either all or none of them read as zeros.
     fn take(&mut self, most: u64) -> Option<(Range<u64>, bool)> {
         let first = self.window.start;
         let reads_zero = first >= self.untouched;
@@ -183,11 +184,11 @@ impl Space {
     }
 }
 
-/// Released clusters that are being made free. Those that are left when this is dropped are released as before, and the
-/// next one makes them free.
+/// Released clusters that are being reclaimed. When this value is dropped, the rest of them is released as before,
+/// for the next attempt.
 struct Reclaiming<'a> {
     image: &'a Qcow2,
-    /// The next one last.
+    /// The runs to reclaim, in reverse order.
     runs: Vec<Freed>,
     failed: Vec<Freed>,
 }
@@ -203,12 +204,12 @@ impl Drop for Reclaiming<'_> {
     }
 }
 
-/// Clusters that were taken. They are given back when this is dropped, unless they are kept.
+/// Taken clusters. They are freed when this value is dropped, unless they are kept.
 pub(crate) struct Allocation<'a> {
     image: &'a Qcow2,
     pub(crate) first: u64,
     pub(crate) count: u64,
-    /// They read as zeros.
+    /// The clusters read as zeros.
     pub(crate) reads_zero: bool,
     kept: bool,
 }
@@ -224,7 +225,7 @@ impl<'a> Allocation<'a> {
         }
     }
 
-    /// Something refers to them now.
+    /// Keeps the clusters, because something refers to them now.
     pub(crate) fn keep(mut self) {
         self.kept = true;
     }
@@ -247,7 +248,7 @@ impl Qcow2 {
         self.error(Operation::Write, ByteRange::default(), Failure::NoSpace)
     }
 
-    /// Takes 1 to `most` clusters that follow each other.
+    /// Takes 1 to `most` contiguous clusters.
     pub(crate) async fn allocate(&self, most: u64) -> IoResult<Allocation<'_>> {
         loop {
             let slice = match self.space.borrow().window.clone() {
@@ -255,7 +256,7 @@ impl Qcow2 {
                 window => Some(self.refcounts.borrow().get(window.start)),
             };
             match slice {
-                // The window's slice was forgotten meanwhile.
+                // The window's slice was dropped from memory meanwhile.
                 Some(Known::Absent(slice, offset)) => self.load_refcounts(slice, offset).await?,
                 Some(Known::Is(0)) => {
                     let taken = self.space.borrow_mut().take(most);
@@ -278,7 +279,7 @@ impl Qcow2 {
         }
     }
 
-    /// Refuses to take clusters for free that are in use whatever their refcounts say.
+    /// Refuses clusters that are in use although their refcounts are 0.
     fn check_free(&self, clusters: Range<u64>) -> IoResult {
         match self.metadata_in(&clusters) {
             Some(cluster) => {
@@ -292,7 +293,7 @@ impl Qcow2 {
         }
     }
 
-    /// Refuses to take clusters that entries lead to, although the file had ended before them, or any behind them.
+    /// Refuses clusters to which entries point although the file had ended before them, and all later clusters.
     fn check_not_lost(&self, clusters: Range<u64>) -> IoResult {
         let cluster = self.space.borrow().lost_from;
         if clusters.end <= cluster {
@@ -305,14 +306,14 @@ impl Qcow2 {
         Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
     }
 
-    /// The first of these clusters that holds metadata.
+    /// Returns the first of these clusters that holds metadata.
     pub(crate) fn metadata_in(&self, clusters: &Range<u64>) -> Option<u64> {
         let metadata = self.metadata.borrow();
         let at = metadata.partition_point(|cluster| *cluster < clusters.start);
         metadata.get(at).copied().filter(|cluster| *cluster < clusters.end)
     }
 
-    /// Takes `count` clusters in a row: behind all others, or inside a file that cannot grow.
+    /// Takes `count` contiguous clusters: after all others, or inside a file that cannot grow.
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
         let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
         self.space.borrow_mut().close_window();
@@ -325,7 +326,7 @@ impl Qcow2 {
     async fn allocate_run_behind(&self, count: u64) -> IoResult<Allocation<'_>> {
         loop {
             let first = self.space.borrow().untouched;
-            // Before refcount blocks are made for space that the file cannot get.
+            // Checked before refcount blocks are created for space that the file cannot get.
             self.cover(first, 1).await?;
             let missing = {
                 let refcounts = self.refcounts.borrow();
@@ -333,19 +334,20 @@ impl Qcow2 {
                 (from..=to).find(|block| !refcounts.has_block(*block))
             };
             if let Some(block) = missing {
-                // Where the run would begin, so that it moves on by one cluster. A run may be longer than what a block
-                // counts, so it cannot wait for a place that no block begins in.
+                // The block is placed at the start of the run, so that the run moves on by one cluster. A run may be
+                // longer than a block's range of clusters, so it cannot wait for a location where no block begins.
                 self.add_refcount_block(block, first).await?;
                 continue;
             }
             self.check_free(first..first + count)?;
             self.lengthen((first + count) << self.shape.cluster_bits).await?;
-            // Behind the end of the file as it was, so free.
+            // These clusters are past the former end of the file, so they are free.
             return self.take_run(first, count, true).await;
         }
     }
 
-    /// Has the active L2 table `index` exist, belong to the active L1 table alone, and have room of its own.
+    /// Ensures that the active L2 table `index` exists, belongs to the active L1 table alone, and has allocated
+    /// space.
     pub(crate) async fn own_table(&self, index: u64) -> IoResult {
         let is_secured = |image: &Self| image.tables_secured.borrow()[index as usize];
         if is_secured(self) {
@@ -366,7 +368,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes an L2 table for L1 entry `index`, which is `old`.
+    /// Creates an L2 table for L1 entry `index`, whose value is `old`.
     async fn new_table(&self, index: u64, old: u64) -> IoResult {
         if !self.l1_secured.get() {
             let table = self.l1_at.get();
@@ -379,7 +381,7 @@ impl Qcow2 {
         if old & OFFSET == 0 {
             self.clear_clusters(new.first, 1).await?;
         } else {
-            // A snapshot has it too. No leaf of a table that is shared is dirty, so the image's copy is all there is.
+            // A snapshot shares the old table. No leaf of a shared table is dirty, so the image's copy is complete.
             let mut bytes = AlignedBuf::zeroed(self.shape.cluster_len() as usize);
             self.file
                 .read(ByteOffset::new(old & OFFSET), ReadBuf::new(&mut bytes))
@@ -402,7 +404,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes clusters free that nothing refers to and no request can touch any more.
+    /// Frees released clusters that no request can access any more.
     pub(crate) async fn reclaim(&self) -> IoResult {
         let _alone = self.reclaiming.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
         let mut ready = Reclaiming {
@@ -415,7 +417,7 @@ impl Qcow2 {
             },
             failed: Vec::new(),
         };
-        // From the beginning of the image on.
+        // Runs are taken from the end of the list, so the first of the image comes first.
         ready.runs.reverse();
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         let mut result = Ok(());
@@ -424,7 +426,7 @@ impl Qcow2 {
                 ready.runs.pop();
                 continue;
             };
-            // Those whose refcounts cannot be read fail no others.
+            // Clusters with unreadable refcounts must not block the others.
             let beyond = ((run.first >> self.shape.refcount_slice_bits()) + 1) << self.shape.refcount_slice_bits();
             let failed = run.take_before(beyond);
             ready.failed.push(failed);
@@ -436,15 +438,15 @@ impl Qcow2 {
         result
     }
 
-    /// Makes a run of clusters free; what is left of it if that fails. What nobody else uses is punched out of the file
-    /// together, because a file system frees whole blocks only, and one cluster may be less.
+    /// Frees a run of clusters; after a failure, `run` is the rest of it. Contiguous clusters without another use are
+    /// punched out of the file together, because a file system frees whole blocks only, and one cluster may be less.
     async fn reclaim_run(&self, run: &mut Freed, slice: &mut WorkSlice) -> IoResult {
         while run.count > 0 {
             let mut unshared = 0;
             while unshared < run.count {
                 match self.refcount(run.first + unshared).await {
                     Ok(1) => unshared += 1,
-                    // Those before it come first.
+                    // The clusters before it are freed first.
                     Err(error) if unshared == 0 => return Err(error),
                     _ => break,
                 }
@@ -454,7 +456,7 @@ impl Qcow2 {
             let size = self.file.geometry().size.get();
             let end = ((run.first + unshared) << bits).min(size);
             if end > run.first << bits {
-                // Before anybody can take it. If the file cannot, the space is kept.
+                // Done before the clusters can be taken again. If the file cannot discard, the space stays allocated.
                 let start = run.first << bits;
                 let _ = self.file.discard(ByteRange::new(start, end - start)).await;
             }
@@ -468,8 +470,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes an attempt, again as long as it finds no room and freed clusters could be given back meanwhile. Requests
-    /// under way are waited for, so the caller is not counted as one and holds nothing that one could need.
+    /// Makes an attempt, and repeats it while it finds no space and freed clusters could be reclaimed meanwhile.
+    /// Requests in flight are waited for, so the caller must not be counted as one, nor hold a lock that one needs.
     pub(crate) async fn with_room(&self, attempt: impl AsyncFn() -> IoResult) -> IoResult {
         let mut tries = 0;
         loop {
@@ -481,12 +483,13 @@ impl Qcow2 {
                 Err(error) if error.failure() == Failure::NoSpace => error,
                 result => return result,
             };
-            // It may fail for some clusters and give others back.
+            // Reclaiming may fail for some clusters and succeed for others.
             let _ = self.make_room(reclaimed).await;
             if self.space.borrow().reclaimed == reclaimed {
                 return Err(error);
             }
-            // Other requests may be faster to take the clusters. A full file system is tried once more only.
+            // Other requests may have taken the clusters first. If the file system is full, there is only one more
+            // attempt.
             tries += 1;
             let is_full = self.space.borrow().refusals == refusals;
             if tries > TRIES_MAX || (is_full && tries > 1) {
@@ -495,7 +498,8 @@ impl Qcow2 {
         }
     }
 
-    /// Gives freed clusters back, until more than `reclaimed` have been since the image was opened, or none is left.
+    /// Reclaims freed clusters, until more than `reclaimed` were reclaimed since the image was opened, or none is
+    /// left.
     async fn make_room(&self, reclaimed: u64) -> IoResult {
         if !self.freed.borrow().is_empty() || self.commits.is_running() {
             self.commit().await?;
@@ -508,7 +512,7 @@ impl Qcow2 {
         result
     }
 
-    /// How often a cluster is used.
+    /// Returns the refcount of a cluster, reading it if necessary.
     pub(crate) async fn refcount(&self, cluster: u64) -> IoResult<u64> {
         loop {
             let known = self.refcounts.borrow().get(cluster);
@@ -530,7 +534,7 @@ impl Qcow2 {
         }
         self.refcounts.borrow_mut().set(cluster, count - 1);
         if count == 1 {
-            // An L1 table, L2 table, or refcount table that was left behind.
+            // The cluster may be part of a former L1 table, L2 table, or refcount table.
             let mut metadata = self.metadata.borrow_mut();
             if let Ok(at) = metadata.binary_search(&cluster) {
                 metadata.remove(at);
@@ -549,8 +553,9 @@ impl Qcow2 {
 mod tests {
     use super::*;
 
+    /// No cluster is taken from the first one on to which an entry points past the file's former end.
     #[test]
-    fn nothing_is_taken_from_where_an_entry_leads_on() {
+    fn no_cluster_is_taken_after_lost_one() {
         let mut space = Space::new(10 << 16, 10);
         space.window = 10..20;
         space.lose(15);
@@ -558,7 +563,7 @@ mod tests {
         assert_eq!(space.take(100), Some((10..13, true)));
         assert_eq!(space.take(1), None);
         assert!(space.is_lost(13) && !space.is_lost(12));
-        // Where the next window is looked for.
+        // The next window is searched from the cursor.
         assert!(space.window.is_empty() && space.cursor <= 13);
     }
 }

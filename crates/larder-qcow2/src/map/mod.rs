@@ -1,14 +1,16 @@
-//! The metadata cache: where each guest cluster lies, for the whole disk, in memory.
+//! The metadata cache: the location of each guest cluster of the whole disk, in memory.
 //!
-//! The map is cut into leaves, one for each slice of an L2 table (4 KiB of it: 512 clusters), and each leaf is held in
+//! The map is divided into leaves, one for each slice of an L2 table (4 KiB of it: 512 clusters), and each leaf has
 //! the smallest form that its entries allow. A contiguously allocated disk of 64 KiB clusters takes 0.8 MiB per TiB,
-//! the worst fragmentation 5 bytes per cluster. A look-up is three array accesses and, in a list of runs, a binary search.
+//! the worst fragmentation 5 bytes per cluster. A look-up is three array accesses and, in a list of runs, a binary
+//! search.
 //!
-//! Under a limit, leaves that have not been used lately are forgotten, and read again from the image when they are
-//! needed; a clock hand goes round over groups of eight. Dirty leaves stay: they are what the image does not have yet.
+//! Under a memory limit, leaves that were not used recently are evicted, and read again from the image when they are
+//! needed, by a clock algorithm over groups of eight. Dirty leaves are not evicted, because the image does not have
+//! them yet.
 //!
-//! Invariants: a leaf of an L2 table that does not exist is never absent once its group exists; `leaf_bytes` is
-//! what the leaves own beside their groups; a dirty leaf is loaded.
+//! Invariants: a leaf of an L2 table that does not exist is never absent once its group exists; `leaf_bytes` is the
+//! memory that the leaves own in addition to their groups; a dirty leaf is loaded.
 
 mod directory;
 mod leaf;
@@ -23,18 +25,18 @@ use crate::entry::Entry;
 use crate::metadata_memory::MetadataShare;
 use crate::shape::Shape;
 
-/// Leaves of a group.
+/// The number of leaves of a group.
 const GROUP: u64 = 8;
 
-/// Which slice of the guest's clusters, counted from the start of the disk.
+/// The index of a slice of the guest's clusters, from the start of the disk.
 pub type LeafIndex = u64;
 
-/// What a map may hold.
+/// The memory limit of a map.
 pub(crate) enum MapLimit {
-    /// So many bytes.
+    /// A limit in bytes.
     #[cfg(test)]
     Bytes(usize),
-    /// A share of what the images of a disk may.
+    /// A share of the limit for all images of a disk.
     Share(MetadataShare),
 }
 
@@ -54,9 +56,9 @@ pub struct Map {
     groups: Directory<Group>,
     leaves: u64,
     dirty: BTreeSet<LeafIndex>,
-    /// Leaves that are being written: until then the image has an older one.
+    /// Leaves that are being written: until then the image has an older version.
     writing: BTreeSet<LeafIndex>,
-    /// Bytes that leaves own.
+    /// The memory that leaves own, in bytes.
     leaf_bytes: usize,
     limit: MapLimit,
     hand: usize,
@@ -66,25 +68,25 @@ pub struct Map {
 #[derive(Default)]
 struct Group {
     leaves: [Leaf; GROUP as usize],
-    /// Bit per leaf: used since the hand last came by.
+    /// One bit per leaf: used since the clock hand last visited the group.
     used: u8,
 }
 
-/// What the map has done and holds.
+/// The counters of a map.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MapStatistics {
-    /// Bytes held.
+    /// The memory in use, in bytes.
     pub bytes: u64,
-    /// Leaves loaded now.
+    /// The number of loaded leaves.
     pub loaded: u64,
-    /// Leaves forgotten to stay below the limit.
+    /// The number of leaves evicted to stay below the limit.
     pub evicted: u64,
-    /// Look-ups that found their leaf absent.
+    /// The number of look-ups whose leaf was absent.
     pub misses: u64,
 }
 
 impl Map {
-    /// An empty map of a disk of `clusters` guest clusters, holding no more than about `limit` bytes.
+    /// Creates an empty map of a disk of `clusters` guest clusters.
     pub(crate) fn new(shape: Shape, clusters: u64, limit: MapLimit) -> Self {
         let mut map = Self {
             shape,
@@ -101,23 +103,23 @@ impl Map {
         map
     }
 
-    /// Makes room for `clusters` guest clusters at least.
+    /// Extends the map to at least `clusters` guest clusters.
     pub fn grow(&mut self, clusters: u64) {
         self.leaves = self.leaves.max(clusters.div_ceil(1 << self.shape.leaf_bits()));
         self.groups.grow(self.leaves.div_ceil(GROUP) as usize);
     }
 
-    /// How many leaves the disk has.
+    /// Returns the number of leaves of the disk.
     pub fn leaves(&self) -> u64 {
         self.leaves
     }
 
-    /// Which leaf a guest cluster belongs to.
+    /// Returns the leaf of a guest cluster.
     pub fn leaf_of(&self, cluster: u64) -> LeafIndex {
         cluster >> self.shape.leaf_bits()
     }
 
-    /// What is held.
+    /// Returns the counters.
     pub fn statistics(&self) -> MapStatistics {
         MapStatistics {
             bytes: self.bytes() as u64,
@@ -129,7 +131,7 @@ impl Map {
         self.groups.bytes() + self.leaf_bytes
     }
 
-    /// Whether there is no room for more.
+    /// Returns true if the memory limit is reached.
     pub fn is_full(&self) -> bool {
         self.bytes() >= self.limit.bytes()
     }
@@ -139,13 +141,13 @@ impl Map {
         Some(&group.leaves[(index % GROUP) as usize])
     }
 
-    /// Whether a leaf is loaded.
+    /// Returns true if a leaf is loaded.
     pub fn is_loaded(&self, index: LeafIndex) -> bool {
         self.leaf(index).is_some_and(Leaf::is_loaded)
     }
 
-    /// The entry of a guest cluster, and how many clusters follow it in the same run at least, itself included (at most
-    /// `limit`, and none beyond its leaf). `None` if its leaf is not loaded.
+    /// Returns the entry of a guest cluster, and a lower bound of the length of its run, itself included (at most
+    /// `limit`, and within its leaf). Returns `None` if its leaf is not loaded.
     #[inline]
     pub fn run_at(&mut self, cluster: u64, limit: usize) -> Option<(Entry, usize)> {
         let leaf = cluster >> self.shape.leaf_bits();
@@ -162,14 +164,14 @@ impl Map {
         None
     }
 
-    /// Puts a leaf in, unless it is there.
+    /// Inserts a leaf, unless it is loaded.
     pub fn load(&mut self, index: LeafIndex, entries: &[Entry]) {
         if !self.is_loaded(index) {
             self.put(index, Leaf::of(self.shape, entries));
         }
     }
 
-    /// Puts a leaf of an L2 table that does not exist in, unless it is there.
+    /// Inserts a leaf of an L2 table that does not exist, unless the leaf is loaded.
     pub fn load_unallocated(&mut self, index: LeafIndex) {
         if !self.is_loaded(index) {
             self.put(index, Leaf::UNALLOCATED);
@@ -188,8 +190,8 @@ impl Map {
         }
     }
 
-    /// Changes the `count` entries from `cluster` on (all in one leaf, which is loaded) into a run that begins with
-    /// `first`. The leaf is dirty then.
+    /// Changes the `count` entries from `cluster` on (all in one loaded leaf) into a run that begins with `first`.
+    /// The leaf becomes dirty.
     ///
     /// # Panics
     /// If the leaf is not loaded.
@@ -207,19 +209,20 @@ impl Map {
         self.dirty.insert(index);
     }
 
-    /// The dirty leaves, in order.
+    /// Returns the dirty leaves, in order.
     pub fn dirty(&self) -> &BTreeSet<LeafIndex> {
         &self.dirty
     }
 
-    /// A leaf as its slice is to be on disk. It stays, and counts as being written, until [`Map::written`].
+    /// Encodes a dirty leaf as its slice on disk. The leaf counts as being written, and is not evicted, until
+    /// [`Map::written`].
     pub fn take_dirty(&mut self, index: LeafIndex, bytes: &mut [u8]) {
         self.encode(index, bytes);
         self.dirty.remove(&index);
         self.writing.insert(index);
     }
 
-    /// A leaf that was taken has been written, or not: then it is dirty again.
+    /// Ends the writing of a leaf from [`Map::take_dirty`]. After a failure the leaf is dirty again.
     pub fn written(&mut self, index: LeafIndex, success: bool) {
         self.writing.remove(&index);
         if !success {
@@ -236,9 +239,9 @@ impl Map {
         encode(self.shape, entries, bytes);
     }
 
-    /// Forgets leaves until there is room, but not `kept`. What is dirty stays, even if that is too much.
+    /// Evicts leaves until the limit is kept, but not `kept`. Dirty leaves are not evicted, even above the limit.
     fn evict(&mut self, kept: LeafIndex) {
-        // Each group is visited twice at most: a first time to find that it has been used.
+        // Each group is visited at most twice: the first visit may find that it has been used.
         let mut groups_left = self.groups.used() * 2;
         let limit = self.limit.bytes();
         while self.bytes() > limit && groups_left > 0 {
@@ -275,7 +278,7 @@ impl Map {
     }
 }
 
-/// Reads the entries of a slice.
+/// Decodes the entries of a slice.
 pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [Entry]) {
     let word_at = |at: usize| {
         let mut word = [0; 8];
@@ -328,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_contiguous_tib_takes_less_than_a_mib() {
+    fn contiguous_tib_takes_less_than_a_mib() {
         let clusters = (1u64 << 40) / 65536;
         let mut map = Map::new(SHAPE, clusters, MapLimit::Bytes(usize::MAX));
         load_all(&mut map, |cluster| cluster + 100);
@@ -340,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_kept_and_dirty_leaves_stay() {
+    fn eviction_keeps_limit_and_dirty_leaves() {
         let mut map = Map::new(SHAPE, 512 * 1000, MapLimit::Bytes(100_000));
         map.load_unallocated(3);
         map.set_run(3 * 512 + 5, 1, Entry::data(SHAPE, 77 << 16));

@@ -1,4 +1,4 @@
-//! Refcount blocks and the refcount table: they are made longer as the image needs them.
+//! Refcount blocks and the refcount table: they are extended as the image needs them.
 
 use larder_block::event_loop::WorkSlice;
 use larder_block::{ByteRange, Failure, IoResult, ZeroFlags};
@@ -11,7 +11,7 @@ use crate::refcount::Known;
 /// The unit in which tables are written, in bytes.
 pub(super) const SECTOR: u64 = 512;
 
-/// The refcount table's longest length: 8 MiB, as in QEMU.
+/// The maximum length of the refcount table: 8 MiB, as in QEMU.
 const REFCOUNT_TABLE_ENTRIES_MAX: u64 = 1 << 20;
 
 impl Qcow2 {
@@ -19,17 +19,17 @@ impl Qcow2 {
         self.refcounts.borrow().block_of(cluster)
     }
 
-    /// Has the refcount table be long enough for all of the file as it was opened, while there is room for it: a device
-    /// that is nearly full has no place for a longer table.
+    /// Extends the refcount table for all of the file as it was opened, while there is space: a device that is nearly
+    /// full has no space for a longer table.
     pub(super) async fn count_whole_file(&self) -> IoResult {
         let clusters = self.space.borrow().given_clusters;
-        // As many as a table can count at most.
+        // Limited to the clusters that the longest table can count.
         let clusters = clusters.min(REFCOUNT_TABLE_ENTRIES_MAX << self.shape.refcount_block_bits());
         let counted = self.refcounts.borrow().counted_clusters();
         if clusters <= counted || self.space.borrow().not_counted == clusters {
             return Ok(());
         }
-        // If that fails, the part that is counted can be used all the same; an allocation behind it tries again.
+        // If extending fails, the counted part can be used nonetheless; an allocation after it tries again.
         self.space.borrow_mut().not_counted = clusters;
         match self.lengthen_refcount_table(self.block_of(clusters - 1) + 1).await {
             Err(error) if error.failure() == Failure::NoSpace => Ok(()),
@@ -38,8 +38,8 @@ impl Qcow2 {
         }
     }
 
-    /// Makes a refcount block, in whose part of the image nothing is used yet, out of a cluster: one that it counts itself,
-    /// or one of a block that exists.
+    /// Creates a refcount block, whose part of the image is still unused, in a cluster: one in that part, or one of
+    /// an existing block.
     pub(super) async fn add_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
         if block >= self.refcounts.borrow().table().len() as u64 {
             self.lengthen_refcount_table(block + 1).await?;
@@ -51,7 +51,7 @@ impl Qcow2 {
         self.make_refcount_block(block, cluster).await
     }
 
-    /// The same, of a block that the refcount table has an entry for.
+    /// Creates a refcount block like [`Self::add_refcount_block`], for which the refcount table already has an entry.
     pub(super) async fn make_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
         self.cover(cluster, 1).await?;
         self.check_free(cluster..cluster + 1)?;
@@ -61,15 +61,15 @@ impl Qcow2 {
         self.file.allocate(table).await?;
         if self.block_of(cluster) != block {
             self.secure_refcounts(cluster).await?;
-            // So that its slice is loaded; there is no waiting until it is changed.
+            // This loads the cluster's slice; there is no await until it is changed.
             self.refcount(cluster).await?;
         }
         self.use_as_refcount_block(block, cluster);
-        // Before a cluster of it is used: a replay must find it.
+        // The block must be durable before one of its clusters is used, because a replay must find it.
         self.write_refcounts().await
     }
 
-    /// Makes clusters of metadata read as zeros, with room of their own.
+    /// Makes clusters of metadata read as zeros, with allocated space.
     pub(super) async fn clear_clusters(&self, first: u64, count: u64) -> IoResult {
         self.space.borrow_mut().touch_all_before(first + count);
         let bits = self.shape.cluster_bits;
@@ -77,18 +77,20 @@ impl Qcow2 {
         self.file.write_zeroes(at, ZeroFlags::default()).await
     }
 
-    /// `cluster` is covered, cleared, and in `block`'s own part of the image or in one that is loaded.
+    /// Registers a block in `cluster`, which is covered, cleared, and in `block`'s own part of the image or in one
+    /// whose slice is loaded.
     fn use_as_refcount_block(&self, block: u64, cluster: u64) {
         let mut refcounts = self.refcounts.borrow_mut();
         refcounts.add_block(block, cluster << self.shape.cluster_bits);
         if let Known::Absent(slice, _) = refcounts.get(cluster) {
-            // A new block reads as zeros; no need to ask the file.
+            // A new block reads as zeros, so the file need not be read.
             refcounts.load_zeros(slice);
         }
         refcounts.set(cluster, 1);
     }
 
-    /// Moves the refcount table to where it has room for `blocks` blocks at least; the next commit has the image use it.
+    /// Moves the refcount table to a location with space for at least `blocks` blocks; the next commit makes the
+    /// image use it.
     async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
         let entries = self.refcount_entries(blocks)?;
         match self.lengthen_table_behind(entries).await {
@@ -97,8 +99,8 @@ impl Qcow2 {
         }
     }
 
-    /// Returns the entries of a table for `blocks` blocks: as many as the file needs that was opened, so that a device of
-    /// the measured size is enough; half as many again for a file that has grown.
+    /// Returns the number of entries of a table for `blocks` blocks: as many as the file needed when it was opened,
+    /// so that a device of the measured size is enough; half as many again for a file that has grown.
     fn refcount_entries(&self, blocks: u64) -> IoResult<u64> {
         let given = self.space.borrow().given_clusters;
         let given = given.div_ceil(1 << self.shape.refcount_block_bits());
@@ -106,7 +108,7 @@ impl Qcow2 {
         self.whole_table(wanted.min(REFCOUNT_TABLE_ENTRIES_MAX).max(blocks))
     }
 
-    /// Rounds a count of entries up to whole clusters of the table.
+    /// Rounds a number of entries up to whole clusters of the table.
     fn whole_table(&self, entries: u64) -> IoResult<u64> {
         let entries = entries.next_multiple_of(self.shape.cluster_len() / 8);
         if entries <= REFCOUNT_TABLE_ENTRIES_MAX {
@@ -119,7 +121,8 @@ impl Qcow2 {
         Err(self.no_space())
     }
 
-    /// Moves the refcount table into the first part of the image that it does not count, behind that part's new blocks.
+    /// Moves the refcount table into the first part of the image that it does not count, after that part's new
+    /// blocks.
     async fn lengthen_table_behind(&self, entries: u64) -> IoResult {
         let per_cluster = self.shape.cluster_len() / 8;
         let block_bits = self.shape.refcount_block_bits();
@@ -158,8 +161,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Moves the refcount table to free clusters of the part of the image that it counts already. Nothing may be in the
-    /// window. A crash before the header leads there leaves these clusters leaked, and the old table in use.
+    /// Moves the refcount table to free clusters in the part of the image that it counts already. The window must be
+    /// empty. A crash before the header points there leaves these clusters leaked, and the old table in use.
     async fn lengthen_table_inside(&self, entries: u64) -> IoResult {
         let count = entries * 8 / self.shape.cluster_len();
         let run = self.take_run_inside(count).await?;
@@ -170,7 +173,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The refcount table goes to `first`, and its old place is freed.
+    /// Sets the new location of the refcount table to `first`, and frees the old one.
     fn move_refcount_table(&self, first: u64, entries: u64) {
         let mut refcounts = self.refcounts.borrow_mut();
         let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
@@ -184,7 +187,7 @@ impl Qcow2 {
         });
     }
 
-    /// Takes `count` free clusters in a row inside the file. Nothing may be in the window, and the caller holds
+    /// Takes `count` contiguous free clusters inside the file. The window must be empty, and the caller must hold
     /// `finding_space`.
     pub(super) async fn take_run_inside(&self, count: u64) -> IoResult<Allocation<'_>> {
         let Some(first) = self.find_run(count).await? else {
@@ -193,17 +196,17 @@ impl Qcow2 {
         self.take_run(first, count, false).await
     }
 
-    /// Takes clusters that are free, and that the file covers and blocks count.
+    /// Takes free clusters that the file covers and blocks count.
     pub(super) async fn take_run(&self, first: u64, count: u64, reads_zero: bool) -> IoResult<Allocation<'_>> {
         let mut run = Allocation::new(self, first, 0, reads_zero);
-        // A run that fails on the way is given back like any other, so the next one may not begin here before that.
+        // A run that fails midway is freed like any other, and the next one must not begin here before that.
         self.space.borrow_mut().touch_all_before(first + count);
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for cluster in first..first + count {
             slice.did(1).await;
             self.secure_refcounts(cluster).await?;
             self.refcount(cluster).await?;
-            // A slice at a time, so no slice is forgotten.
+            // Slices are processed one at a time, so the present one is not dropped.
             self.refcounts.borrow_mut().set(cluster, 1);
             run.count += 1;
         }

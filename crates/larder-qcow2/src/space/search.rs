@@ -1,8 +1,9 @@
-//! Finding free clusters: the next window, and runs of clusters.
+//! The search for free clusters: the next window, and runs of clusters.
 //!
-//! A search reads each slice of refcounts once, several at a time, and remembers which are full, so it is complete at a
-//! bit for each slice. Where the file can grow, a search that has read [`SEARCH_SLICES_MAX`] slices in vain takes space
-//! at the file's end instead, and the next one continues it; a write fails only after a complete search.
+//! A search reads each slice of refcounts once, several at a time, and remembers the full ones, so it can be complete
+//! with one bit for each slice. Where the file can grow, a search that has read [`SEARCH_SLICES_MAX`] slices without
+//! success uses space at the file's end instead, and the next search continues it. A write fails only after a
+//! complete search.
 
 use std::ops::Range;
 use std::rc::Weak;
@@ -19,49 +20,50 @@ use crate::entry::OFFSET;
 use crate::read::Ios;
 use crate::refcount::{Known, SliceIndex, Space as Found};
 
-/// Slices of refcounts that a search reads before the end of the file is used instead, if the file can grow: 32 MiB, for
-/// 1 TiB of clusters of 64 KiB.
+/// The number of slices of refcounts that a search reads before it uses the end of the file instead, if the file can
+/// grow: 32 MiB, for 1 TiB of clusters of 64 KiB.
 const SEARCH_SLICES_MAX: usize = 8192;
 
-/// Slices that are read at the same time. A search begins with one and doubles.
+/// The maximum number of slices that are read at the same time. A search begins with one and doubles.
 const SLICES_TOGETHER_MAX: usize = 128;
 
-/// Slices that a search passes over because they cannot be read: two blocks of 64 KiB, and no more, because a disk that
-/// fails takes its time. The next search continues behind them.
+/// The maximum number of unreadable slices that a search skips: two blocks of 64 KiB. A failing disk is slow, so
+/// there are no more; the next search continues after them.
 const UNREADABLE_SLICES_MAX: usize = 32;
 
-/// The file grows by a quarter, but no more than this, in bytes.
+/// The maximum number of bytes by which the file grows; it grows by a quarter otherwise.
 const GROWTH_MAX: u64 = 16 << 20;
 
-/// The same while a search is unfinished, which may find the space that is needed next inside the file.
+/// The maximum growth in bytes while a search is unfinished, which may find the space that is needed next inside the
+/// file.
 const GROWTH_UNFINISHED_MAX: u64 = 1 << 20;
 
-/// The end of a search.
+/// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Search {
     /// This cluster is free, or has no refcount block yet.
     Found(u64),
     /// No cluster is free.
     Nothing,
-    /// It has read as many slices as it may, and none before this cluster is free.
+    /// The search has reached its limit of slices, and no cluster before this one is free.
     Unfinished(u64),
 }
 
-/// The end of a window.
+/// The limit of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reach {
-    /// The file's end, if the window begins before it: the search may find other free clusters in
-    /// the file, which need not grow as long as there are some.
+    /// The file's end, if the window begins before it: the search may find other free clusters in the file, which
+    /// need not grow before that.
     Inside,
     /// A part that is added to the file.
     PastEnd,
 }
 
-/// The slices that a search may still read, and those of its next read.
+/// The number of slices that a search may still read, and of those in its next read.
 struct Effort {
     left: usize,
     together: usize,
-    /// Slices that it may still pass over because they cannot be read.
+    /// The number of unreadable slices that the search may still skip.
     unreadable_left: usize,
 }
 
@@ -89,12 +91,12 @@ impl Effort {
 }
 
 impl Qcow2 {
-    /// The clusters that lie in the file as a whole.
+    /// Returns the number of whole clusters of the file.
     pub(super) fn file_clusters(&self) -> u64 {
         self.file.geometry().size.get() >> self.shape.cluster_bits
     }
 
-    /// Finds the next free clusters and has the file cover them.
+    /// Finds the next free clusters and extends the file to cover them.
     pub(super) async fn open_window(&self) -> IoResult {
         self.notice_size();
         self.count_whole_file().await?;
@@ -118,15 +120,15 @@ impl Qcow2 {
         }
     }
 
-    /// Opens a window with the first free clusters inside the file. `NoSpace` is for a file system that is full: there
-    /// are free clusters, and no room for them.
+    /// Opens a window with the first free clusters inside the file. The error `NoSpace` means that the file system is
+    /// full: there are free clusters, and no space for them.
     async fn open_window_inside(&self, slices: usize) -> IoResult<Search> {
         let mut effort = Effort::of(slices);
         let limit = self.file_clusters();
         let hint = self.space.borrow().cursor;
         let cursor = hint.min(limit);
         let mut full = None;
-        // The cursor is a hint; what counts is which slices are full.
+        // The cursor is only a hint; the set of full slices makes the search complete.
         for range in [cursor..limit, 0..cursor] {
             let found = self.search(range, &mut effort).await?;
             self.space.borrow_mut().is_unfinished = matches!(found, Search::Unfinished(_));
@@ -152,7 +154,7 @@ impl Qcow2 {
         full.map_or(Ok(Search::Nothing), Err)
     }
 
-    /// Looks for a free cluster in a range.
+    /// Searches for a free cluster in a range.
     async fn search(&self, range: Range<u64>, effort: &mut Effort) -> IoResult<Search> {
         let mut cursor = range.start;
         while cursor < range.end {
@@ -181,7 +183,7 @@ impl Qcow2 {
             let most = effort.together.min(effort.left).max(1);
             (refcounts.unread(slice, limit, most), refcounts.drops())
         };
-        // The first one that is at no valid offset fails when it is needed.
+        // The first slice with an invalid offset fails when it is needed.
         let is_valid = |(slice, offset): &(SliceIndex, u64)| self.slice_at(*slice, *offset).is_some();
         let valid = unread.iter().take_while(|found| is_valid(found)).count().max(1);
         unread.truncate(valid);
@@ -214,8 +216,8 @@ impl Qcow2 {
         Ok(Read::Continue)
     }
 
-    /// Passes over a slice that cannot be read, as if it counted no free cluster: a bad sector fails no request that needs
-    /// nothing from it. An image that is corrupt, or out of reach as a whole, is another matter.
+    /// Skips a slice that cannot be read, as if it had no free cluster, so that a bad sector does not fail requests
+    /// that need no data from it. A corrupt image, or an unreachable one, is an error.
     fn pass_over(&self, slice: SliceIndex, error: IoError, effort: &mut Effort) -> IoResult<Read> {
         if !matches!(error.failure(), Failure::Os(_)) {
             return Err(error);
@@ -229,7 +231,7 @@ impl Qcow2 {
         Ok(Read::PassTo((slice + 1) << self.shape.refcount_slice_bits()))
     }
 
-    /// Returns the place of a slice of refcounts, if it is in the file.
+    /// Returns the location of a slice of refcounts, if it is in the file.
     fn slice_at(&self, slice: SliceIndex, offset: u64) -> Option<ByteRange> {
         let at = ByteRange::new(offset, self.shape.slice_len());
         let in_cluster = self.shape.cluster_len() - 1;
@@ -262,7 +264,7 @@ impl Qcow2 {
 
     async fn open_window_at_end(&self) -> IoResult {
         let end = self.space.borrow().untouched;
-        // Before a refcount block is made for space that the file cannot get.
+        // Checked before a refcount block is created for space that the file cannot get.
         self.cover(end, 1).await?;
         self.open_window_at(end, Reach::PastEnd).await
     }
@@ -278,7 +280,7 @@ impl Qcow2 {
                 Known::Is(Found::NoBlock) => self.add_refcount_block(self.block_of(from), from).await?,
                 Known::Is(Found::Free(first, count)) => {
                     if !self.refcounts.borrow().is_settled(first) {
-                        // Writing it failed before.
+                        // An earlier write of it has failed.
                         self.write_refcounts().await?;
                     }
                     self.secure_refcounts(first).await?;
@@ -290,7 +292,7 @@ impl Qcow2 {
                         _ => self.cover(first, count).await?,
                     };
                     self.check_free(first..first + count)?;
-                    // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
+                    // A commit may have freed clusters meanwhile, but taken none: only this function opens windows.
                     self.space.borrow_mut().window = first..first + count;
                     return Ok(());
                 }
@@ -298,8 +300,8 @@ impl Qcow2 {
         }
     }
 
-    /// Finds `count` free clusters in a row inside the file, in the part that the refcount table counts. Nothing may be
-    /// in the window.
+    /// Finds `count` contiguous free clusters inside the file, in the part that the refcount table counts. The window
+    /// must be empty.
     pub(super) async fn find_run(&self, count: u64) -> IoResult<Option<u64>> {
         let mut effort = Effort::of(usize::MAX);
         let counted = self.refcounts.borrow().counted_clusters();
@@ -329,7 +331,8 @@ impl Qcow2 {
                     }
                 }
                 Known::Is(Found::NoBlock) => {
-                    // At the run's beginning, because a run may be longer than a block's part of the image.
+                    // The block is placed at the start of the run, because a run may be longer than a block's part of
+                    // the image.
                     let at = if run.end == cursor && !run.is_empty() {
                         run.start
                     } else {
