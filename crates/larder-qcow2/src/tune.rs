@@ -1,71 +1,74 @@
-//! What the size of QEMU's L2 cache means for an image: how much of the disk it covers, and whether that is enough.
+//! The effect of the size of QEMU's L2 cache on an image: the part of the disk that it covers, and whether that is
+//! enough.
 //!
-//! A guest's request needs the L2 entry of its cluster. While the cache covers what the guest uses, it is there;
-//! otherwise QEMU reads tables again and again, up to three I/Os for one of the guest's, and loses up to eleven twelfths
-//! of its speed (measured on disks of 100 GiB and 1 TiB, with clusters of 256 KiB to 2 MiB).
+//! A guest's request needs the L2 entry of its cluster. While the cache covers the guest's working set, the entry is
+//! cached. Otherwise QEMU reads tables again and again, up to three I/Os for one of the guest's, and loses up to
+//! eleven twelfths of its speed (measured on disks of 100 GiB and 1 TiB, with clusters of 256 KiB to 2 MiB).
 
 use crate::shape::Shape;
 
-/// What QEMU gave the L2 cache before 3.1: 1 MiB, or 8 clusters if they are larger.
+/// QEMU's default L2 cache before 3.1: 1 MiB, or 8 clusters if they are larger.
 const OLD_CACHE_MIN: u64 = 1 << 20;
 const OLD_CACHE_CLUSTERS: u64 = 8;
-/// What it gives at most since, unless told otherwise (on Linux).
+/// QEMU's maximum default L2 cache since 3.1 (on Linux), in bytes.
 pub const CACHE_MAX: u64 = 32 << 20;
-/// What QEMU keeps for refcounts before all else when only the sum of both caches is given (`cache-size`), in clusters.
+/// The minimum that QEMU reserves for refcounts if only the sum of both caches is given (`cache-size`), in clusters.
 const REFCOUNT_CACHE_CLUSTERS: u64 = 4;
 
-/// The clusters that are worth choosing among: smaller ones save nothing, larger ones are not allowed.
+/// The cluster sizes to recommend: smaller ones save nothing, larger ones are not allowed.
 const CHOICE_BITS: std::ops::RangeInclusive<u32> = 16..=21;
 
-/// An L2 cache, and what it does for a disk.
+/// An L2 cache, and its effect on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cache {
-    /// Bytes of the cache.
+    /// The size of the cache in bytes.
     pub bytes: u64,
-    /// Bytes of the disk that it covers.
+    /// The number of bytes of the disk that the cache covers.
     pub covers: u64,
-    /// It does not cover the disk.
+    /// The cache does not cover the disk.
     pub thrashes: bool,
 }
 
-/// What there is to know about an image's tables.
+/// The properties of an image's tables, and recommended sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Advice {
-    /// Clusters of the disk.
+    /// The number of clusters of the disk.
     pub clusters: u64,
-    /// L2 tables of a fully allocated disk.
+    /// The number of L2 tables of a fully allocated disk.
     pub tables: u64,
-    /// Bytes of the active L1 table.
+    /// The length of the active L1 table in bytes.
     pub l1_bytes: u64,
-    /// Bytes of all L2 tables of a fully allocated disk.
+    /// The length of all L2 tables of a fully allocated disk in bytes.
     pub l2_bytes: u64,
-    /// QEMU's cache before version 3.1.
+    /// QEMU's default cache before version 3.1.
     pub old: Cache,
-    /// QEMU's cache today.
+    /// QEMU's default cache today.
     pub today: Cache,
-    /// The cache that covers the disk.
+    /// The size in bytes of the cache that covers the disk.
     pub needed_bytes: u64,
-    /// The sum of both caches, as libvirt gives it, with which the L2 cache covers the disk.
+    /// The sum of both caches, as configured by libvirt, with which the L2 cache covers the disk.
     pub needed_sum_bytes: u64,
-    /// Bytes of a cluster of a new image of this size that QEMU's default of today would cover; `None` if none does.
+    /// The cluster size in bytes of a new image of this size that QEMU's present default would cover; `None` if there
+    /// is none.
     pub cluster_len: Option<u64>,
-    /// The same for the default before 3.1.
+    /// The cluster size in bytes of a new image of this size that the default before 3.1 would cover; `None` if there
+    /// is none.
     pub cluster_len_old: Option<u64>,
-    /// What Larder's map takes if the clusters lie one behind the other, and at worst.
+    /// The memory in bytes of Larder's map if the clusters are contiguous.
     pub larder_contiguous: u64,
-    /// See `larder_contiguous`.
+    /// The memory in bytes of Larder's map in the worst case.
     pub larder_worst: u64,
 }
 
-/// What Larder's map takes for a group of leaves that are one run each, with its share of the directory.
+/// The memory in bytes that Larder's map takes for a group of leaves of one run each, including the directory.
 const GROUP_BYTES: u64 = 208;
 const GROUP_LEAVES: u64 = 8;
-/// What it takes for a cluster at worst; and if subclusters are allocated by themselves.
+/// The worst-case memory in bytes for a cluster, without and with separately allocated subclusters.
 const CLUSTER_BYTES_WORST: u64 = 5;
 const CLUSTER_BYTES_WORST_EXTENDED: u64 = 16;
 
 impl Advice {
-    /// For an image of a disk of `size` bytes.
+    /// Returns the advice for an image of a disk of `size` bytes.
     pub fn of(shape: Shape, size: u64) -> Self {
         let cluster_len = shape.cluster_len();
         let clusters = size.div_ceil(cluster_len);
@@ -97,7 +100,7 @@ fn old_cache(shape: Shape) -> u64 {
     OLD_CACHE_MIN.max(OLD_CACHE_CLUSTERS * shape.cluster_len())
 }
 
-/// The smallest cache that covers the disk, in whole clusters as QEMU has it.
+/// Returns the smallest cache that covers the disk, in whole clusters as in QEMU.
 fn needed(shape: Shape, size: u64) -> u64 {
     (size.div_ceil(shape.cluster_len()) * shape.entry_len()).next_multiple_of(shape.cluster_len())
 }
@@ -111,7 +114,7 @@ fn cache(shape: Shape, size: u64, bytes: u64) -> Cache {
     }
 }
 
-/// The smallest clusters with which the cache covers the disk.
+/// Returns the smallest cluster size with which the cache covers the disk.
 fn choose(shape: Shape, size: u64, bytes: impl Fn(Shape) -> u64) -> Option<u64> {
     let shapes = CHOICE_BITS.map(|cluster_bits| Shape { cluster_bits, ..shape });
     let mut fitting = shapes.filter(|shape| !cache(*shape, size, bytes(*shape)).thrashes);
@@ -137,39 +140,45 @@ mod tests {
     }
 
     #[test]
-    fn the_old_default_covers_what_was_published() {
+    fn old_default_covers_published_sizes() {
         let covered = [64, 256, 512, 1024, 2048].map(|cluster_kib| advice(TIB, cluster_kib).old.covers);
         assert_eq!(covered, [8 * GIB, 64 * GIB, 256 * GIB, TIB, 4 * TIB]);
     }
 
+    /// The default cache before 3.1 does not cover a disk of 100 GiB with clusters of 256 KiB; today's does.
     #[test]
-    fn disks_of_100_gib_with_256_kib_clusters_thrash_with_the_old_default() {
+    fn old_default_thrashes_at_100_gib_256_kib() {
         assert!(advice(100 * GIB, 256).old.thrashes);
         assert!(!advice(100 * GIB, 256).today.thrashes);
     }
 
+    /// The default cache before 3.1 covers a disk of 100 GiB with clusters of 512 KiB.
     #[test]
-    fn disks_of_100_gib_with_512_kib_clusters_are_fine_with_the_old_default() {
+    fn old_default_covers_100_gib_512_kib() {
         assert!(!advice(100 * GIB, 512).old.thrashes);
     }
 
+    /// The default cache before 3.1 does not cover a disk of 1 TiB with clusters of 512 KiB.
     #[test]
-    fn disks_of_1_tib_with_512_kib_clusters_thrash_with_the_old_default() {
+    fn old_default_thrashes_at_1_tib_512_kib() {
         assert!(advice(TIB, 512).old.thrashes);
     }
 
+    /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 1 MiB.
     #[test]
-    fn disks_of_1_tib_with_1_mib_clusters_are_fine_with_the_old_default() {
+    fn old_default_covers_1_tib_1_mib() {
         assert!(!advice(TIB, 1024).old.thrashes);
     }
 
+    /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 2 MiB.
     #[test]
-    fn disks_of_1_tib_with_2_mib_clusters_are_fine_with_the_old_default() {
+    fn old_default_covers_1_tib_2_mib() {
         assert!(!advice(TIB, 2048).old.thrashes);
     }
 
+    /// A disk of 1 TiB with clusters of 64 KiB needs a cache of 128 MiB, which today's default is below.
     #[test]
-    fn a_tib_of_64_kib_clusters_needs_128_mib_and_thrashes_today_too() {
+    fn tib_of_64_kib_clusters_thrashes_today() {
         let advice = advice(TIB, 64);
         assert_eq!(advice.needed_bytes, 128 << 20);
         assert_eq!(advice.needed_sum_bytes, (128 << 20) + (256 << 10));
@@ -182,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_no_cluster_size_suits_is_said_to_be_so() {
+    fn too_large_disk_gets_no_cluster_size() {
         assert_eq!(advice(64 * TIB, 64).cluster_len, None);
     }
 }

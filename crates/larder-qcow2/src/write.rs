@@ -1,8 +1,8 @@
-//! Writes that change the mapping: into clusters that are not allocated, zero, compressed, or shared with a snapshot.
+//! Writes that change the mapping: into clusters that are unallocated, zero, compressed, or shared with a snapshot.
 //!
-//! The data is written first, to clusters that nothing refers to (together with what the guest does not overwrite of
-//! them), and the mapping is changed in memory when that has ended. Until a commit the image does not know of it: a
-//! crash leaves the old mapping, and the new clusters free or leaked.
+//! The data is written first, to clusters to which nothing refers (together with the parts of them that the guest
+//! does not overwrite), and the mapping is changed in memory after that. Until a commit the image does not have the
+//! change: a crash leaves the old mapping, and the new clusters free or leaked.
 
 use larder_block::buffer_pool::BufferPool;
 use larder_block::range_lock::Mode;
@@ -15,28 +15,28 @@ use crate::journal::Record;
 use crate::shape::Shape;
 use crate::space::{Allocation, Freed};
 
-/// What is done with a cluster that cannot be written in place.
+/// The treatment of a cluster that cannot be written in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Treatment {
-    /// A new host cluster; with the guest's other data of the cluster copied, if the old one had some.
+    /// Allocate a new host cluster, and copy the guest's other data of the cluster, if the old one had some.
     Move { copies: bool },
-    /// The host cluster that it has, at this offset: some of its parts are zero or unallocated.
+    /// Use the present host cluster, at this offset, some of whose parts are zero or unallocated.
     Fill { host: u64 },
 }
 
-/// Where, in a buffer of two clusters, that which surrounds a write is put: as in its cluster, the first cluster's in
-/// front, so that direct I/O finds it aligned.
+/// The layout of a buffer of two clusters for the data around a write: each byte is at its offset in the cluster, the
+/// first cluster's data first, so that direct I/O finds it aligned.
 struct Surroundings {
     shape: Shape,
     whole: ByteRange,
 }
 
-/// Clusters of such a buffer.
+/// The number of clusters of such a buffer.
 const CLUSTERS_SURROUNDING: u64 = 2;
-/// Memory for these buffers, in bytes, but for [`COPIES_MIN`] of them.
+/// The memory for these buffers, in bytes; at least [`COPIES_MIN`] of them are permitted.
 const COPIES_BYTES: u64 = 2 << 20;
 const COPIES_MIN: u64 = 2;
-/// Reading this many bytes for nothing costs less than another request.
+/// The number of bytes up to which reading a gap costs less than another request.
 const GAP_READ: u64 = 64 << 10;
 
 impl Surroundings {
@@ -48,7 +48,7 @@ impl Surroundings {
         at.get() >> self.shape.cluster_bits
     }
 
-    /// The place of a range of one cluster, the first or the last.
+    /// Returns the location in the buffer of a range of one cluster, the first or the last.
     fn of(&self, range: ByteRange) -> std::ops::Range<usize> {
         let first = self.cluster(range.start) == self.cluster(self.whole.start);
         let cluster_len = self.shape.cluster_len();
@@ -57,13 +57,13 @@ impl Surroundings {
         at..at + range.len.as_usize()
     }
 
-    /// Whether to read both at once.
+    /// Returns true if both sides should be read together.
     fn are_near(&self, head: ByteRange, tail: ByteRange) -> bool {
         self.cluster(head.start) == self.cluster(tail.start) && (tail.start - head.end()).get() <= GAP_READ
     }
 }
 
-/// Buffers for the surroundings of writes.
+/// Returns the buffers for the surroundings of writes.
 pub(crate) fn copies(shape: Shape) -> BufferPool {
     let len = CLUSTERS_SURROUNDING * shape.cluster_len();
     BufferPool::new((COPIES_BYTES / len).max(COPIES_MIN) as usize, len as usize)
@@ -81,7 +81,7 @@ impl Qcow2 {
         self.after_change(flags.fua).await.map_err(failed)
     }
 
-    /// Writes `range` for a request that is counted as under way.
+    /// Writes `range` for a request that is counted as in flight.
     pub(crate) async fn write_pieces(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
         let mut rest = range;
         while !rest.is_empty() {
@@ -92,7 +92,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes the beginning of `range`; what was written, which may be nothing if others were faster.
+    /// Writes the beginning of `range`. Returns the written part, which may be empty if another request has mapped it
+    /// meanwhile.
     async fn write_some(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
         let piece = self.find(range).await?;
         if piece.content == Content::Data && piece.copied {
@@ -108,7 +109,7 @@ impl Qcow2 {
             return Ok(written);
         }
         let shape = self.shape;
-        // One leaf at a time.
+        // Only one leaf is written at a time.
         let leaf_span = shape.cluster_len() << shape.leaf_bits();
         let leaf_end = ByteOffset::new(range.start.align_down(leaf_span).get() + leaf_span);
         let part = range.intersection(ByteRange::between(range.start, leaf_end));
@@ -119,7 +120,7 @@ impl Qcow2 {
         self.write_new(part, buffer).await
     }
 
-    /// A corrupt entry may lead behind the end of the file, where the guest has nothing to write.
+    /// Refuses a corrupt entry that points past the end of the file, which the guest must not write.
     fn check_inside(&self, piece: Piece, range: ByteRange) -> IoResult {
         let size = self.data().geometry().size.get();
         if piece.host + piece.len > size && self.data_file.is_none() {
@@ -128,7 +129,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// What to do with a cluster; `None` if it can be written in place, or makes no sense.
+    /// Returns the treatment of a cluster; `None` if it can be written in place, or its entry is invalid.
     fn treatment(&self, entry: Entry) -> Option<Treatment> {
         let shape = self.shape;
         let contents = || (0..shape.parts()).map(|part| entry.content(shape, part));
@@ -145,7 +146,7 @@ impl Qcow2 {
         })
     }
 
-    /// Writes the beginning of `range`, whose mapping is held, to where nothing is yet.
+    /// Writes the beginning of `range`, whose mapping is locked, to new or unused space.
     async fn write_new(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
         let shape = self.shape;
         let nothing = ByteRange::new(range.start.get(), 0);
@@ -175,7 +176,7 @@ impl Qcow2 {
             Treatment::Move { .. } => range,
         };
         let part = part.intersection(span);
-        // Copying takes whole clusters; otherwise parts that are touched are made whole.
+        // Copying takes whole clusters; otherwise only partially written parts are completed.
         let unit = match treatment {
             Treatment::Move { copies: true } => shape.cluster_len(),
             _ => shape.part_len(),
@@ -190,7 +191,7 @@ impl Qcow2 {
         )
         .await?;
 
-        // Nothing but this request changes these entries, but their leaf may have been forgotten.
+        // Only this request changes these entries, but their leaf may have been evicted.
         self.find(ByteRange::new(range.start.get(), 1)).await?;
         self.map_clusters(first, count, target, whole, treatment);
         if let Some(allocation) = allocation {
@@ -199,7 +200,7 @@ impl Qcow2 {
         Ok(part)
     }
 
-    /// How many of `count` clusters from `first` on (in one leaf, which is loaded) are to be treated alike.
+    /// Returns how many of `count` clusters from `first` on (in one loaded leaf) have the same treatment.
     fn count_alike(&self, first: u64, count: u64, treatment: Treatment) -> u64 {
         let mut alike = 0;
         while alike < count {
@@ -212,13 +213,13 @@ impl Qcow2 {
         alike.max(1)
     }
 
-    /// The host offset for clusters from `first` on, and what was allocated for it.
+    /// Returns the host offset for clusters from `first` on, and the allocation for it.
     async fn target(&self, first: u64, most: u64, treatment: Treatment) -> IoResult<(u64, Option<Allocation<'_>>)> {
         if let Treatment::Fill { host } = treatment {
             return Ok((host, None));
         }
         if self.data_file.is_some() {
-            // The guest's clusters lie in the data file as on the disk (QEMU writes it so, too).
+            // The guest's clusters have the same offsets in the data file as on the disk (as in QEMU).
             let target = first << self.shape.cluster_bits;
             return Ok((target, None));
         }
@@ -226,7 +227,7 @@ impl Qcow2 {
         Ok((allocation.first << self.shape.cluster_bits, Some(allocation)))
     }
 
-    /// Writes `part` from `buffer` and around it, up to `whole`, what the guest has there, to `target`.
+    /// Writes `part` from `buffer` to `target`, together with the guest's present data around it, up to `whole`.
     async fn write_whole(
         &self,
         whole: ByteRange,
@@ -259,7 +260,7 @@ impl Qcow2 {
         pieces.extend(middle.pieces());
         pieces.push(piece_of(&bytes[places.of(tail)]));
         pieces.retain(|piece| !piece.is_empty());
-        // SAFETY: `bytes` lives until the write has ended and nobody writes to it; the middle is valid as long as
+        // SAFETY: `bytes` lives until the write has ended and nothing writes to it; the middle is valid as long as
         // `buffer` is, which outlives this call.
         let all = unsafe { WriteBuf::from_pieces(&pieces) };
         let start = if head.is_empty() { part.start } else { head.start };
@@ -273,8 +274,8 @@ impl Qcow2 {
         self.data().write(ByteOffset::new(at), bytes, WriteFlags::NONE).await
     }
 
-    /// What must be copied of `range`, which may reach beyond the disk's end: all of it, or nothing if it has only zeros
-    /// where the target has zeros already.
+    /// Returns the part of `range` that must be copied. `range` may exceed the disk's end. The part is all of it, or
+    /// nothing if it has only zeros and the target reads as zeros already.
     async fn copied(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<ByteRange> {
         let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
         if target_reads_zero && self.reads_as_zeros(on_disk).await? {
@@ -283,7 +284,7 @@ impl Qcow2 {
         Ok(range)
     }
 
-    /// Reads what the guest has in `range`, zeros beyond the disk's end.
+    /// Reads the guest's data in `range`, with zeros beyond the disk's end.
     async fn read_copied(&self, range: ByteRange, bytes: &mut [u8]) -> IoResult {
         let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
         let (there, beyond) = bytes.split_at_mut(on_disk.len.as_usize());
@@ -291,7 +292,7 @@ impl Qcow2 {
         self.read_steps(on_disk, ReadBuf::new(there)).await
     }
 
-    /// Whether the map says that `range` has nothing but zeros.
+    /// Returns true if `range` reads as zeros according to the map.
     pub(crate) async fn reads_as_zeros(&self, range: ByteRange) -> IoResult<bool> {
         let mut rest = range;
         while !rest.is_empty() {
@@ -310,7 +311,7 @@ impl Qcow2 {
         Ok(true)
     }
 
-    /// A data file may be shorter than the disk.
+    /// Extends the data file to `end`, because it may be shorter than the disk.
     async fn cover_data_file(&self, end: u64) -> IoResult {
         if end <= self.data().geometry().size.get() {
             return Ok(());
@@ -318,7 +319,7 @@ impl Qcow2 {
         self.data().grow(larder_block::ByteLen::new(end)).await
     }
 
-    /// Changes the mapping: the clusters lie at `target` now, and hold data where `whole` is.
+    /// Changes the mapping: the clusters are at `target` now, and have data in `whole`.
     fn map_clusters(&self, first: u64, count: u64, target: u64, whole: ByteRange, treatment: Treatment) {
         let shape = self.shape;
         let copies = treatment == Treatment::Move { copies: true };
@@ -346,7 +347,7 @@ impl Qcow2 {
         }
     }
 
-    /// The extended entry of a cluster of which the parts in `whole` are data now.
+    /// Returns the extended entry of a cluster whose parts in `whole` are data now.
     fn with_parts(&self, old: Entry, cluster: u64, host: u64, whole: ByteRange) -> Entry {
         let shape = self.shape;
         let span = ByteRange::new(cluster << shape.cluster_bits, shape.cluster_len());
@@ -360,8 +361,8 @@ impl Qcow2 {
         }
     }
 
-    /// Changes entries of one leaf, which is loaded, in memory, and notes it for a process that comes after this one.
-    /// There is room in the journal.
+    /// Changes entries of one loaded leaf in memory, and records the change in the journal, in which space is
+    /// reserved.
     pub(crate) fn set_entries(&self, first: u64, count: u64, entry: Entry) {
         let mut map = self.map.borrow_mut();
         let mut step = 0;
@@ -381,7 +382,7 @@ impl Qcow2 {
         map.set_run(first, count as usize, entry);
     }
 
-    /// The host clusters of a run are no longer used by it.
+    /// Frees the host clusters of a run, which does not use them any more.
     pub(crate) fn free_host(&self, first: Entry, run: u64) {
         let bits = self.shape.cluster_bits;
         let freed = if first.is_compressed() {

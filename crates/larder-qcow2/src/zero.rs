@@ -1,7 +1,8 @@
-//! Discards and zeroes: whole clusters are unmapped or marked as zeros; the edges of zeroes are written.
+//! Discards and zeroes: whole clusters are unmapped or marked as zeros; partial clusters at the ends of zeroes are
+//! written.
 //!
-//! What a discarded cluster holds afterwards: zeros. Behind a backing file that takes a zero cluster, which version 2
-//! does not have; such an image keeps what it has.
+//! A discarded cluster reads as zeros. Over a backing file that takes a zero cluster, which version 2 does not have;
+//! such an image keeps the content.
 
 use larder_block::event_loop::WorkSlice;
 use larder_block::range_lock::Mode;
@@ -10,29 +11,30 @@ use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult
 use crate::device::{Piece, Qcow2};
 use crate::entry::{ALL_ALLOCATED, Content, Entry};
 
-/// Other tasks run after so many leaves of the map at most.
+/// The maximum number of leaves of the map that are processed before other tasks run.
 const LEAVES_PER_SLICE: u64 = 8;
 
-/// L1 entries that lead nowhere, and single clusters, cost so much less than a leaf.
+/// The number of empty L1 entries or single clusters that cost as much as a leaf.
 const SHORT_STEPS_PER_LEAF: u64 = 128;
 
-/// Divides work on a long range: a step is a cluster or an L1 entry, and a leaf is [`SHORT_STEPS_PER_LEAF`].
+/// Divides the work on a long range into slices: a step is a cluster or an L1 entry, and a leaf is
+/// [`SHORT_STEPS_PER_LEAF`].
 fn work_slice() -> WorkSlice {
     WorkSlice::new(LEAVES_PER_SLICE * SHORT_STEPS_PER_LEAF)
 }
 
-/// What is wanted of a range of whole clusters.
+/// The requested change of a range of whole clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Want {
     Discard,
-    /// Zeros; the space may be given back.
+    /// Zeros; the space may be deallocated.
     Unmap,
-    /// Zeros; what is allocated stays so.
+    /// Zeros; allocated space stays allocated.
     Keep,
 }
 
 impl Qcow2 {
-    /// The whole clusters in `range`; a cluster that the disk's end cuts off is whole.
+    /// Returns the whole clusters in `range`; a cluster that the disk's end cuts off counts as whole.
     fn whole_clusters(&self, range: ByteRange) -> ByteRange {
         let unit = self.shape.cluster_len();
         let disk_end = ByteOffset::ZERO + self.geometry.get().size;
@@ -54,7 +56,7 @@ impl Qcow2 {
             let _counted = self.in_flight.counted();
             return self.discard_data(range).await.map_err(failed);
         }
-        // It may need an L2 table of its own.
+        // A discard may need a new L2 table.
         let discard = async || {
             let _counted = self.in_flight.counted();
             let whole = self.whole_clusters(range);
@@ -64,7 +66,7 @@ impl Qcow2 {
         self.after_change(false).await.map_err(failed)
     }
 
-    /// In a data file the guest's clusters keep their places.
+    /// Discards data in an external data file, in which the guest's clusters keep their offsets.
     async fn discard_data(&self, range: ByteRange) -> IoResult {
         let mut slice = work_slice();
         let mut rest = range;
@@ -89,7 +91,7 @@ impl Qcow2 {
         self.before_change().await.map_err(failed)?;
         let zero = async || {
             let _counted = self.in_flight.counted();
-            // The disk does not grow over these while they are counted.
+            // The disk does not grow over these clusters while this request is counted.
             let whole = self.whole_clusters(range);
             let want = if flags.unmap { Want::Unmap } else { Want::Keep };
             let left = self.unmap(whole, want).await?;
@@ -109,7 +111,7 @@ impl Qcow2 {
         self.after_change(flags.fua).await.map_err(failed)
     }
 
-    /// Writes zeros as data where there are not zeros already.
+    /// Writes zeros as data where the range does not read as zeros already.
     async fn write_zero_data(&self, range: ByteRange) -> IoResult {
         let unit = self.shape.cluster_len();
         let mut zeros: Option<AlignedBuf> = None;
@@ -129,7 +131,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Unmaps whole clusters, or marks them as zeros. What cannot be done by mapping is returned, to be written.
+    /// Unmaps whole clusters, or marks them as zeros. Returns the parts that must be written, because the mapping
+    /// cannot express them.
     async fn unmap(&self, range: ByteRange, want: Want) -> IoResult<Vec<ByteRange>> {
         let shape = self.shape;
         let mut left = Vec::new();
@@ -162,7 +165,7 @@ impl Qcow2 {
         self.own_table(range.start.get() / shape.table_span()).await?;
         let mut in_place = Vec::new();
         let mut rest = range;
-        // No waiting from here on, so the leaf stays.
+        // There is no await from here on, so the leaf is not evicted.
         self.find(rest).await?;
         while !rest.is_empty() {
             let (piece, at) = self.run(rest);
@@ -209,7 +212,7 @@ impl Qcow2 {
         Ok(false)
     }
 
-    /// The run of clusters at the beginning of `range`, which begins with a cluster, in a leaf that is loaded.
+    /// Returns the run of clusters at the beginning of `range`, which begins at a cluster, in a loaded leaf.
     fn run(&self, range: ByteRange) -> (Piece, ByteRange) {
         let shape = self.shape;
         let cluster = range.start.get() >> shape.cluster_bits;
@@ -231,12 +234,12 @@ impl Qcow2 {
         (piece, at)
     }
 
-    /// What becomes of a run of clusters.
+    /// Returns the change of a run of clusters.
     fn unmapped(&self, piece: Piece, at: ByteRange, want: Want) -> Change {
         let (shape, entry) = (self.shape, piece.entry);
         let corrupt = (0..shape.parts()).any(|part| entry.content(shape, part) == Content::Corrupt);
         if corrupt {
-            // Left as it is, and reported when it is read.
+            // A corrupt entry is kept, and reported when it is read.
             return match want {
                 Want::Discard => Change::Nothing,
                 Want::Unmap | Want::Keep => Change::Write,
@@ -252,7 +255,7 @@ impl Qcow2 {
             }
             false => piece.content == Content::Zero || (piece.content == Content::Unallocated && !backed),
         };
-        // Zeroed in place, a subcluster that is not allocated would still be the backing file's.
+        // After zeroing in place, an unallocated subcluster would still read from the backing file.
         let zeroed = match piece.content == Content::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
             true => Change::InPlace,
             false => Change::Write,
@@ -272,19 +275,18 @@ impl Qcow2 {
         if want != Want::Keep || !has_host || !piece.copied {
             return Change::To(gone);
         }
-        // A zero flag on a host cluster would hide writes into it that are still under way, until the next write
-        // removes the flag.
+        // A zero flag on a host cluster would hide in-flight writes to it, until the next write removes the flag.
         zeroed
     }
 }
 
-/// What becomes of a run of clusters.
+/// The change of a run of clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Change {
     Nothing,
-    /// Its entries become a run that begins with this.
+    /// The entries become a run that begins with this one.
     To(Entry),
-    /// Its host clusters are zeroed.
+    /// The host clusters are zeroed.
     InPlace,
     /// Zeros are written.
     Write,

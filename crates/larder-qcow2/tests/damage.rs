@@ -1,4 +1,4 @@
-//! Images whose metadata is damaged, and what looks like damage but is not.
+//! Tests of images with damaged metadata, or with metadata that only looks damaged.
 
 use std::rc::Rc;
 
@@ -9,7 +9,7 @@ use larder_qcow2::{OpenError, OpenOptions, Others, Qcow2};
 
 const COPIED: u64 = 1 << 63;
 
-/// Clusters of 512 bytes, refcounts of 64 bits: tables fill up soon.
+/// Clusters of 512 bytes and refcounts of 64 bits, so that tables fill up soon.
 const SHAPE: Shape = Shape {
     cluster_bits: 9,
     extended: false,
@@ -83,7 +83,7 @@ impl Kit {
         self.on.block_on(write).expect("it is written");
     }
 
-    /// Where the L1 table is.
+    /// Returns the offset of the L1 table.
     fn l1(&self) -> u64 {
         self.word(40)
     }
@@ -94,7 +94,7 @@ impl Kit {
 }
 
 #[test]
-fn the_space_of_an_l1_table_that_moved_is_used_again() {
+fn moved_l1_table_space_is_reused() {
     let kit = Kit::new(32 << 10);
     let image = kit.open().expect("it is sound");
     kit.write(&image, 0, 512, 1).expect("it is written");
@@ -111,7 +111,7 @@ fn the_space_of_an_l1_table_that_moved_is_used_again() {
 }
 
 #[test]
-fn the_space_of_a_refcount_table_that_moved_is_used_again() {
+fn moved_refcount_table_space_is_reused() {
     let kit = Kit::new(8 << 20);
     let image = kit.open().expect("it is sound");
     let first = kit.refcount_table();
@@ -125,12 +125,13 @@ fn the_space_of_a_refcount_table_that_moved_is_used_again() {
     assert!(kit.read(&*image, 0, 8 << 20).iter().all(|byte| *byte == 9));
 }
 
+/// Space is found for an L1 table with more clusters than a refcount block counts.
 #[test]
-fn an_l1_table_longer_than_a_refcount_block_counts_finds_a_place() {
+fn l1_table_spanning_refcount_blocks_is_allocated() {
     let kit = Kit::new(32 << 10);
     let image = kit.open().expect("it is sound");
     kit.write(&image, 0, 512, 1).expect("it is written");
-    // 1024 clusters of L1 table; a block counts 64.
+    // The L1 table has 1024 clusters; a block counts 64.
     kit.on.block_on(image.grow(ByteLen::mib(2048))).expect("it grows");
     kit.write(&image, 1 << 30, 64 << 10, 2).expect("it is written");
     kit.close(image);
@@ -140,8 +141,9 @@ fn an_l1_table_longer_than_a_refcount_block_counts_finds_a_place() {
     assert_eq!(kit.read(&*image, 1 << 30, 64 << 10), [2; 64 << 10]);
 }
 
+/// An L1 entry with a flag but without an offset counts as empty, and does not point to the header.
 #[test]
-fn an_l1_entry_without_a_table_never_leads_to_the_header() {
+fn l1_entry_of_zero_spares_header() {
     let kit = Kit::new(32 << 10);
     kit.set_word(kit.l1(), COPIED);
     let before = kit.read(&*kit.file, 0, 512);
@@ -154,7 +156,7 @@ fn an_l1_entry_without_a_table_never_leads_to_the_header() {
 }
 
 #[test]
-fn tables_that_share_a_cluster_are_not_written() {
+fn overlapping_tables_are_refused() {
     for at in [Kit::l1, Kit::refcount_table] {
         let kit = Kit::new(32 << 10);
         kit.set_word(kit.l1(), COPIED | at(&kit));
@@ -163,14 +165,15 @@ fn tables_that_share_a_cluster_are_not_written() {
     }
 }
 
+/// A write to a guest cluster whose entry points to metadata does not free the metadata.
 #[test]
-fn metadata_that_a_guest_cluster_claims_is_not_given_back() {
+fn metadata_claimed_by_guest_stays_allocated() {
     let kit = Kit::new(32 << 10);
     let image = kit.open().expect("it is sound");
     kit.write(&image, 0, 512, 1).expect("it is written");
     kit.close(image);
     let l2 = kit.word(kit.l1()) & !COPIED;
-    // Shared, as it says, so that a write goes elsewhere and leaves it.
+    // The entry is marked as shared, so a write goes elsewhere and frees this cluster.
     kit.set_word(l2 + 8, kit.refcount_table());
     let before = kit.word(kit.refcount_table());
     let image = kit.open().expect("what is wrong is deep inside");
@@ -180,7 +183,7 @@ fn metadata_that_a_guest_cluster_claims_is_not_given_back() {
 }
 
 #[test]
-fn a_refcount_block_that_is_not_in_the_file_fails_writes_only() {
+fn invalid_refcount_block_fails_writes_only() {
     for block in [u64::MAX - 511, u64::MAX, 1 << 40, 512 + 8] {
         let kit = Kit::new(32 << 10);
         kit.set_word(kit.refcount_table(), block);
@@ -197,7 +200,7 @@ fn growth_over_corrupt_entry_is_refused() {
     kit.write(&image, 0, 512, 1).expect("it is written");
     kit.close(image);
     let l2 = kit.word(kit.l1()) & !COPIED;
-    // Past the end of the disk, at no multiple of the cluster size.
+    // An offset past the end of the disk, and no multiple of the cluster size.
     kit.set_word(l2 + 40 * 8, COPIED | ((3 << 9) + 256));
     let image = kit.open().expect("the damage is in a table");
     let error = kit

@@ -1,10 +1,11 @@
-//! Random inputs for whatever reads bytes of an image: a small part of what `testbed/fuzz.sh` does.
+//! Tests with random inputs for the code that parses bytes of an image: a small part of `testbed/fuzz.sh`.
 
 mod fuzz_inputs;
 
 use fuzz_inputs::{header, image};
 
-/// Inputs from a fixed sequence, of many lengths, with more zeros and small numbers than chance would give.
+/// Runs `run` with inputs from a fixed sequence, of many lengths, with more zeros and small numbers than random bytes
+/// have.
 fn each(count: u64, mut run: impl FnMut(&[u8])) {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -27,11 +28,11 @@ fn each(count: u64, mut run: impl FnMut(&[u8])) {
 }
 
 #[test]
-fn any_bytes_are_a_header_or_refused() {
+fn random_header_parses_or_is_refused() {
     each(5_000, header::run);
 }
 
 #[test]
-fn any_image_is_served_without_harm() {
+fn random_image_is_served_without_harm() {
     each(300, image::run);
 }

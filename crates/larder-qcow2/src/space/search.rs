@@ -346,7 +346,7 @@ impl Qcow2 {
         Ok(None)
     }
 
-    /// Has the slice with a cluster's refcount, whose block exists, have room of its own.
+    /// Allocates space in the file for the slice with a cluster's refcount, whose block exists.
     pub(super) async fn secure_refcounts(&self, cluster: u64) -> IoResult {
         let slice = cluster >> self.shape.refcount_slice_bits();
         if self.space.borrow().secured.contains(slice) {
@@ -361,7 +361,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Has the file cover up to `count` clusters from `first` on; how many it could.
+    /// Extends the file to cover up to `count` clusters from `first` on. Returns the number of clusters covered.
     pub(super) async fn cover(&self, first: u64, count: u64) -> IoResult<u64> {
         // The clusters may lie in a part that was added since the search began.
         self.notice_size();
@@ -374,7 +374,7 @@ impl Qcow2 {
         if needed <= size {
             return Ok(count);
         }
-        // A window that reaches into the file only is enough, if it is not empty.
+        // A window that lies only partially in the file is enough, if it is not empty.
         let growth_max = match self.space.borrow().is_unfinished {
             true => GROWTH_UNFINISHED_MAX,
             false => GROWTH_MAX,
@@ -391,7 +391,7 @@ impl Qcow2 {
         }
     }
 
-    /// Makes the file at least `size` bytes long, with an end that can be moved beside writes.
+    /// Extends the file to at least `size` bytes, with an end that can be moved concurrently with writes.
     pub(super) async fn lengthen(&self, size: u64) -> IoResult {
         self.notice_size();
         if size <= self.file.geometry().size.get() {
@@ -403,18 +403,17 @@ impl Qcow2 {
             let mut space = self.space.borrow_mut();
             space.known_size = space.known_size.max(size.get());
         }
-        // Another program may have made it longer meanwhile.
+        // Another program may have extended the file meanwhile.
         self.notice_size();
         match grown {
-            // A file system's largest size, or the user's limit, is the end as much as a full device: clusters inside are as
-            // good.
+            // A file system's maximum file size, or the user's limit, is handled like a full device: clusters inside
+            // the file can still be used.
             Err(error) if error.failure() == Failure::Os(Errno::FBIG.raw_os_error()) => Err(self.no_space()),
             grown => grown,
         }
     }
 
-    /// Notices a file that another program has made longer, like a logical volume that is extended: the new part may hold
-    /// anything.
+    /// Detects a file that another program has extended, like a logical volume: the new part may have any content.
     fn notice_size(&self) {
         let size = self.file.geometry().size.get();
         let mut space = self.space.borrow_mut();
@@ -426,7 +425,7 @@ impl Qcow2 {
         }
     }
 
-    /// Looks for the first free cluster, a few slices at a time; whether that has ended.
+    /// Searches a few slices for the first free cluster. Returns true if the search is complete.
     async fn search_some(&self) -> IoResult<bool> {
         let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
         if !self.space.borrow().window.is_empty() {
@@ -445,14 +444,14 @@ impl Qcow2 {
     }
 }
 
-/// Looks for the first free cluster before a request needs one.
+/// Searches for the first free cluster before a request needs one.
 pub(crate) async fn search_ahead(image: Weak<Qcow2>) {
     loop {
         yield_now().await;
         let Some(image) = image.upgrade() else { return };
         match image.search_some().await {
             Ok(false) => {}
-            // A request that needs space fails with it.
+            // A request that needs space reports the error.
             Ok(true) | Err(_) => return,
         }
     }

@@ -1,5 +1,5 @@
-//! A file in front of an image that refuses what no image, however damaged, may cause: guest data where metadata is,
-//! and metadata that leads there.
+//! A file below an image that refuses effects which no image, however damaged, may have: guest data over metadata,
+//! and metadata that would lead to it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -16,10 +16,10 @@ use super::model::STAMP;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// No image file of the fuzzer's gets longer than this.
+/// The maximum length of an image file of the fuzzer, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 
-/// What a cluster of the image was for when it was opened.
+/// The role of a cluster of the image when it was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
     Header,
@@ -27,11 +27,11 @@ pub enum Role {
     RefcountTable,
     RefcountBlock,
     L2,
-    /// An L2 table that belongs to a snapshot, too.
+    /// An L2 table that is shared with a snapshot.
     SharedL2,
 }
 
-/// What a header says of where things are; read by hand.
+/// The locations in a header, parsed independently of the crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
     pub version: u32,
@@ -73,7 +73,7 @@ impl Places {
 /// The file of an image.
 pub struct Guard {
     lower: Rc<SimulatedDevice>,
-    /// What the file holds, as far as it was written through this.
+    /// The content of the file, as far as it was written through this object.
     bytes: RefCell<Image>,
     armed: Cell<bool>,
     places: Cell<Option<Places>>,
@@ -101,7 +101,7 @@ impl Guard {
         u64::from_be_bytes(word)
     }
 
-    /// From now on the metadata is guarded: what is in the file is what has been opened.
+    /// Guards the metadata from now on: the file is in the state in which it was opened.
     ///
     /// # Panics
     /// If two parts of the metadata lie in one cluster.
@@ -137,7 +137,7 @@ impl Guard {
                     _ => entry,
                 };
                 if offset == 0 || !offset.is_multiple_of(places.cluster_len()) || offset >= size {
-                    // It leads nowhere: nothing is read or written there.
+                    // An invalid entry: nothing is read or written there.
                     continue;
                 }
                 let role = if entry & COPIED != 0 { owned } else { shared };
@@ -149,7 +149,7 @@ impl Guard {
         self.armed.set(true);
     }
 
-    /// Nobody uses the image any more.
+    /// Stops guarding, because the image is not in use any more.
     pub fn disarm(&self) {
         self.armed.set(false);
     }
@@ -159,7 +159,7 @@ impl Guard {
         self.roles.borrow().get(&(offset >> bits)).copied()
     }
 
-    /// Whether a cluster's address is one that new metadata or data may have.
+    /// Returns true if new metadata or data may be at this cluster offset.
     fn is_free_place(&self, offset: u64) -> bool {
         let aligned = self
             .places
@@ -183,7 +183,8 @@ impl Guard {
             if old == new {
                 continue;
             }
-            // A refcount block may lie on data of the guest: then some of that is changed, but it stays.
+            // A refcount block may overlap data of the guest. Then some of the data is changed, but none is written
+            // over metadata.
             let is_stamp = |word: u64| word >> 32 == STAMP >> 32;
             assert!(!is_stamp(new) || is_stamp(old), "guest data over {role:?} at {at:#x}");
             let place = new & OFFSET;
@@ -191,7 +192,7 @@ impl Guard {
                 Role::Header | Role::SharedL2 => false,
                 Role::RefcountBlock => true,
                 Role::RefcountTable => old == 0 && self.is_free_place(new),
-                // What lies in the last sector behind the table.
+                // The rest of the last sector after the table.
                 Role::L1 if at >= places.l1 + places.l1_entries * 8 => new == 0,
                 Role::L1 => new == COPIED | place && self.is_free_place(place),
                 // Bitmaps of subclusters.
@@ -236,7 +237,7 @@ impl Guard {
         self.places.set(Some(new));
     }
 
-    /// Zeroes and discards: metadata is given up only when the image no longer leads to it.
+    /// Checks zeroes and discards: metadata may be zeroed only if the image no longer refers to it.
     fn check_zeroes(&self, range: ByteRange) {
         let Some(places) = self.places.get().filter(|_| self.armed.get() && !range.is_empty()) else {
             return;
@@ -294,7 +295,7 @@ impl BlockDevice for Guard {
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
         self.check_zeroes(range);
-        // The file may keep what was discarded; that nobody looks there is what the simulator shows.
+        // A file may keep discarded data. The simulator tests that no code reads it.
         self.bytes.borrow_mut().zero(range);
         self.lower.write_zeroes(range, ZeroFlags::default())
     }
@@ -311,7 +312,7 @@ impl BlockDevice for Guard {
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         match size.get() {
-            // As a full file system would.
+            // Like a full file system.
             FILE_BYTES_MAX.. => Box::pin(std::future::ready(Err(larder_block::IoError::new(
                 self.name(),
                 larder_block::Operation::Grow,

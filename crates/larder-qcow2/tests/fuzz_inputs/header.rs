@@ -1,4 +1,4 @@
-//! Headers: any bytes as the first cluster of an image, and as a whole image file.
+//! Fuzzing of headers: any bytes as the first cluster of an image, and as a whole image file.
 
 use std::rc::Rc;
 
@@ -9,10 +9,10 @@ use larder_qcow2::{OpenOptions, Others, Qcow2};
 
 use super::Input;
 
-/// Bytes of the image file, if the input does not say more.
+/// The minimum length of the image file, in bytes.
 const FILE_BYTES: u64 = 128 << 10;
 
-/// Parses `data`, then opens an image that begins like it.
+/// Parses `data`, then opens an image that begins with it.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let flags = input.byte();
@@ -20,7 +20,7 @@ pub fn run(data: &[u8]) {
     if flags & 1 != 0 {
         sound_start(&mut bytes, flags);
     }
-    // What it refuses it refuses in words.
+    // Each refusal has a message.
     if let Err(error) = Header::parse(&bytes) {
         assert!(!error.to_string().is_empty());
     }
@@ -51,7 +51,7 @@ pub fn run(data: &[u8]) {
     });
 }
 
-/// What nearly every header has, so that the rest is reached.
+/// Sets fields that nearly every header has, so that the rest of the code is reached.
 fn sound_start(bytes: &mut Vec<u8>, flags: u8) {
     bytes.resize(bytes.len().max(512), 0);
     bytes[..4].copy_from_slice(&MAGIC);
@@ -62,7 +62,7 @@ fn sound_start(bytes: &mut Vec<u8>, flags: u8) {
         bytes[32..36].fill(0);
     }
     if flags & 16 != 0 {
-        // Small tables somewhere in the file, small numbers.
+        // Small tables somewhere in the file, and small numbers.
         let cluster_len = 1u64 << bytes[23].clamp(9, 16);
         bytes[24..29].fill(0);
         for at in [40, 48, 64] {

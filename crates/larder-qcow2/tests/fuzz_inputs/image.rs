@@ -1,5 +1,5 @@
-//! Whole images: a sound one is made and written to, then damaged, and served. An image without damage must hold what
-//! was written; a damaged one must not panic, hang, or have guest data written where its metadata is.
+//! Fuzzing of whole images: a sound image is created and written to, then damaged, and served. An undamaged image
+//! must hold the written data. A damaged one must not panic, hang, or have guest data written over its metadata.
 
 use std::fs::File;
 use std::rc::Rc;
@@ -21,12 +21,12 @@ use super::mutate::Damage;
 const BEFORE_MAX: usize = 24;
 const AFTER_MAX: usize = 48;
 const DAMAGES_MAX: u64 = 6;
-/// The longest request, but for those that go over the whole disk.
+/// The maximum length of a request in sectors, except for those over the whole disk.
 const REQUEST_SECTORS_MAX: u64 = 96;
-/// No longer disk is grown: the map's directory takes a byte per MiB of small clusters.
+/// The maximum size to which a disk is grown: the map's directory takes a byte per MiB of small clusters.
 const GROWTH_MAX: u64 = 1 << 32;
 
-/// What a request is, and where.
+/// The kind and the range of a request.
 #[derive(Clone, Copy, Debug)]
 enum Request {
     Read(ByteRange),
@@ -41,7 +41,7 @@ enum Request {
 struct Run<'a> {
     input: Input<'a>,
     latency: Latency,
-    /// What the disk holds, as long as nothing was damaged.
+    /// The expected content of the disk, as long as nothing was damaged.
     model: Option<Model>,
     number: u32,
     backing: Option<u64>,
@@ -49,7 +49,7 @@ struct Run<'a> {
     seed: u64,
 }
 
-/// Runs `data`.
+/// Runs one fuzz input.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let shape = shape(&mut input);
@@ -86,7 +86,7 @@ pub fn run(data: &[u8]) {
         damage.one(&mut run.input);
         run.model = None;
     }
-    // Twice: what the first one leaves can be opened by the next.
+    // Twice, because the next server must be able to open the image that the first one leaves.
     for _ in 0..2 {
         (bytes, file_size) = run.serve(bytes, file_size);
     }
@@ -132,7 +132,7 @@ impl Run<'_> {
         Guard::new(SimulatedDevice::open(on, medium, options), bytes.clone())
     }
 
-    /// What the image lies over.
+    /// Returns the backing file and the data file of the image.
     async fn others(&self, on: &Loop, file: &Rc<dyn BlockDevice>) -> Others {
         let backing = match self.backing {
             Some(len) => {
@@ -184,7 +184,7 @@ impl Run<'_> {
         }
     }
 
-    /// A sound image; what is in its file.
+    /// Creates a sound image, and returns the content and length of its file.
     fn make(&mut self, shape: Shape, size: u64) -> (Image, u64) {
         let on = Loop::simulated().expect("a loop");
         let file = self.device(&on, &Image::default(), 512);
@@ -203,7 +203,7 @@ impl Run<'_> {
         (file.bytes(), file.geometry().size.get())
     }
 
-    /// Opens an image, asks it for things, and closes it, or not.
+    /// Opens an image, makes requests, and closes it, or not.
     fn serve(&mut self, bytes: Image, size: u64) -> (Image, u64) {
         let on = Loop::simulated().expect("a loop");
         let file = self.device(&on, &bytes, size);
@@ -220,7 +220,7 @@ impl Run<'_> {
                     false => self.ask_together(&on, &image).await,
                 }
             }
-            // A journal makes up for a process that was killed; without one everything was committed anyway.
+            // A journal compensates for a killed process; without one everything was committed anyway.
             if self.input.byte() & 3 != 0 {
                 let closed = image.close().await;
                 assert!(self.model.is_none() || closed.is_ok(), "{closed:?}");
@@ -282,7 +282,7 @@ impl Run<'_> {
         }
     }
 
-    /// Makes one request of a sound image, which must succeed, and be right.
+    /// Makes one request to a sound image, which must succeed with a correct result.
     async fn ask(&mut self, image: &Rc<Qcow2>) {
         let request = self.request(image.geometry().size.get());
         let before = image.geometry().size.get();
@@ -294,7 +294,7 @@ impl Run<'_> {
             Request::Write(range, number, _) => model.write(range.start.get(), range.len.get(), number),
             Request::Zeroes(range, _) => model.write(range.start.get(), range.len.get(), 0),
             Request::Discard(range) => model.discard(range.start.get(), range.len.get()),
-            // What the backing file has there is not the disk's.
+            // The backing file's data there does not belong to the disk.
             Request::Grow(to) => match self.backing {
                 Some(len) if before < len => model.write(before, len.min(to.max(before)) - before, 0),
                 _ => {}
@@ -311,7 +311,7 @@ impl Run<'_> {
             let request = self.request(image.geometry().size.get());
             let image = Rc::clone(image);
             under_way.push(on.spawn_with_result(async move {
-                // It may fail: the image is damaged.
+                // An error is permitted, because the image is damaged.
                 let _ = perform(&image, request).await;
             }));
         }
@@ -321,7 +321,7 @@ impl Run<'_> {
     }
 }
 
-/// Makes a request; what it read.
+/// Makes a request, and returns the bytes that it read.
 async fn perform(image: &Rc<Qcow2>, request: Request) -> (IoResult, Vec<u8>) {
     let mut bytes = Vec::new();
     let done = match request {

@@ -1,5 +1,5 @@
-//! What is done with any bytes: by the fuzzer (`fuzz/`), and by a test with random ones. Each function must return,
-//! whatever it is given.
+//! Fuzz targets for any bytes: for the fuzzer (`fuzz/`), and for a test with random ones. Each function must return
+//! for every input.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod guard;
@@ -8,7 +8,7 @@ pub mod image;
 pub mod model;
 pub mod mutate;
 
-/// Takes an input apart from its start on. Behind its end everything is 0.
+/// A parser that takes an input apart from its start on. After the end of the input it returns zeros.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
@@ -37,7 +37,7 @@ impl<'a> Input<'a> {
         first
     }
 
-    /// One of so many.
+    /// Returns a number below `count`.
     pub fn below(&mut self, count: u64) -> u64 {
         match count {
             0..=256 => u64::from(self.byte()) % count.max(1),

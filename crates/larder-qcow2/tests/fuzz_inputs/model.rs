@@ -1,14 +1,14 @@
-//! What a disk should hold: for each sector the number of its last write.
+//! A model of a disk: the number of the last write of each sector.
 
 use std::collections::HashMap;
 
-/// Bytes of a sector.
+/// The length of a sector in bytes.
 pub const SECTOR: u64 = 512;
 
 /// The high half of every 8 bytes that the guest writes: no entry that Larder writes looks like it.
 pub const STAMP: u64 = 0x4755_4553 << 32;
 
-/// The bytes of a sector that write `number` wrote; zeros for 0.
+/// Fills `bytes` with the data of write `number`; zeros for 0.
 pub fn fill(number: u32, bytes: &mut [u8]) {
     let word = match number {
         0 => 0,
@@ -19,7 +19,7 @@ pub fn fill(number: u32, bytes: &mut [u8]) {
         .for_each(|out| out.copy_from_slice(&word.to_be_bytes()));
 }
 
-/// The number of the write that wrote a sector.
+/// Returns the number of the write that wrote these bytes.
 fn number(bytes: &[u8]) -> Option<u32> {
     let word = u64::from_be_bytes(bytes[..8].try_into().ok()?);
     let number = word as u32;
@@ -28,7 +28,7 @@ fn number(bytes: &[u8]) -> Option<u32> {
     (expected == bytes).then_some(number)
 }
 
-/// What a disk may hold. Sectors that were never named hold zeros.
+/// The permitted content of a disk. Sectors that were never written hold zeros.
 #[derive(Default)]
 pub struct Model {
     sectors: HashMap<u64, Sector>,
@@ -37,12 +37,12 @@ pub struct Model {
 #[derive(Clone, Copy, Default)]
 struct Sector {
     number: u32,
-    /// It may have become zeros.
+    /// The sector may have become zeros.
     discarded: bool,
 }
 
 impl Model {
-    /// The sectors from `start` on hold what write `number` wrote.
+    /// Records that write `number` has written the sectors from `start` on.
     pub fn write(&mut self, start: u64, len: u64, number: u32) {
         for sector in start / SECTOR..(start + len) / SECTOR {
             let to = Sector {
@@ -53,14 +53,14 @@ impl Model {
         }
     }
 
-    /// They may have become zeros.
+    /// Records that sectors may have become zeros.
     pub fn discard(&mut self, start: u64, len: u64) {
         for (sector, held) in &mut self.sectors {
             held.discarded |= (start / SECTOR..(start + len) / SECTOR).contains(sector);
         }
     }
 
-    /// Compares what was read.
+    /// Compares bytes that were read with the model.
     pub fn see(&mut self, start: u64, bytes: &[u8]) {
         for (sector, bytes) in (start / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
             let found = number(bytes);

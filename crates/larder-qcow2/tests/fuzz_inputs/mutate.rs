@@ -1,4 +1,4 @@
-//! Damage to an image, where it matters: its header, its tables, and what they lead to.
+//! Damage to the metadata of an image: its header, its tables, and their targets.
 
 use larder_block::ByteOffset;
 use larder_block::backend::simulated::Image;
@@ -9,14 +9,14 @@ use super::guard::Places;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// Bytes by which damage makes a file longer at most.
+/// The maximum number of bytes by which damage extends a file.
 const ADDED_MAX: u64 = 256 << 10;
 
 /// An image file that is being damaged.
 pub struct Damage<'a> {
     pub bytes: &'a mut Image,
     pub size: &'a mut u64,
-    /// Where things were before.
+    /// The locations before any damage.
     pub places: Places,
 }
 
@@ -28,7 +28,7 @@ impl Damage<'_> {
     }
 
     fn set(&mut self, at: u64, bytes: &[u8]) {
-        // Nothing lies behind the end of a file.
+        // A file has no bytes past its end.
         if at + bytes.len() as u64 <= *self.size {
             self.bytes.write(ByteOffset::new(at), bytes);
         }
@@ -38,7 +38,7 @@ impl Damage<'_> {
         self.set(at, &word.to_be_bytes());
     }
 
-    /// Where an L2 entry is.
+    /// Returns the offset of a random L2 entry.
     fn l2_entry(&self, input: &mut Input<'_>) -> Option<u64> {
         let index = input.below(self.places.l1_entries.max(1));
         let table = self.long(self.places.l1 + index * 8) & OFFSET;
@@ -47,7 +47,7 @@ impl Damage<'_> {
         (table != 0 && table < *self.size).then_some(table + entry * entry_len)
     }
 
-    /// A word as an entry might be, or not.
+    /// Returns a random word that may look like an entry.
     fn entry(&self, input: &mut Input<'_>) -> u64 {
         let clusters = *self.size >> self.places.cluster_bits;
         let flags = match input.byte() % 6 {
@@ -67,7 +67,7 @@ impl Damage<'_> {
         place | flags
     }
 
-    /// Damages one thing.
+    /// Makes one random change.
     pub fn one(&mut self, input: &mut Input<'_>) {
         let places = self.places;
         match input.byte() % 13 {
@@ -112,7 +112,7 @@ impl Damage<'_> {
                 self.set_long(at, word);
             }
             7 => {
-                // Refcounts, a few bytes of them.
+                // A few bytes of refcounts.
                 let block = self.long(places.refcount_table);
                 let at = block.saturating_add(input.below(places.cluster_len()));
                 let (count, value) = (1 + input.below(16) as usize, input.byte());
@@ -127,7 +127,7 @@ impl Damage<'_> {
             }
             9 => self.compress(input),
             10 => {
-                // Shared with a snapshot.
+                // Marked as shared with a snapshot.
                 let at = match input.byte() & 1 {
                     0 => Some(places.l1 + 8 * input.below(places.l1_entries.max(1))),
                     _ => self.l2_entry(input),
@@ -150,7 +150,7 @@ impl Damage<'_> {
         }
     }
 
-    /// Makes a cluster a compressed one: sound, or not.
+    /// Makes a random cluster a compressed one: valid, or not.
     fn compress(&mut self, input: &mut Input<'_>) {
         let places = self.places;
         let offset_bits = 62 - (places.cluster_bits - 8);
@@ -159,7 +159,7 @@ impl Damage<'_> {
             0 => (input.below(*self.size + 512), input.below(1 << 20)),
             1 => (input.long() & ((1 << offset_bits) - 1), input.long() >> 32),
             _ => {
-                // A stored block of deflate, behind all else.
+                // A stored block of deflate, after all other data.
                 let len = places.cluster_len().min(0xffff) as u16;
                 let mut bytes = vec![1];
                 bytes.extend(len.to_le_bytes());

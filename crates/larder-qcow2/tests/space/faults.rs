@@ -1,4 +1,4 @@
-//! Space in images whose devices fail, are extended, or end while they are searched.
+//! Tests of space in images whose devices fail, are extended, or end while they are searched.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,10 +11,10 @@ use larder_qcow2::shape::Shape;
 use crate::kit::{Kit, shape};
 use crate::measured;
 
-/// A sector that the device cannot read or write.
+/// The effect of a sector that the device cannot read or write.
 const EIO: Effect = Effect::Fail(Failure::Os(5));
 
-/// With no free cluster in the device, and with the last one free, from which the window reaches into the new part.
+/// The device has no free cluster, or only the last one is free, so that the window extends into the new part.
 #[test]
 fn device_extended_during_search_hides_old_bytes() {
     for free in [0, 1] {
@@ -25,7 +25,7 @@ fn device_extended_during_search_hides_old_bytes() {
         (full - free..full).for_each(|cluster| kit.discard(&image, cluster));
         kit.close(image);
         let image = kit.open();
-        // Beyond what the slice with the last cluster counts.
+        // The new part is longer than the range of the slice with the last cluster's refcount.
         let at = kit.refcount_block(0);
         kit.device.extension.set(Some((at, 9 << 20)));
         (full..full + 4).for_each(|cluster| kit.assert_rest_is_zeros(&image, cluster));
@@ -34,10 +34,10 @@ fn device_extended_during_search_hides_old_bytes() {
     }
 }
 
-/// A longer L1 table whose refcounts are in several slices. One write on the way to it fails, each in turn, and the disk is
-/// grown again before the clusters that were taken for it are free.
+/// A longer L1 table has its refcounts in several slices. Each write on the way to it fails in turn, and the disk is
+/// grown again before the clusters that were taken for the table are free.
 #[test]
-fn grow_tried_again_keeps_its_table() {
+fn retried_grow_keeps_its_table() {
     let clusters = 300 * 64 * 64;
     for after in 0.. {
         let kit = Kit::new(shape(9, 4), 1 << 20, 64, Latency::NONE);
@@ -75,9 +75,10 @@ fn file_with_free_tail_keeps_its_size() {
     }
 }
 
-/// The last free clusters are those of a new table and its data; on disk all are in use, because the server is killed
-/// before the next commit, or in it before the L1 table refers to the new one. There the image has the discard already
-/// that the journal notes, and the discarded cluster may be the one for the table.
+/// The last free clusters are used for a new table and its data. On disk all clusters are in use, because the server
+/// is killed before the next commit, or during it before the L1 table refers to the new table. In the latter case the
+/// image already has the discard that the journal has recorded, and the discarded cluster may be the one for the
+/// table.
 #[test]
 fn full_device_opens_after_server_is_killed() {
     for is_killed_in_commit in [false, true] {
@@ -97,7 +98,8 @@ fn full_device_opens_after_server_is_killed() {
             kit.inject(Fault::always(EIO).on(Operation::Write).within(l1));
             kit.flush(&image).expect_err("the L1 table cannot be written");
             kit.simulated.heal();
-            // Each sector whose write fails is the old one or the new one: that of the L1 table is old, the L2 table's new.
+            // Each sector whose write fails is the old one or the new one: the L1 table's sector is old, the L2
+            // table's new.
             kit.overwrite(l1.start, &before);
             let l2 = ByteOffset::new(kit.word(l1.start.get()) << 1 >> 1);
             let mut entries = kit.read(&*kit.file(), l2.get(), 512);
@@ -116,9 +118,9 @@ fn full_device_opens_after_server_is_killed() {
     }
 }
 
-/// Other tasks run while many clusters are given back, in one run or each by itself.
+/// Other tasks run while many clusters are reclaimed, in one run or separately.
 #[test]
-fn reclaiming_many_clusters_lets_others_run() {
+fn reclaiming_many_clusters_yields() {
     for apart in [1, 2] {
         let clusters = 32_768;
         let kit = Kit::new(shape(9, 4), clusters << 9, 64, Latency::NONE);
@@ -150,7 +152,7 @@ fn reclaiming_many_clusters_lets_others_run() {
     }
 }
 
-/// The device is full but for one cluster, and a slice of refcounts that count others cannot be read.
+/// The device is full except for one cluster, and a slice of refcounts of other clusters cannot be read.
 #[test]
 fn unreadable_refcounts_fail_no_other_allocation() {
     let shape = shape(9, 4);
@@ -164,7 +166,7 @@ fn unreadable_refcounts_fail_no_other_allocation() {
     let unreadable = kit.refcount_block(10);
     kit.inject(Fault::always(EIO).on(Operation::Read).within(unreadable));
     kit.write(&image, clusters - 1, 2).expect("a cluster is free");
-    // Clusters that both slices count are given back; one that can be is used again.
+    // Clusters of both slices are freed; one with a readable refcount is reused.
     let in_it = 256 * 10;
     (in_it..in_it + 100).for_each(|cluster| kit.discard(&image, cluster));
     kit.discard(&image, clusters - 2);
@@ -178,9 +180,9 @@ fn unreadable_refcounts_fail_no_other_allocation() {
     kit.assert_holds(&image, in_it, 4);
 }
 
-/// A file that can grow does so, if nothing that can be read is free.
+/// A file that can grow does so if no cluster with a readable refcount is free.
 #[test]
-fn unreadable_refcounts_leave_the_end_of_files() {
+fn unreadable_refcounts_make_file_grow() {
     let kit = Kit::new(shape(9, 4), 1 << 20, 64, Latency::NONE);
     kit.device.is_fixed.set(false);
     let image = kit.open();
@@ -194,7 +196,7 @@ fn unreadable_refcounts_leave_the_end_of_files() {
     kit.close(image);
 }
 
-/// The file system has no larger files: an error of its own, where clusters that were discarded are as good.
+/// The file system refuses larger files with its own error. Discarded clusters are used then, like on a full device.
 #[test]
 fn file_of_largest_size_uses_freed_clusters() {
     let kit = Kit::new(shape(9, 4), 1 << 20, 400, Latency::NONE);
@@ -208,7 +210,7 @@ fn file_of_largest_size_uses_freed_clusters() {
     (3..200).for_each(|cluster| kit.discard(&image, cluster));
     kit.write(&image, full, 2).expect("clusters were discarded");
     (100..200).for_each(|cluster| kit.discard(&image, cluster));
-    // A longer L1 table needs clusters in a row.
+    // A longer L1 table needs contiguous clusters.
     kit.grow(&image, 64 * 64 * 10).expect("clusters were discarded");
     kit.close(image);
     let image = kit.open();
@@ -216,7 +218,7 @@ fn file_of_largest_size_uses_freed_clusters() {
     kit.assert_holds(&image, 2, 1);
 }
 
-/// The image file has exactly the room that the grown disk needs, some of it in the L1 table that is replaced.
+/// The image file has exactly the space that the grown disk needs, a part of it in the replaced L1 table.
 #[test]
 fn raw_data_file_grows_into_its_old_table() {
     let shape = Shape {
@@ -241,14 +243,14 @@ fn raw_data_file_grows_into_its_old_table() {
     kit.assert_holds(&image, tables * 64 - 1, 2);
 }
 
-/// A device of more clusters than the longest refcount table counts.
+/// The device has more clusters than the longest refcount table counts.
 #[test]
-fn device_past_longest_table_is_counted_up_there() {
+fn device_larger_than_refcount_table_is_usable() {
     let kit = Kit::new(shape(9, 4), 1 << 20, (1 << 28) + 1000, Latency::NONE);
     let image = kit.open();
     kit.write(&image, 0, 1).expect("there is room");
     kit.flush(&image).expect("it is durable");
-    // Clusters of the table are the upper half of a word.
+    // The number of the table's clusters is the upper half of the word.
     let clusters = kit.word(56) >> 32;
     assert_eq!(clusters, (8 << 20) / 512);
     kit.assert_holds(&image, 0, 1);

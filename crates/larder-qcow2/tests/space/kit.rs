@@ -1,4 +1,4 @@
-//! An image in a device of which a test knows the size, the faults, and every cluster.
+//! An image in a device whose size, faults and clusters the test controls.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,19 +14,19 @@ use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-/// A device that does not grow once it is fixed, unless another program makes it longer.
+/// A device that cannot grow once it is fixed, unless another program extends it.
 pub(crate) struct Fixed {
     lower: Rc<dyn BlockDevice>,
     pub(crate) is_fixed: Cell<bool>,
-    /// The next read that touches the range comes after another program has made the device so many bytes longer.
+    /// Before the next read that touches the range, another program extends the device by this many bytes.
     pub(crate) extension: Cell<Option<(ByteRange, u64)>>,
 }
 
-/// What an extended device has in its new part.
+/// The content of the new part of an extended device.
 pub(crate) const OLD_BYTE: u8 = 0x5e;
 
 impl Fixed {
-    /// Makes the device longer, as another program does.
+    /// Extends the device, like another program.
     pub(crate) async fn extend(&self, len: u64) -> IoResult {
         let end = self.lower.geometry().size;
         let old_bytes = vec![OLD_BYTE; len as usize];
@@ -73,7 +73,7 @@ pub(crate) struct Kit {
 }
 
 impl Kit {
-    /// An empty image of a disk of `size` bytes in a device of `clusters` clusters.
+    /// Creates an empty image of a disk of `size` bytes in a device of `clusters` clusters.
     pub(crate) fn new(shape: Shape, size: u64, clusters: u64, latency: Latency) -> Self {
         let on = Loop::simulated().expect("a loop");
         let options = Options {
@@ -122,7 +122,7 @@ impl Kit {
         Rc::clone(&self.device) as _
     }
 
-    /// Closes the image, which is sound then.
+    /// Closes the image, and checks that it is sound.
     pub(crate) fn close(&self, image: Rc<Qcow2>) {
         self.on.block_on(image.close()).expect("it is closed");
         let found = self.check();
@@ -135,27 +135,27 @@ impl Kit {
         self.on.block_on(checking).expect("it is read")
     }
 
-    /// Writes guest clusters until one finds no room; how many did.
+    /// Writes guest clusters until one finds no space, and returns the number that were written.
     pub(crate) fn fill_up(&self, image: &Qcow2) -> u64 {
         (0..)
             .find(|cluster| self.write(image, *cluster, 1).is_err())
             .expect("the device is full at some time")
     }
 
-    /// Writes sectors of the image, which nobody uses meanwhile.
+    /// Writes sectors of the image, which must not be in use.
     pub(crate) fn overwrite(&self, at: ByteOffset, bytes: &[u8]) {
         let written = self.simulated.write(at, WriteBuf::new(bytes), WriteFlags::NONE);
         self.on.block_on(written).expect("it is written");
     }
 
-    /// Returns a word of the image, which has the byte order of the format.
+    /// Returns a word of the image, in the format's byte order.
     pub(crate) fn word(&self, at: u64) -> u64 {
         let sector = self.read(&*self.file(), at & !511, 512);
         let word = &sector[(at & 511) as usize..][..8];
         word.iter().fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
-    /// Returns where the image has a refcount block.
+    /// Returns the location of a refcount block in the image.
     pub(crate) fn refcount_block(&self, index: u64) -> ByteRange {
         let table = self.word(48);
         ByteRange::new(self.word(table + index * 8), self.cluster_len())
@@ -186,7 +186,7 @@ impl Kit {
         self.on.block_on(image.grow(size))
     }
 
-    /// Has a fault of the device from now on, until it is healed.
+    /// Adds a fault to the device, until it is healed.
     pub(crate) fn inject(&self, fault: Fault) {
         self.simulated.inject(fault);
     }
@@ -203,7 +203,7 @@ impl Kit {
         bytes
     }
 
-    /// Writes the first sector of a guest cluster that nothing was written to.
+    /// Writes the first sector of an unwritten guest cluster, and checks that the rest reads as zeros.
     pub(crate) fn assert_rest_is_zeros(&self, image: &Qcow2, cluster: u64) {
         let at = self.range(cluster).start;
         let written = image.write(at, WriteBuf::new(&[9; 512]), WriteFlags::NONE);

@@ -1,5 +1,5 @@
-//! Images in a file of a fixed size, like a block device or an export: no write fails while a cluster is free. And images
-//! in files that can grow, which do so only when none is.
+//! Tests of images in a file of a fixed size, like a block device or an export: no write fails while a cluster is
+//! free. Images in files that can grow do so only when no cluster is free.
 
 mod faults;
 mod kit;
@@ -12,7 +12,8 @@ use smallvec::SmallVec;
 
 use crate::kit::{Kit, shape};
 
-/// Returns the clusters of an image of a disk of `clusters` clusters when all are in use, as `qemu-img measure` does.
+/// Returns the number of clusters of an image of a disk of `clusters` clusters when all are in use, like `qemu-img
+/// measure`.
 fn measured(shape: Shape, clusters: u64) -> u64 {
     let len = shape.cluster_len();
     let tables = clusters.div_ceil(len / 8);
@@ -29,7 +30,7 @@ fn measured(shape: Shape, clusters: u64) -> u64 {
     }
 }
 
-/// Writes each cluster of the disk once, in any order, and now and then again after a discard that no flush has followed.
+/// Writes each cluster of the disk once, in random order, and some again after a discard that no flush has followed.
 fn fill(kit: &Kit, image: &Qcow2, clusters: u64, random: &mut Random) {
     let mut order: Vec<u64> = (0..clusters).collect();
     for last in (1..order.len()).rev() {
@@ -47,7 +48,7 @@ fn fill(kit: &Kit, image: &Qcow2, clusters: u64, random: &mut Random) {
     }
 }
 
-/// Devices of exactly the measured size, in which tables have to move while they fill up.
+/// Devices have exactly the measured size, and tables have to move while they fill up.
 #[test]
 fn device_of_measured_size_takes_every_cluster() {
     for (cluster_bits, refcount_order, clusters) in [
@@ -77,11 +78,11 @@ fn device_of_measured_size_takes_every_cluster() {
     }
 }
 
-/// The refcount of each cluster that is free is in another slice, and the server knows none of them.
+/// The refcount of each free cluster is in another slice, and the server has read none of them.
 #[test]
 fn full_device_finds_each_free_cluster_at_once() {
     let shape = shape(9, 4);
-    // 256 clusters a slice: some 80 slices.
+    // A slice has 256 clusters, so there are about 80 slices.
     let clusters = 20_000;
     let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), Latency::NONE);
     let image = kit.open();
@@ -98,7 +99,7 @@ fn full_device_finds_each_free_cluster_at_once() {
     }
 }
 
-/// Requests that are under way keep freed clusters from being used again; a write waits for them before it fails.
+/// In-flight requests delay the reuse of freed clusters; a write waits for them before it fails.
 #[test]
 fn writes_wait_for_clusters_that_were_freed() {
     let shape = shape(12, 4);
@@ -133,7 +134,7 @@ fn disk_on_device_grows_while_clusters_are_free() {
     let kit = Kit::new(shape, clusters << 9, measured(shape, clusters) + 64, Latency::NONE);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
-    // Room for a longer L1 table, without a flush.
+    // Space for a longer L1 table, without a flush.
     (2000..2600).for_each(|cluster| kit.discard(&image, cluster));
     let grown = kit.on.block_on(image.grow(ByteLen::new((2 * clusters) << 9)));
     grown.expect("there are free clusters in a row");
@@ -146,7 +147,7 @@ fn disk_on_device_grows_while_clusters_are_free() {
     kit.close(image);
 }
 
-/// A logical volume that is extended has old bytes of others in it.
+/// A logical volume that is extended contains old bytes of other volumes.
 #[test]
 fn extended_device_never_shows_its_old_bytes() {
     let shape = shape(16, 4);
@@ -158,7 +159,7 @@ fn extended_device_never_shows_its_old_bytes() {
     kit.close(image);
 }
 
-/// A file that could grow: as long as it was, however often it is opened, while clusters are free far inside.
+/// A file that could grow keeps its length over many openings, while clusters are free far inside.
 #[test]
 fn file_with_free_clusters_does_not_grow_over_starts() {
     let shape = shape(9, 4);
