@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_granted_in_order_within_budget() {
+    fn budget_grants_shares_in_order() {
         let budget = Budget::new(10);
         let over = Cell::new(false);
         let is_over = || over.get();

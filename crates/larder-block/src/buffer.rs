@@ -338,7 +338,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slice_of_pieces_equals_slice_of_bytes(
+        fn pieces_slice_like_plain_bytes(
             lengths in prop::collection::vec(0usize..20, 0..8),
             cut in (0usize..200, 0usize..200),
         ) {

@@ -280,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locks_are_matched_by_kind_and_byte() {
+    fn locks_match_by_kind_and_byte() {
         let ofd = "lock:\t1: OFDLCK ADVISORY  WRITE -1 fe:00:123 300 300";
         let flock = "lock:\t1: FLOCK  ADVISORY  WRITE 99 fe:00:123 0 EOF";
         assert!(LockKind::Ofd(None).is_in(ofd) && LockKind::Ofd(Some(300)).is_in(ofd));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn killed_task_is_ending_until_it_is_gone() {
+    fn killed_task_is_ending_until_gone() {
         let stat = |state: &str, flags: u64| format!("7 (a) b) {state} 1 2 3 4 5 {flags} 6");
         let status = |pending: &str| format!("Name:\ta\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n");
         let of = |state, flags, pending| TaskState::of(&stat(state, flags), &status(pending));

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_print_in_the_largest_whole_unit() {
+    fn sizes_print_in_largest_whole_unit() {
         for (bytes, text) in [
             (0, "0 B"),
             (513, "513 B"),

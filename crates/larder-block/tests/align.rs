@@ -237,8 +237,9 @@ fn dropped_whole_write_unblocks_partial_write() {
     });
 }
 
+/// Discards do not change partial blocks, and fast zeroes of a partial block are refused.
 #[test]
-fn discard_and_fast_zeroes_skip_partial_blocks() {
+fn discards_skip_partial_blocks() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, Latency::NONE);
     on.block_on(async {

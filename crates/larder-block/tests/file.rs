@@ -38,7 +38,7 @@ fn pattern(len: usize, seed: u8) -> AlignedBuf {
 }
 
 #[test]
-fn write_is_in_file_and_reads_back() {
+fn write_reaches_file_and_reads_back() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(128 << 10, 1);

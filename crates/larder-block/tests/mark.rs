@@ -251,13 +251,13 @@ fn kill_under_load_is_never_changed() {
 }
 
 #[test]
-fn foreign_write_after_kill_is_never_proven() {
+fn foreign_write_after_kill_never_proven() {
     Bed::all().iter().for_each(|bed| check_foreign(bed, rounds(6)));
 }
 
 /// A program that restores the time of modification still changes ctime.
 #[test]
-fn restored_time_after_kill_is_never_proven() {
+fn restored_time_after_kill_never_proven() {
     for bed in Bed::all() {
         let writer = bed.start("quiet");
         std::thread::sleep(FOREIGN_AFTER);
@@ -275,7 +275,7 @@ fn restored_time_after_kill_is_never_proven() {
 
 /// A closed image is proven too, after all kinds of changes by the device itself.
 #[test]
-fn closed_image_is_proven_until_others_write() {
+fn closed_image_proven_until_foreign_write() {
     for bed in Bed::all() {
         assert_eq!(bed.verdict(), Some(Verdict::Unproven), "there is no mark");
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
@@ -365,7 +365,7 @@ fn verdict_is_carried_until_acknowledged() {
 
 /// A change by another program between the server's own writes is found by the server itself.
 #[test]
-fn foreign_write_between_own_writes_is_changed() {
+fn foreign_write_during_run_is_changed() {
     for bed in Bed::all() {
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
         on.block_on(async {
@@ -422,7 +422,7 @@ impl Drop for LoopDevice {
 
 #[test]
 #[ignore = "needs root and loop devices"]
-fn loop_device_is_proven_by_its_counters() {
+fn loop_device_is_proven_by_counters() {
     let device = LoopDevice::new();
     check_quiet(&device.bed, rounds(16));
     check_load(&device.bed, rounds(16));

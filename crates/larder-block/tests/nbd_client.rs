@@ -193,7 +193,7 @@ fn server_without_extents_reports_all_data() {
 }
 
 #[test]
-fn server_error_is_reported_to_its_request() {
+fn server_error_reaches_its_request() {
     for (error, failure) in [
         ("ENOSPC", Failure::NoSpace),
         ("EPERM", Failure::ReadOnly),
@@ -235,7 +235,7 @@ fn server_error_is_reported_to_its_request() {
 }
 
 #[test]
-fn read_only_export_gives_read_only_disk() {
+fn read_only_export_refuses_writes() {
     on_loop(async |on| {
         let place = Place::new();
         let _server = place.nbdkit(&["-r", "memory", "1M"]);
@@ -273,7 +273,7 @@ fn slow_fast_zeroes_are_refused() {
 
 /// The padding of an odd export reads as zeros, and a write that would lose bytes in it fails.
 #[test]
-fn odd_sized_export_is_padded_with_zeros() {
+fn odd_export_is_padded_with_zeros() {
     on_loop(async |on| {
         let place = Place::new();
         let image = place.path("image");

@@ -333,7 +333,7 @@ fn invalid_block_status_is_detected() {
 }
 
 #[test]
-fn stalled_server_is_replaced_by_new_connection() {
+fn stalled_server_leads_to_reconnect() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(SIZE);

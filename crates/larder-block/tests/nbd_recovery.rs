@@ -297,8 +297,9 @@ async fn until(condition: impl Fn() -> bool) {
     }
 }
 
+/// A kill of qemu-nbd with unflushed qcow2 metadata loses no acknowledged write.
 #[test]
-fn killed_qemu_nbd_loses_no_qcow2_metadata() {
+fn killed_qemu_nbd_loses_no_metadata() {
     const SIZE: u64 = 64 * MIB;
     on_loop(async |on| {
         let place = Place::new();

@@ -240,7 +240,7 @@ fn discarded_bytes_read_consistently() {
 }
 
 #[test]
-fn huge_disk_takes_no_memory_for_zeros() {
+fn huge_zeroed_disk_takes_no_memory() {
     let on = Loop::simulated().expect("a loop");
     let size = ByteLen::new(64 << 40);
     let device = SimulatedDevice::open(&on, Medium::new(size, 512), quick(1));

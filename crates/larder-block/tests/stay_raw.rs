@@ -36,8 +36,9 @@ fn image(len: usize) -> Vec<u8> {
     bytes
 }
 
+/// A write that would make the disk begin like another format fails without effect.
 #[test]
-fn write_of_foreign_header_fails_without_effect() {
+fn foreign_header_write_fails_without_effect() {
     with_device(async |device| {
         for len in [512, 8192] {
             assert_eq!(write(device, 0, &image(len)).await, Err(Failure::Os(libc::EPERM)));

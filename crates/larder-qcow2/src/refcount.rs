@@ -390,7 +390,7 @@ mod tests {
 
     /// A slice has 256 clusters here.
     #[test]
-    fn full_slice_is_passed_until_a_cluster_is_freed() {
+    fn full_slice_is_skipped_until_freed() {
         let mut refcounts = refcounts(3);
         let full: Vec<u8> = [0, 1].repeat(256);
         let mut one_free = full.clone();

@@ -555,7 +555,7 @@ mod tests {
 
     /// No cluster is taken from the first one on to which an entry points past the file's former end.
     #[test]
-    fn no_cluster_is_taken_after_lost_one() {
+    fn no_cluster_taken_after_lost_one() {
         let mut space = Space::new(10 << 16, 10);
         space.window = 10..20;
         space.lose(15);

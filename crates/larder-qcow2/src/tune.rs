@@ -147,38 +147,38 @@ mod tests {
 
     /// The default cache before 3.1 does not cover a disk of 100 GiB with clusters of 256 KiB; today's does.
     #[test]
-    fn old_default_thrashes_at_100_gib_256_kib() {
+    fn old_default_thrashes_100g_256k() {
         assert!(advice(100 * GIB, 256).old.thrashes);
         assert!(!advice(100 * GIB, 256).today.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 100 GiB with clusters of 512 KiB.
     #[test]
-    fn old_default_covers_100_gib_512_kib() {
+    fn old_default_covers_100g_512k() {
         assert!(!advice(100 * GIB, 512).old.thrashes);
     }
 
     /// The default cache before 3.1 does not cover a disk of 1 TiB with clusters of 512 KiB.
     #[test]
-    fn old_default_thrashes_at_1_tib_512_kib() {
+    fn old_default_thrashes_1t_512k() {
         assert!(advice(TIB, 512).old.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 1 MiB.
     #[test]
-    fn old_default_covers_1_tib_1_mib() {
+    fn old_default_covers_1t_1m() {
         assert!(!advice(TIB, 1024).old.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 2 MiB.
     #[test]
-    fn old_default_covers_1_tib_2_mib() {
+    fn old_default_covers_1t_2m() {
         assert!(!advice(TIB, 2048).old.thrashes);
     }
 
     /// A disk of 1 TiB with clusters of 64 KiB needs a cache of 128 MiB, which today's default is below.
     #[test]
-    fn tib_of_64_kib_clusters_thrashes_today() {
+    fn present_default_thrashes_1t_64k() {
         let advice = advice(TIB, 64);
         assert_eq!(advice.needed_bytes, 128 << 20);
         assert_eq!(advice.needed_sum_bytes, (128 << 20) + (256 << 10));
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn too_large_disk_gets_no_cluster_size() {
+    fn huge_disk_gets_no_cluster_size() {
         assert_eq!(advice(64 * TIB, 64).cluster_len, None);
     }
 }

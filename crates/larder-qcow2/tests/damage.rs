@@ -127,7 +127,7 @@ fn moved_refcount_table_space_is_reused() {
 
 /// Space is found for an L1 table with more clusters than a refcount block counts.
 #[test]
-fn l1_table_spanning_refcount_blocks_is_allocated() {
+fn long_l1_table_finds_space() {
     let kit = Kit::new(32 << 10);
     let image = kit.open().expect("it is sound");
     kit.write(&image, 0, 512, 1).expect("it is written");

@@ -312,7 +312,7 @@ impl FileDevice {
             Some(piece) if flags == 0 => unsafe { libc::pread(file, piece.base().cast(), piece.len(), offset) },
             _ => {
                 let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(PIECES_IN_CALL).collect();
-                // SAFETY: as above, for each piece; `IoVec` is a `struct iovec`.
+                // SAFETY: each piece is valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
                 unsafe { libc::preadv2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
             }
         })

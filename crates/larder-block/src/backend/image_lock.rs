@@ -254,8 +254,9 @@ mod tests {
 
     use super::*;
 
+    /// Servers with an inherited claim follow one another, and no other process gets the lock in between.
     #[test]
-    fn inherited_claim_keeps_strangers_out_between_servers() {
+    fn inherited_claim_excludes_strangers_between_servers() {
         let image = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
         let open = || {
             File::options()

@@ -481,7 +481,8 @@ impl Listener {
         }
     }
 
-    /// Takes over a listening socket, such as one that systemd passed or [`bind`](std::os::unix::net::UnixListener::bind) made.
+    /// Takes over a listening socket, such as one that systemd passed or that
+    /// [`bind`](std::os::unix::net::UnixListener::bind) created.
     ///
     /// # Errors
     /// The loop is simulated, or the descriptor cannot be made non-blocking.

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn one_late_piece_of_work_keeps_spinning() {
+    fn one_late_wakeup_keeps_spinning() {
         assert!(spinning_percent((0..10_000).map(|index| if index % 100 == 0 { 90 } else { 5 })) > 80);
     }
 }

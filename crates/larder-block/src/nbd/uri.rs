@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_uri_is_refused_with_its_reason() {
+    fn invalid_uri_is_refused_with_reason() {
         for (text, part) in [
             ("http://x", "does not begin with nbd://"),
             ("nbd:///x", "names no host"),

@@ -536,8 +536,9 @@ mod tests {
         }
     }
 
+    /// The worst fragmentation of 16 TiB takes at most five bytes per cluster.
     #[test]
-    fn worst_fragmentation_costs_five_bytes_per_cluster() {
+    fn worst_fragmentation_takes_five_bytes() {
         let shape = Shape {
             cluster_bits: 16,
             extended: false,

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn contiguous_tib_takes_less_than_a_mib() {
+    fn contiguous_tib_takes_under_a_mib() {
         let clusters = (1u64 << 40) / 65536;
         let mut map = Map::new(SHAPE, clusters, MapLimit::Bytes(usize::MAX));
         load_all(&mut map, |cluster| cluster + 100);

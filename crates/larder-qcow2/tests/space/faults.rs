@@ -16,7 +16,7 @@ const EIO: Effect = Effect::Fail(Failure::Os(5));
 
 /// The device has no free cluster, or only the last one is free, so that the window extends into the new part.
 #[test]
-fn device_extended_during_search_hides_old_bytes() {
+fn extension_during_search_hides_old_bytes() {
     for free in [0, 1] {
         let shape = shape(12, 4);
         let kit = Kit::new(shape, 1 << 22, 64, Latency::NONE);
@@ -63,7 +63,7 @@ fn retried_grow_keeps_its_table() {
 
 /// The tail of the file is free, and its refcounts are in one slice with those of clusters past the end.
 #[test]
-fn file_with_free_tail_keeps_its_size() {
+fn file_with_free_tail_keeps_size() {
     let kit = Kit::new(shape(16, 4), 1 << 26, 100, Latency::NONE);
     kit.device.is_fixed.set(false);
     let size = kit.file().geometry().size;
@@ -80,7 +80,7 @@ fn file_with_free_tail_keeps_its_size() {
 /// image already has the discard that the journal has recorded, and the discarded cluster may be the one for the
 /// table.
 #[test]
-fn full_device_opens_after_server_is_killed() {
+fn full_device_opens_after_server_kill() {
     for is_killed_in_commit in [false, true] {
         let shape = shape(9, 4);
         let kit = Kit::new(shape, 1 << 20, 400, Latency::NONE);
@@ -198,7 +198,7 @@ fn unreadable_refcounts_make_file_grow() {
 
 /// The file system refuses larger files with its own error. Discarded clusters are used then, like on a full device.
 #[test]
-fn file_of_largest_size_uses_freed_clusters() {
+fn largest_file_reuses_freed_clusters() {
     let kit = Kit::new(shape(9, 4), 1 << 20, 400, Latency::NONE);
     kit.device.is_fixed.set(false);
     let too_large = Effect::Fail(Failure::Os(27));
@@ -220,7 +220,7 @@ fn file_of_largest_size_uses_freed_clusters() {
 
 /// The image file has exactly the space that the grown disk needs, a part of it in the replaced L1 table.
 #[test]
-fn raw_data_file_grows_into_its_old_table() {
+fn grown_raw_disk_reuses_l1_table() {
     let shape = Shape {
         data_file: true,
         ..shape(9, 4)
@@ -245,7 +245,7 @@ fn raw_data_file_grows_into_its_old_table() {
 
 /// The device has more clusters than the longest refcount table counts.
 #[test]
-fn device_larger_than_refcount_table_is_usable() {
+fn device_beyond_longest_table_is_usable() {
     let kit = Kit::new(shape(9, 4), 1 << 20, (1 << 28) + 1000, Latency::NONE);
     let image = kit.open();
     kit.write(&image, 0, 1).expect("there is room");

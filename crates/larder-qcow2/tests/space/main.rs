@@ -50,7 +50,7 @@ fn fill(kit: &Kit, image: &Qcow2, clusters: u64, random: &mut Random) {
 
 /// Devices have exactly the measured size, and tables have to move while they fill up.
 #[test]
-fn device_of_measured_size_takes_every_cluster() {
+fn measured_device_size_fits_every_cluster() {
     for (cluster_bits, refcount_order, clusters) in [
         (9, 6, 6000),
         (9, 4, 20_000),
@@ -80,7 +80,7 @@ fn device_of_measured_size_takes_every_cluster() {
 
 /// The refcount of each free cluster is in another slice, and the server has read none of them.
 #[test]
-fn full_device_finds_each_free_cluster_at_once() {
+fn full_device_finds_single_free_cluster() {
     let shape = shape(9, 4);
     // A slice has 256 clusters, so there are about 80 slices.
     let clusters = 20_000;
@@ -101,7 +101,7 @@ fn full_device_finds_each_free_cluster_at_once() {
 
 /// In-flight requests delay the reuse of freed clusters; a write waits for them before it fails.
 #[test]
-fn writes_wait_for_clusters_that_were_freed() {
+fn writes_wait_for_freed_clusters() {
     let shape = shape(12, 4);
     let clusters = 256;
     let kit = Kit::new(shape, clusters << 12, measured(shape, clusters), Latency::VARIED);
@@ -128,7 +128,7 @@ fn writes_wait_for_clusters_that_were_freed() {
 }
 
 #[test]
-fn disk_on_device_grows_while_clusters_are_free() {
+fn fixed_device_grows_into_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 8192;
     let kit = Kit::new(shape, clusters << 9, measured(shape, clusters) + 64, Latency::NONE);
@@ -149,7 +149,7 @@ fn disk_on_device_grows_while_clusters_are_free() {
 
 /// A logical volume that is extended contains old bytes of other volumes.
 #[test]
-fn extended_device_never_shows_its_old_bytes() {
+fn extended_device_hides_old_bytes() {
     let shape = shape(16, 4);
     let kit = Kit::new(shape, 1 << 24, 8, Latency::NONE);
     let image = kit.open();
@@ -161,7 +161,7 @@ fn extended_device_never_shows_its_old_bytes() {
 
 /// A file that could grow keeps its length over many openings, while clusters are free far inside.
 #[test]
-fn file_with_free_clusters_does_not_grow_over_starts() {
+fn reopened_file_reuses_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 20_000;
     let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), Latency::NONE);

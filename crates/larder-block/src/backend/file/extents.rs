@@ -154,7 +154,7 @@ impl FileDevice {
     }
 }
 
-/// Appends, merging with the last extent if it is of the same kind.
+/// Appends an extent, merging it with the last one if that is of the same kind.
 fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
     match found.last_mut() {
         Some(last) if last.kind == kind => last.range.len += range.len,

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_as_long_as_time_allows() {
+    fn piece_length_adapts_to_time() {
         let (none, quick) = (Duration::ZERO, Duration::from_micros(10));
         assert_eq!(len_after(quick, none), MAX);
         let len = len_after(quick, Duration::from_millis(20));
@@ -124,8 +124,9 @@ mod tests {
         assert_eq!(len_after(quick, Duration::from_secs(4)), FIRST);
     }
 
+    /// Slow pieces are not shortened if their time does not depend on their length.
     #[test]
-    fn pieces_stay_long_if_time_is_constant() {
+    fn constant_time_keeps_pieces_long() {
         for millis in [5, 10, 100] {
             let len = len_after(Duration::from_millis(millis), Duration::ZERO);
             assert!(len.get() >= MAX.get() / 2, "{len}");

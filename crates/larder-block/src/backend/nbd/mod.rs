@@ -710,7 +710,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_with_any_data_are_data_extents() {
+    fn partial_data_block_is_data_extent() {
         let (data, hole) = (ExtentKind::Data, ExtentKind::Hole);
         let found = [
             extent(0, 700, data),

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn large_sparse_image_costs_only_written_pages() {
+    fn sparse_image_costs_only_written_pages() {
         let mut image = Image::default();
         let far = ByteOffset::new((50 << 40) + 100);
         image.write(far, &[7; 5000]);

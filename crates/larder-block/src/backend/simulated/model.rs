@@ -89,7 +89,8 @@ impl ServiceModel {
         sequential: None,
     };
 
-    /// The SAS disk of the same study: 2.9 ms on average. Estimates: bandwidth, sequential latency, flush.
+    /// The SAS disk of the swap-cache study (Intel IT, 2016): 2.9 ms on average. Estimates: bandwidth, sequential
+    /// latency, flush.
     pub const SAS_DISK: Self = Self {
         read: service(2900, 345, 200 * MB),
         write: service(2900, 345, 200 * MB),

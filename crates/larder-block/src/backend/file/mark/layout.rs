@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_words_are_read_by_the_next_process() {
+    fn stored_mark_is_readable_after_restart() {
         let (file, page) = new_page();
         assert_eq!(read(&file).expect("reads"), None, "zeros are no mark");
         let boot = u128::MAX - 5;
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn unfinished_or_unknown_page_is_no_mark() {
+    fn unfinished_or_unknown_page_is_rejected() {
         let (file, page) = new_page();
         page.set_up(1, 0, 0, 0, &Found::default());
         page.store(Word::Version, VERSION + 1);

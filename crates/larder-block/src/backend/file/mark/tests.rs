@@ -267,8 +267,9 @@ fn stepped_clock_proves_no_more() {
     }
 }
 
+/// A mark proves nothing after a reboot or for an image on a server; earlier findings are carried.
 #[test]
-fn mark_proves_nothing_on_other_boot_or_host() {
+fn mark_counts_only_on_its_boot() {
     let untouched = file(THEN);
     let other_boot = Clock { boot: 8, ..clock() };
     assert_eq!(judge(None, &untouched, clock()), NoMark);
