@@ -1,9 +1,9 @@
 //! The contract of every layer of the block path: a block device over a block device.
 //!
 //! A request is a method call that returns a future. A request that needs no waiting (a hit in RAM, a page-cache
-//! read) is answered in the call: its [`Io`] is ready. A request that the layer below answers returns that layer's
-//! `Io`, without a wrapper. Only a request of several steps becomes a task. A layer is written as straight code, and
-//! its fast path costs a function call.
+//! read) completes synchronously: the method returns a ready [`Io`]. For a request that the layer below answers, a
+//! layer returns that layer's `Io`, without a wrapper. Only a request of several steps becomes a task. A layer is
+//! written as straight code, and its fast path costs a function call.
 //!
 //! # Promises of every device
 //! 1. A request starts when the method is called, or at the latest when its future is first polled, and completes
@@ -253,7 +253,7 @@ enum State<'a> {
 }
 
 impl<'a> Io<'a> {
-    /// Returns a request that was answered in the call.
+    /// Returns a request that has completed synchronously.
     pub fn ready(result: IoResult) -> Self {
         Self::new(State::Ready(Some(result)))
     }
@@ -279,8 +279,8 @@ impl<'a> Io<'a> {
     /// in the returned request.
     pub(crate) fn lent(device: &Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
         // SAFETY: the device does not move, and the returned request shares ownership of it. That share is dropped
-        // after all that borrows from it; a request that was answered in the call borrows nothing. The callers, all
-        // in `filter::switch`, only call a method of the device.
+        // after all that borrows from it; a completed request borrows nothing. The callers, all in `filter::switch`,
+        // only call a method of the device.
         let borrowed: &'a dyn BlockDevice = unsafe { &*Rc::as_ptr(&device.0) };
         let mut io = begin(borrowed);
         if !io.is_ready() {
@@ -289,8 +289,8 @@ impl<'a> Io<'a> {
         io
     }
 
-    /// Notifies `watch` once when the request ends, with `ticket`: at once if it was answered in the call. A request
-    /// that already has the maximum number of watches is wrapped in a task.
+    /// Notifies `watch` once when the request ends, with `ticket`: at once if it has completed synchronously. A
+    /// request that already has the maximum number of watches is wrapped in a task.
     pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
         if self.watched.iter().all(Option::is_some) {
             let inner = self;
@@ -310,12 +310,12 @@ impl<'a> Io<'a> {
         Self::new(State::Nbd(request))
     }
 
-    /// Returns true if the request was answered in the call.
+    /// Returns true if the request has completed synchronously.
     pub fn is_ready(&self) -> bool {
         matches!(self.state, State::Ready(_))
     }
 
-    /// Takes the result, if the request was answered in the call.
+    /// Takes the result, if the request has completed synchronously.
     pub fn result_now(&mut self) -> Option<IoResult> {
         match &mut self.state {
             State::Ready(result) => result.take(),

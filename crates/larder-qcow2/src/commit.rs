@@ -293,7 +293,7 @@ impl Qcow2 {
                 })
                 .collect();
             join(ios).await?;
-            // A file in memory completes all of them in the call.
+            // A file in memory completes all of them synchronously.
             slice.did(some.len() as u64).await;
         }
         Ok(())

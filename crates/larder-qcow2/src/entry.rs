@@ -10,8 +10,8 @@ pub const COMPRESSED: u64 = 1 << 62;
 pub const ZERO: u64 = 1;
 /// The bits with the offset of the table or cluster, in bytes.
 pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// In memory only: marks the entry of a cluster that must not be used, because it points to metadata. The bit is
-/// reserved; the image never gets it.
+/// In memory only: marks the entry of a cluster that must not be used, because its target is metadata, another
+/// cluster's offset in the data file, or past the end of the file. The bit is reserved; the image never gets it.
 pub const DAMAGED: u64 = 1 << 56;
 /// All subclusters are allocated.
 pub const ALL_ALLOCATED: u64 = 0xffff_ffff;

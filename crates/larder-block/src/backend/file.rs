@@ -2,7 +2,8 @@
 //!
 //! The device uses direct I/O through io_uring where the file system supports it, with the alignment that the kernel
 //! reports. Otherwise (tmpfs, odd sizes, or because the user wants the page cache) I/O is buffered: requests that the
-//! page cache can answer without waiting complete in the call, all others go through io_uring. Discards punch holes.
+//! page cache can answer without waiting complete synchronously, by a system call on the disk's thread; all others go
+//! through io_uring. Discards punch holes.
 //!
 //! How it fails: a host error is reported to the request that met it, with its errno. After a failed flush of
 //! buffered data the kernel may have dropped dirty pages, so every later flush fails too, as in QEMU.
@@ -51,11 +52,12 @@ const SECTOR: u64 = 512;
 /// The interval at which the file's size and path are rechecked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The duration above which a buffered write in the call counts as slow: it has met a busy journal or the dirty
+/// The duration above which a synchronous buffered write counts as slow: it has met a busy journal or the dirty
 /// limit.
 const SLOW_CALL: Duration = Duration::from_micros(200);
 
-/// The number of writes that go through io_uring's workers after a slow one, so that the disk's thread stays free.
+/// The number of writes that go through io_uring's workers after a slow one, so that the disk's thread stays
+/// responsive.
 const WRITES_OFFLOADED: u32 = 64;
 
 /// A turn number that no turn of the loop has.
@@ -79,7 +81,7 @@ pub struct FileDevice {
     file: File,
     /// The descriptor that claims a block device exclusively, see [`FileOptions::exclusive`].
     claimed: RefCell<Option<File>>,
-    /// The file's role, which log messages name.
+    /// The purpose of the file, which log messages name.
     role: Role,
     /// The state of the path that was last logged.
     displaced: Cell<Option<Displaced>>,
@@ -94,13 +96,13 @@ pub struct FileDevice {
     is_local: bool,
     /// The number of times that this device has extended the file.
     times_grown: Cell<u64>,
-    /// The way in which a read in the call avoids waiting: with RWF_NOWAIT, or without flags where the file is
+    /// The way in which a synchronous read avoids waiting: with RWF_NOWAIT, or without flags where the file is
     /// memory.
     read_in_call: Cell<InCall>,
     write_in_call: Cell<InCall>,
-    /// Buffered writes that still go through io_uring since the last slow one.
+    /// The number of buffered writes that must still go through io_uring after the last slow one.
     writes_offloaded: Cell<u32>,
-    /// The turn of the loop in which the last large transfer was made in the call.
+    /// The turn of the loop in which the last large synchronous transfer was made.
     large_in_call: Cell<u64>,
     /// Large transfers that are with workers now, and their maximum.
     given_to_workers: Cell<u32>,
@@ -126,7 +128,7 @@ enum Kind {
     Block,
 }
 
-/// The way in which a transfer may be tried in the call itself.
+/// The way in which a transfer may be tried synchronously.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum InCall {
     No,
@@ -258,7 +260,7 @@ impl FileDevice {
         Ok(())
     }
 
-    /// Reads in the call, however long that takes. Returns the number of bytes read, or the errno.
+    /// Reads synchronously, however long that takes. Returns the number of bytes read, or the errno.
     fn read_again(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Result<usize, i32> {
         let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().collect();
         let (file, count) = (self.descriptor(), pieces.len() as i32);
@@ -267,8 +269,8 @@ impl FileDevice {
         usize::try_from(moved).map_err(|_| os_code(&io::Error::last_os_error()))
     }
 
-    /// Tries a transfer in the call itself. Returns the number of bytes moved, or `None` if the transfer must go
-    /// through io_uring.
+    /// Tries a transfer synchronously. Returns the number of bytes moved, or `None` if the transfer must go through
+    /// io_uring.
     fn try_in_call(&self, how: &Cell<InCall>, call: impl FnOnce(i32) -> isize) -> Option<Result<usize, i32>> {
         let flags = match how.get() {
             InCall::No => return None,
@@ -289,8 +291,8 @@ impl FileDevice {
         }
     }
 
-    /// Returns true if a worker should make a transfer of `len` bytes that the call could make too. That is so if the
-    /// transfer is large, another large one was made just before, and the workers are not busy: then several
+    /// Returns true if a worker should make a transfer of `len` bytes that could be made synchronously. That is so if
+    /// the transfer is large, another large one was made just before, and the workers are not busy: then several
     /// processors copy.
     fn gives_to_worker(&self, len: usize) -> bool {
         if self.direct || len < LARGE_COPY {
@@ -467,14 +469,14 @@ impl FileDevice {
             self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE)
                 .await?;
             at += chunk;
-            // The writes may have completed in the call, without letting other tasks run.
+            // The writes may have completed synchronously, without letting other tasks run.
             yield_now().await;
         }
         Ok(())
     }
 }
 
-/// The maximum number of pieces that a transfer in the call moves. The rest goes through io_uring.
+/// The maximum number of pieces of a synchronous transfer. The rest goes through io_uring.
 const PIECES_IN_CALL: usize = 256;
 
 impl BlockDevice for FileDevice {

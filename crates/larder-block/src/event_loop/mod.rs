@@ -1,9 +1,9 @@
 //! The single-threaded loop that runs a disk: tasks, timers, io_uring and adaptive polling.
 //!
 //! One loop is one thread. All parts of a disk - its queues, its layers, its backend - run on one loop and share
-//! state without locks. A loop made by [`Loop::new`] does I/O through io_uring and sleeps when there is nothing to
-//! do; one made by [`Loop::simulated`] has no kernel behind it and its clock jumps to the next timer, so that a whole
-//! stack runs deterministically from a seed.
+//! state without locks. One iteration of the loop is called a turn. A loop made by [`Loop::new`] does I/O through
+//! io_uring and sleeps when there is nothing to do; one made by [`Loop::simulated`] has no kernel behind it and its
+//! clock jumps to the next timer, so that a whole stack runs deterministically from a seed.
 //!
 //! Invariants:
 //! - Tasks run one at a time, only inside [`Loop::block_on`], in the order in which they were woken.

@@ -56,7 +56,7 @@ impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
 }
 
 impl<F: Future<Output = ()> + 'static> TaskPool<F> {
-    /// Creates a pool of at most `capacity` tasks on `owner`.
+    /// Creates a pool of at most `capacity` tasks on the loop `owner`.
     pub fn new(owner: &Loop, capacity: usize) -> Self {
         Self {
             owner: owner.clone(),

@@ -79,7 +79,7 @@ struct Waiter {
 }
 
 impl Throttle {
-    /// Creates a throttled layer over `lower`, on `on`.
+    /// Creates a throttled layer over `lower`, on the loop `on`.
     ///
     /// # Errors
     /// The limits are invalid.

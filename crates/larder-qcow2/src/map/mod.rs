@@ -239,7 +239,8 @@ impl Map {
         encode(self.shape, entries, bytes);
     }
 
-    /// Evicts leaves until the limit is kept, but not `kept`. Dirty leaves are not evicted, even above the limit.
+    /// Evicts leaves, except `kept`, until the memory is within the limit. Dirty leaves are not evicted, even above
+    /// the limit.
     fn evict(&mut self, kept: LeafIndex) {
         // Each group is visited at most twice: the first visit may find that it has been used.
         let mut groups_left = self.groups.used() * 2;

@@ -31,11 +31,11 @@ const SLICES_TOGETHER_MAX: usize = 128;
 /// there are no more; the next search continues after them.
 const UNREADABLE_SLICES_MAX: usize = 32;
 
-/// The maximum number of bytes by which the file grows; it grows by a quarter otherwise.
+/// The maximum growth of the file in one step, in bytes. Below it, a step is a quarter of the file's length.
 const GROWTH_MAX: u64 = 16 << 20;
 
-/// The maximum growth in bytes while a search is unfinished, which may find the space that is needed next inside the
-/// file.
+/// The maximum growth of the file, in bytes, while a search is unfinished: the search may yet find free clusters
+/// inside the file.
 const GROWTH_UNFINISHED_MAX: u64 = 1 << 20;
 
 /// The result of a search.
@@ -59,7 +59,7 @@ enum Reach {
     PastEnd,
 }
 
-/// The number of slices that a search may still read, and of those in its next read.
+/// The remaining effort of a search: the slices that it may still read, and the slices of its next read.
 struct Effort {
     left: usize,
     together: usize,

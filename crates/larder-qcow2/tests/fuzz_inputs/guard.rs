@@ -312,7 +312,7 @@ impl BlockDevice for Guard {
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         match size.get() {
-            // Like a full file system.
+            // Fails like a full file system.
             FILE_BYTES_MAX.. => Box::pin(std::future::ready(Err(larder_block::IoError::new(
                 self.name(),
                 larder_block::Operation::Grow,

@@ -26,7 +26,7 @@ pub(crate) struct Fixed {
 pub(crate) const OLD_BYTE: u8 = 0x5e;
 
 impl Fixed {
-    /// Extends the device, like another program.
+    /// Extends the device, as another program would.
     pub(crate) async fn extend(&self, len: u64) -> IoResult {
         let end = self.lower.geometry().size;
         let old_bytes = vec![OLD_BYTE; len as usize];

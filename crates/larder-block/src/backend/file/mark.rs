@@ -68,14 +68,14 @@ pub(super) struct Marked<'a> {
     pub(super) kind: Kind,
     /// The page cache is bypassed.
     pub(super) is_direct: bool,
-    /// The mark is kept up to date. False if other processes may write too, or this process does not write: then the
-    /// mark is only read.
+    /// This process updates the mark. False if other processes may write too, or this process does not write: then
+    /// the mark is only read.
     pub(super) is_kept: bool,
     /// The maximum size that a write within the visible size may give the file.
     pub(super) size_max: u64,
 }
 
-/// The mark of an open image, which this process keeps up to date.
+/// The mark of an open image, which this process updates.
 pub(super) struct Mark {
     page: Page,
     on: Loop,
@@ -130,8 +130,8 @@ impl Drop for Begun {
 }
 
 impl Mark {
-    /// Reads the mark that an earlier process has left in `directory`, if there is one, and begins a new one if it is
-    /// to be kept. The caller has locked the image and written nothing to it since.
+    /// Reads the mark that an earlier process has left in `directory`, if there is one. Begins a new one if this
+    /// process is to update it. The caller has locked the image and written nothing to it since.
     ///
     /// # Errors
     /// The directory is not in the host's memory or not exclusive to this user, or the host's memory is full.
@@ -481,7 +481,7 @@ impl FileDevice {
     pub fn verdict(&self, noted_boot: Option<u128>, uses: &[u64]) -> Option<Verdict> {
         let found = self.found?;
         match found.finding {
-            // The last user of the image has kept the mark, possibly without the caller's own records.
+            // The last process that used the image has updated the mark, possibly without the caller's own records.
             Finding::NoMark => None,
             _ if !uses.contains(&found.of_use) => None,
             Finding::Proven => Some(Verdict::Proven),

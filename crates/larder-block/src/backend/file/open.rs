@@ -67,7 +67,7 @@ pub struct FileOptions {
     pub exclusive: bool,
     /// The process that keeps others from using the file, unless it is shared.
     pub claim: Claim,
-    /// The use of the page cache.
+    /// The use of the host's page cache.
     pub caching: Caching,
     /// The file is a container, not the disk itself, so its end has no meaning. It appears padded with zeros to whole
     /// blocks, and grows to that size once data is written there.
@@ -130,7 +130,7 @@ fn hint(error: &io::Error, read_only: bool) -> &'static str {
 }
 
 impl FileDevice {
-    /// Opens `path` as a disk on `on`.
+    /// Opens `path` as a disk on the loop `on`.
     ///
     /// # Errors
     /// See [`OpenError`]. A lock of a server that is just exiting is waited for.
@@ -237,7 +237,7 @@ impl FileDevice {
     }
 }
 
-/// Returns the finding of the mark in `directory`, and the mark from now on. If the mark cannot be kept, the image is
+/// Returns the finding of the mark in `directory`, and the new mark. If no mark can be maintained, the image is
 /// served without one.
 fn open_mark(
     on: &Loop,
@@ -319,7 +319,7 @@ pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
     }
 }
 
-/// Returns true if `path` still leads to `file`, as far as is known. A file that was opened by its number
+/// Returns true if `path` still refers to `file`, as far as is known. A file that was opened by its number
 /// (`/proc/self/fd/5`) does, even if it was removed.
 fn leads_to(path: &Path, file: &File) -> bool {
     match (opener::metadata(path), file.metadata()) {

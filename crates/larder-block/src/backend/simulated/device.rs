@@ -66,14 +66,14 @@ type Parts = SmallVec<[ByteRange; 3]>;
 
 /// The planned outcome of a request.
 struct Plan {
-    /// The duration of the request; `None` if it completes in the call.
+    /// The duration of the request; `None` if it completes synchronously.
     delay: Option<Duration>,
     failure: Option<Failure>,
     stuck: bool,
 }
 
 impl SimulatedDevice {
-    /// Opens a device over `medium`, on `on`.
+    /// Opens a device over `medium`, on the loop `on`.
     ///
     /// # Panics
     /// If the block size is not a power of two and a multiple of the medium's sector.

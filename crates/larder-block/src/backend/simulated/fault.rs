@@ -23,11 +23,11 @@ pub struct Fault {
     pub operation: Option<Operation>,
     /// Requests that share a byte with this range; all if `None`. A flush has no bytes.
     pub range: Option<ByteRange>,
-    /// The number of such requests that are spared first.
+    /// The number of matching requests that are not affected at first.
     pub after: u64,
-    /// The number of such requests that are affected; `None` for all that follow.
+    /// The number of matching requests that are affected; `None` for all that follow.
     pub times: Option<u64>,
-    /// The effect on these requests.
+    /// The effect on the affected requests.
     pub effect: Effect,
 }
 

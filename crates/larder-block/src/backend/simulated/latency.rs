@@ -7,7 +7,7 @@ use super::random::Random;
 /// The distribution of request durations. Each request draws its own, so that requests overtake each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
-    /// The number of requests in a thousand that complete in the call itself.
+    /// The number of requests in a thousand that complete synchronously, without any delay.
     pub in_call_per_mille: u32,
     /// The minimum duration of the other requests.
     pub least: Duration,
@@ -20,7 +20,7 @@ pub struct Latency {
 }
 
 impl Latency {
-    /// Every request completes in the call.
+    /// Every request completes synchronously.
     pub const NONE: Self = Self {
         in_call_per_mille: 1000,
         least: Duration::ZERO,
@@ -29,7 +29,7 @@ impl Latency {
         slow: Duration::ZERO,
     };
 
-    /// Some requests complete in the call, most take up to a millisecond, a few up to 50 ms.
+    /// Some requests complete synchronously, most take up to a millisecond, a few up to 50 ms.
     pub const VARIED: Self = Self {
         in_call_per_mille: 150,
         least: Duration::from_micros(10),
@@ -38,7 +38,7 @@ impl Latency {
         slow: Duration::from_millis(50),
     };
 
-    /// Returns the duration of the next request; `None` if it completes in the call.
+    /// Returns the duration of the next request; `None` if it completes synchronously.
     pub(super) fn draw(&self, random: &mut Random) -> Option<Duration> {
         if random.chance(self.in_call_per_mille) {
             None

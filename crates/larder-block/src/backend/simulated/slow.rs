@@ -21,7 +21,7 @@ pub struct SlowDevice {
 }
 
 impl SlowDevice {
-    /// Creates a layer over `lower` with the speed of `model`, on `on`.
+    /// Creates a layer over `lower` with the speed of `model`, on the loop `on`.
     pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, model: ServiceModel) -> Self {
         Self {
             lower,
@@ -49,7 +49,7 @@ impl SlowDevice {
         result
     }
 
-    /// Delays a request by the model's time, unless it failed in the call.
+    /// Delays a request by the model's time, unless it has failed synchronously.
     fn slowed<'a>(&'a self, mut request: Io<'a>, admit: impl FnOnce() -> LoopTime) -> Io<'a> {
         match request.result_now() {
             Some(Err(error)) => Io::ready(Err(error)),
