@@ -46,7 +46,7 @@ pub enum Content {
 /// The location of a compressed cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CompressedAt {
-    /// The offset of its first byte, without alignment.
+    /// The offset of the first byte, which may be unaligned.
     pub offset: u64,
     /// The maximum length in bytes.
     pub len: u64,

@@ -14,9 +14,9 @@ const SPILLED_BYTES: u64 = 32;
 /// The kind of a reference to a cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Use {
-    /// As an L2 table.
+    /// A reference as an L2 table.
     L2Table,
-    /// As anything else.
+    /// A reference as anything else.
     Other,
 }
 

@@ -132,7 +132,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns true if the image has no errors, leaks or marks.
+    /// Returns true if the image has no errors and leaks, and is not marked as dirty or corrupt.
     pub fn is_clean(&self) -> bool {
         self.errors == 0 && self.leaks == 0 && !self.dirty && !self.corrupt
     }

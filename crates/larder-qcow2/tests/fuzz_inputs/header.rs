@@ -9,7 +9,7 @@ use larder_qcow2::{OpenOptions, Others, Qcow2};
 
 use super::Input;
 
-/// The minimum length of the image file, in bytes.
+/// The length of the image file, in bytes.
 const FILE_BYTES: u64 = 128 << 10;
 
 /// Parses `data`, then opens an image that begins with it.

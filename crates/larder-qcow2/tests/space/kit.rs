@@ -18,7 +18,7 @@ use larder_qcow2::{OpenOptions, Others, Qcow2};
 pub(crate) struct Fixed {
     lower: Rc<dyn BlockDevice>,
     pub(crate) is_fixed: Cell<bool>,
-    /// Before the next read that touches the range, another program extends the device by this many bytes.
+    /// An extension of the device, in bytes, by another program just before the next read that touches the range.
     pub(crate) extension: Cell<Option<(ByteRange, u64)>>,
 }
 

@@ -11,8 +11,8 @@
 use super::block::judge_disk;
 use crate::opener::{DiskCounters, FileTimes};
 
-/// The proof that no other program has written to an image since a Larder process last had it open. The variants are
-/// in ascending order of severity; a later one outweighs the earlier ones.
+/// The verdict on writes by other programs since a Larder process last had the image open. A later variant outweighs
+/// the earlier ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// No other program has written.
