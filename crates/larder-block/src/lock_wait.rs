@@ -73,7 +73,7 @@ pub enum LockOwner {
     Running,
     /// A process that was killed or is exiting, as `larder, pid 4711`.
     Ending(String),
-    /// No process of this host.
+    /// The lock belongs to no process of this host.
     Nobody,
 }
 

@@ -28,14 +28,14 @@ use crate::lock_wait::{self, LockKind, LockOwner};
 /// The purpose of opening a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// To inspect it from outside: the descriptor refers to the file, and gives no access to its content (open(2),
+    /// Inspection from outside: the descriptor refers to the file, and gives no access to its content (open(2),
     /// `O_PATH`).
     Look,
-    /// To read it.
+    /// Reading.
     Read,
-    /// To read and write it.
+    /// Reading and writing.
     Write,
-    /// To claim a block device (open(2), `O_EXCL`); it can be read.
+    /// Claiming a block device (open(2), `O_EXCL`), which can be read then.
     Claim,
 }
 

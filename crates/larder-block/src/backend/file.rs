@@ -123,7 +123,7 @@ pub struct FileDevice {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Regular,
-    /// On tmpfs: the file is memory, so a call never waits for a device.
+    /// A file on tmpfs, which is memory, so that a system call never waits for a device.
     Tmpfs,
     Block,
 }

@@ -42,11 +42,11 @@ const BITS: [(u32, &str); 4] = [
 /// The use of an image, and the other uses that it tolerates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
-    /// This process writes, no other may.
+    /// Exclusive use: this process writes, no other process may.
     Exclusive,
-    /// This process reads. Others may read, none may write.
+    /// Read-only use: this process reads, others may read, none may write.
     ReadOnly,
-    /// Others may read and write; the user is responsible for the consequences.
+    /// Shared use: others may read and write; the user is responsible for the consequences.
     Shared {
         /// This process writes.
         writable: bool,

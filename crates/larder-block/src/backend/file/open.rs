@@ -37,7 +37,7 @@ pub enum Caching {
     Auto,
     /// Direct I/O; fail where there is none.
     Direct,
-    /// Through the page cache.
+    /// I/O through the page cache.
     Buffered,
 }
 

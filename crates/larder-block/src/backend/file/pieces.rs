@@ -25,7 +25,7 @@ const LONG_PER_TRY: u32 = 16;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pieces {
     len: ByteLen,
-    /// The length and time of the previous piece, if it took too long and the next one has another length therefore.
+    /// The length and time of the previous piece, if it took too long and the next one therefore has another length.
     before: Option<(ByteLen, Duration)>,
     /// The number of shortest pieces that took too long.
     long: u32,
