@@ -7,8 +7,8 @@
 //! 3. L2 slices and L1 entries are written: they refer only to durable data. A crash leaves each sector old or new.
 //! 4. *Barrier.* Nothing in the image refers to the freed clusters any more: they are released.
 //!
-//! A commit takes a snapshot of all metadata at one moment, so that concurrent changes, which are not durable, stay
-//! out. Metadata whose write fails is dirty again, and the next commit writes it.
+//! Large commits consist of several such batches. Each batch copies its metadata at one moment, so that concurrent
+//! changes, which are not durable, stay out. Metadata whose write fails is dirty again, and the next commit writes it.
 
 use std::borrow::Cow;
 use std::cell::Cell;

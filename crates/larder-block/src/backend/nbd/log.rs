@@ -21,7 +21,7 @@ const ENTRY_COST: u64 = 64;
 pub(super) struct ReplayLog {
     /// The capacity in bytes; 0 for a disabled log, which stores nothing and accepts everything.
     capacity: u64,
-    /// The data of writes, as a ring buffer that is filled from `head` on; empty until the first write.
+    /// The data of writes, in a ring buffer whose oldest byte is at `head`; empty until the first write.
     ring: Box<[u8]>,
     head: usize,
     /// The number of bytes of `ring` in use.

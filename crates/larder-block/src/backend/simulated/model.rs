@@ -34,7 +34,7 @@ pub struct ServiceModel {
     pub write: Service,
     /// The number of requests that the disk works on at the same time.
     pub channels: u32,
-    /// The additional latency of a read while every channel writes, in percent.
+    /// The additional latency of a read while every channel writes, in percent of its latency.
     pub interference_percent: u32,
     /// The time for a flush, after the writes before it.
     pub flush: Duration,

@@ -1,4 +1,4 @@
-//! Proof by a block device's kernel counters that nothing else has written to it.
+//! Proof by a block device's kernel counters that no other program has written to it.
 
 use super::verdict::{Finding, Snapshot};
 use crate::opener::DiskCounters;

@@ -21,7 +21,7 @@ pub enum Verdict {
     /// Another program may have written. A cache compares each clean line with the image before it uses the line.
     /// Dirty lines are trusted.
     Unproven,
-    /// Another program has written, or another file is at the image's path. A cache starts empty, or is refused if it
+    /// Another program has written, or another file has replaced the image. A cache starts empty, or is refused if it
     /// may have dirty lines.
     Changed,
 }
