@@ -15,7 +15,7 @@ use crate::header::Compression;
 /// The maximum size of the cache in bytes, but at least two clusters are cached.
 const KEPT_BYTES: u64 = 1 << 20;
 
-/// The cluster size in bytes up to which decompression is done at once: handing it over takes as long.
+/// The cluster size in bytes up to which clusters are decompressed on the disk's thread: a hand-over takes as long.
 const IN_CALL_BYTES: u64 = 8 << 10;
 
 /// The log2 of the memory that a zstd frame may request: four of the largest clusters, and more than any encoder uses

@@ -86,7 +86,7 @@ pub struct MapStatistics {
 }
 
 impl Map {
-    /// Creates an empty map of a disk of `clusters` guest clusters.
+    /// Creates an empty map of a disk of `clusters` guest clusters, which takes about `limit` bytes at most.
     pub(crate) fn new(shape: Shape, clusters: u64, limit: MapLimit) -> Self {
         let mut map = Self {
             shape,
