@@ -36,7 +36,7 @@ const PF_EXITING: u64 = 4;
 /// A kind of lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
-    /// A byte-range lock that belongs to an open file (`F_OFD_SETLK`): any, or one that includes this byte.
+    /// A byte-range lock that belongs to an open file (`F_OFD_SETLK`): any one, or one that includes the given byte.
     Ofd(Option<i64>),
     /// `flock`.
     Flock,
@@ -46,7 +46,7 @@ pub enum LockKind {
 }
 
 impl LockKind {
-    /// Returns true if a line of `/proc/PID/fdinfo` describes such a lock.
+    /// Returns true if a line of `/proc/PID/fdinfo` describes a lock of this kind.
     fn is_in(self, line: &str) -> bool {
         let (name, byte) = match self {
             Self::Ofd(byte) => ("OFDLCK", byte),
@@ -200,7 +200,8 @@ fn numbers(found: &fs::Metadata, kind: LockKind) -> (u64, u64) {
     }
 }
 
-/// Returns true if a process has such a lock on a file; `None` if this user may not inspect the process.
+/// Returns true if a process has a lock of `kind` on the file `locked`. Returns `None` if this user may not inspect
+/// the process.
 fn has_locked(pid: u32, locked: (u64, u64), kind: LockKind) -> Option<bool> {
     let descriptors = match fs::read_dir(format!("/proc/{pid}/fd")) {
         Ok(descriptors) => descriptors,

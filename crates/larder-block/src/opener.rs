@@ -107,10 +107,10 @@ pub trait Opener: Send + Sync {
     /// It cannot be run, or does not answer.
     fn blkid(&self, file: &File) -> io::Result<Blkid>;
 
-    /// Returns the process that has a lock on an open file through another open file.
+    /// Returns the owner of a lock on the same file as `file` that belongs to another open file description.
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner;
 
-    /// Returns the other processes that have locks of an image on an open file, as `qemu-nbd, pid 4711`.
+    /// Returns the other processes that have image locks on an open file, in the form `qemu-nbd, pid 4711`.
     fn lock_holders(&self, file: BorrowedFd<'_>) -> Vec<String>;
 }
 

@@ -153,7 +153,7 @@ impl Entries {
         self.grant(left.range)
     }
 
-    /// Grants those of the entries that overlap `range` which no longer have to wait.
+    /// Grants the entries that overlap `range` and no longer have to wait. Returns their wakers.
     fn grant(&mut self, range: ByteRange) -> Vec<Waker> {
         let mut woken = Vec::new();
         for index in 0..self.slots.len() {

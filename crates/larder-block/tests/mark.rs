@@ -49,7 +49,7 @@ impl Bed {
         }
     }
 
-    /// Returns beds on a disk file system, with and without the page cache, and on tmpfs.
+    /// Returns test images on a disk file system, with and without the page cache, and on tmpfs.
     fn all() -> Vec<Self> {
         let disk = env!("CARGO_TARGET_TMPDIR");
         vec![

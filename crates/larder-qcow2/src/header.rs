@@ -487,7 +487,7 @@ impl<'a> Extensions<'a> {
         })
     }
 
-    /// Returns the names of these incompatible features in the image's feature name table.
+    /// Returns the names of the incompatible features `bits` in the image's feature name table.
     fn feature_names(&self, bits: u64) -> String {
         let table = self.find(EXTENSION_FEATURE_NAMES).unwrap_or_default();
         let name_of = |bit: u32| {

@@ -237,7 +237,7 @@ pub(crate) fn new_session() -> u64 {
     boot << 48 | 1 << 32 | (random >> 16) & AUTOCLEAR_SESSION
 }
 
-/// Returns the session with its next commit.
+/// Returns `session` with the number of its next commit.
 fn next_commit(session: u64) -> u64 {
     const COMMITS: u64 = AUTOCLEAR_SESSION & 0xffff_ffff;
     let one = 1 << COMMITS.trailing_zeros();

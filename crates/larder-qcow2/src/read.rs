@@ -14,10 +14,10 @@ use crate::device::{Piece, Qcow2};
 use crate::entry::{Content, DAMAGED, Entry, OFFSET};
 use crate::map::{LEAF_ENTRIES_MAX, LeafIndex, decode};
 
-/// Requests to the layer below that one request makes at the same time.
+/// The in-flight requests to the lower devices on behalf of one request.
 pub(crate) type Ios<'a> = SmallVec<[Io<'a>; 4]>;
 
-/// The maximum number of such requests.
+/// The maximum number of requests to the lower devices in flight on behalf of one request.
 const TOGETHER_MAX: usize = 64;
 
 /// The number of runs of clusters that are listed in a row before other tasks run.
@@ -31,8 +31,8 @@ const LOADS_TOGETHER: usize = 4;
 /// The maximum number of pieces of metadata that are read at the same time, including those for the guest's requests.
 const READS_TOGETHER: usize = 16;
 
-/// Returns the buffers for these reads. They are pooled, because between the map's small allocations they would leave
-/// holes on the heap.
+/// Returns the buffers for reads of metadata. They are pooled, because between the map's small allocations they would
+/// leave holes on the heap.
 pub(crate) fn slice_buffers() -> BufferPool {
     BufferPool::new(READS_TOGETHER, LOAD_BYTES as usize)
 }

@@ -306,7 +306,7 @@ impl Qcow2 {
         Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
     }
 
-    /// Returns the first of these clusters that holds metadata.
+    /// Returns the first cluster of `clusters` that holds metadata.
     pub(crate) fn metadata_in(&self, clusters: &Range<u64>) -> Option<u64> {
         let metadata = self.metadata.borrow();
         let at = metadata.partition_point(|cluster| *cluster < clusters.start);

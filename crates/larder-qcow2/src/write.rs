@@ -31,9 +31,9 @@ struct Surroundings {
     whole: ByteRange,
 }
 
-/// The number of clusters of such a buffer.
+/// The number of clusters of a buffer for [`Surroundings`].
 const CLUSTERS_SURROUNDING: u64 = 2;
-/// The memory for these buffers, in bytes; at least [`COPIES_MIN`] of them are permitted.
+/// The memory for the buffers of [`Surroundings`], in bytes; at least [`COPIES_MIN`] buffers are permitted.
 const COPIES_BYTES: u64 = 2 << 20;
 const COPIES_MIN: u64 = 2;
 /// The number of bytes up to which reading a gap costs less than another request.

@@ -59,14 +59,14 @@ pub trait Poller {
     /// Processes new work, and returns true if there was some. Called in a tight loop.
     fn poll(&self) -> bool;
 
-    /// Asks the other side to raise an event for new work from now on, which wakes a task of this loop. Returns true
-    /// if there is work already; then the loop does not sleep.
+    /// Asks the producer of work to raise an event for new work from now on, which wakes a task of this loop. Returns
+    /// true if there is work already; then the loop does not sleep.
     fn arm(&self) -> bool;
 
     /// Stops requesting events: the loop is awake and polls.
     fn disarm(&self);
 
-    /// Repeats notifications that the other side may have missed, because nothing has happened for a while.
+    /// Repeats notifications that the producer may have missed, because nothing has happened for a while.
     /// [`Poller::poll`] is called next.
     fn recheck(&self);
 }
@@ -160,7 +160,7 @@ struct TaskSlot {
     queued: bool,
 }
 
-/// A spawned future, stored with its own type.
+/// A spawned future with its concrete type.
 struct Spawned<F>(RefCell<Option<Pin<Box<F>>>>);
 
 impl<F: Future<Output = ()>> Task for Spawned<F> {
@@ -580,7 +580,7 @@ impl Core {
 /// The idle phase of the loop: it spins for a while where that pays, then sleeps.
 struct Idle<'a> {
     core: &'a Core,
-    /// One predictor for waiting on the other side alone, and one for waiting on in-flight transfers too. Between the
+    /// One predictor for waiting for new requests alone, and one for waiting for in-flight transfers too. Between the
     /// requests of a fast guest over a slow disk, spinning pays; while the disk works, it does not.
     predictors: [Predictor; 2],
     watch: Watch,

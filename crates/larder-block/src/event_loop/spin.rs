@@ -149,7 +149,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_micros(50);
 
-    /// Simulates work at these intervals, and returns the percentage of time spent spinning.
+    /// Simulates work at the given intervals, and returns the percentage of time spent spinning.
     fn spinning_percent(intervals_micros: impl Iterator<Item = u64>) -> u64 {
         let mut predictor = Predictor::default();
         let (mut spun, mut total) = (Duration::ZERO, Duration::ZERO);

@@ -17,8 +17,8 @@ use crate::units::{ByteOffset, ByteRange};
 /// The number of bytes that are checked. A request covers all of them or none.
 const SECTOR: usize = 512;
 
-/// A raw device whose first sector never gets the header of another format, over one that was found to begin with
-/// none. All promises are the lower device's.
+/// A raw device whose first sector never gets the header of another format. The lower device must not begin with such
+/// a header. All promises are the lower device's.
 pub struct StayRaw {
     lower: Rc<dyn BlockDevice>,
     begins_like: BeginsLike,
@@ -26,11 +26,11 @@ pub struct StayRaw {
     is_told: Cell<bool>,
 }
 
-/// Returns the format, other than raw, that begins with these bytes.
+/// A function that returns the format, other than raw, whose images begin with the given bytes.
 pub type BeginsLike = fn(&[u8]) -> Option<&'static str>;
 
 impl StayRaw {
-    /// Creates a layer over `lower` that keeps it from beginning like any format that `begins_like` knows.
+    /// Creates a layer that keeps `lower` from beginning like an image of any format that `begins_like` knows.
     ///
     /// # Panics
     /// If `lower` has blocks smaller than a sector: a header could be put together from several writes.

@@ -341,7 +341,7 @@ impl<'a> ExportRequest<'a> {
 pub struct MetaContextRequest<'a> {
     /// The export's name.
     pub name: &'a str,
-    /// The contexts, or patterns of them.
+    /// The names of contexts, or patterns that match several.
     pub queries: Vec<&'a str>,
 }
 
@@ -409,7 +409,7 @@ pub fn encode_server(name: &str, description: &str) -> Vec<u8> {
     data
 }
 
-/// Appends a string after its length.
+/// Appends a string's length and the string.
 fn push_counted_string(message: &mut Vec<u8>, text: &str) {
     push_len(message, text.len());
     message.extend(text.as_bytes());

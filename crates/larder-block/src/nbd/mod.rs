@@ -160,7 +160,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Takes a string after its length (32 bits).
+    /// Takes a string and its length in front of it (32 bits).
     pub(crate) fn counted_string(&mut self, field: &'static str) -> Result<&'a str, Malformed> {
         let len = self.u32(field)?;
         self.string(len as usize, field)

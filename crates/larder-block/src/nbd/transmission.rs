@@ -173,7 +173,7 @@ pub enum ReplyHeader {
 pub const SIMPLE_REPLY_LEN: usize = 16;
 
 impl ReplyHeader {
-    /// Returns the length in bytes of the header that begins with these four bytes.
+    /// Returns the length in bytes of the header that begins with the four bytes `start`.
     ///
     /// # Errors
     /// No reply of that framing begins like this.

@@ -64,8 +64,8 @@ pub const HOST_AUTHORITIES: [&str; 3] = [
 ];
 
 impl ClientTls {
-    /// Loads a configuration that trusts the authorities in `folder/ca-cert.pem`, or those of the host without a
-    /// folder, for a server that presents a certificate for `server`. Presents `folder/client-cert.pem` if it exists.
+    /// Loads a configuration that trusts the authorities in `folder/ca-cert.pem`, or the host's if `folder` is
+    /// `None`, for a server that presents a certificate for `server`. Presents `folder/client-cert.pem` if it exists.
     ///
     /// # Errors
     /// A file is missing or damaged, or `server` is not a valid name.

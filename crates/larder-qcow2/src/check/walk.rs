@@ -17,7 +17,7 @@ const BITMAP_TABLE_ENTRIES_MAX: u64 = 0x800_0000;
 const BITMAP_ENTRY_RESERVED: u64 = 0xff00_0000_0000_01fe;
 const BITMAP_ALL_ONES: u64 = 1;
 
-/// A walk and its results.
+/// A walk over all metadata of an image, and its results.
 pub(super) struct Walk<'a> {
     pub(super) image: &'a Image,
     pub(super) counts: Counts,

@@ -267,7 +267,7 @@ impl Leaf {
         !matches!(self, Self::Absent)
     }
 
-    /// Returns the smallest form for these entries.
+    /// Returns the smallest form for `entries`.
     pub(super) fn of(shape: Shape, entries: &[Entry]) -> Self {
         let mut compacts = SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
         for entry in entries {

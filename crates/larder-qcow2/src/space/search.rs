@@ -45,7 +45,7 @@ enum Search {
     Found(u64),
     /// No cluster is free.
     Nothing,
-    /// The search has reached its limit of slices, and no cluster before this one is free.
+    /// The search has reached its limit of slices, and no cluster before the given one is free.
     Unfinished(u64),
 }
 

@@ -19,7 +19,7 @@ pub fn fill(number: u32, bytes: &mut [u8]) {
         .for_each(|out| out.copy_from_slice(&word.to_be_bytes()));
 }
 
-/// Returns the number of the write that wrote these bytes.
+/// Returns the number of the write that wrote `bytes`.
 fn number(bytes: &[u8]) -> Option<u32> {
     let word = u64::from_be_bytes(bytes[..8].try_into().ok()?);
     let number = word as u32;

@@ -117,7 +117,7 @@ impl Begun {
         }
     }
 
-    /// Reports that the device may have counted another number of sectors than those begun.
+    /// Marks the counted sectors as inexact: the device may have counted another number than those begun.
     fn is_inexact(&self) {
         self.mark.page.store(Word::Inexact, 1);
     }
@@ -474,7 +474,7 @@ impl Drop for MarkedChange<'_> {
 }
 
 impl FileDevice {
-    /// Returns whether another program has written to the image since one of these `uses` of it began
+    /// Returns whether another program has written to the image since one of the given `uses` of it began
     /// ([`Self::acknowledge_verdict`]). Returns `None` if the host was rebooted since: then the caller's durable
     /// records count. `noted_boot` is the boot ID of the host when the caller last wrote these records. It
     /// distinguishes a mark that was lost from one that a reboot has removed.

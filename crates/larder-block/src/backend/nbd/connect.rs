@@ -348,7 +348,7 @@ impl Export {
         if self.size > EXPORT_SIZE_MAX {
             return Err(ConnectError::AbsurdSize(self.size));
         }
-        // Spec, "Size constraints": a power of two up to 64 KiB; a maximum payload above all needs means no limit.
+        // Spec, "Size constraints": a power of two up to 64 KiB. A very large maximum payload means no limit.
         let sound = minimum.is_power_of_two()
             && minimum <= 65536
             && preferred.is_power_of_two()

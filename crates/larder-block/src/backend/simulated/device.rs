@@ -49,7 +49,7 @@ struct State {
     failures: u64,
     /// The number of unallocated parts of the medium that may still be allocated; `None` for no limit.
     room_left: Option<u64>,
-    /// The number of times that stuck requests were released, and the wakers of those waiting for the next time.
+    /// The number of times that stuck requests were released, and the wakers of requests that are stuck now.
     releases: u64,
     stuck: Vec<Waker>,
 }

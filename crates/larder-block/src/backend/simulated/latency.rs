@@ -9,11 +9,11 @@ use super::random::Random;
 pub struct Latency {
     /// The number of requests in a thousand that complete synchronously, without any delay.
     pub in_call_per_mille: u32,
-    /// The minimum duration of the other requests.
+    /// The minimum duration of asynchronous requests.
     pub least: Duration,
-    /// The maximum duration of most of them.
+    /// The maximum duration of asynchronous requests that are not slow.
     pub most: Duration,
-    /// The number in a thousand of the other requests that are slow, and take up to [`Self::slow`].
+    /// The number of slow requests, which take up to [`Self::slow`], in a thousand asynchronous ones.
     pub slow_per_mille: u32,
     /// The maximum duration of slow requests.
     pub slow: Duration,

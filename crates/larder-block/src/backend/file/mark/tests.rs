@@ -64,7 +64,7 @@ fn file(now: FileTimes) -> State {
     }
 }
 
-/// Returns the file's state with these times.
+/// Returns the file's state with the given times.
 fn at(mtime_ms: i64, ctime_ms: i64) -> FileTimes {
     FileTimes {
         mtime_ns: mtime_ms * MS,
@@ -338,7 +338,7 @@ const COUNTED: DiskCounters = DiskCounters {
     backing: None,
 };
 
-/// Returns a mark of a block device with these sectors begun and ended since the capture.
+/// Returns a mark of a block device with the given numbers of sectors begun and ended since the capture.
 fn disk_mark(begun: u64, ended: u64) -> Snapshot {
     Snapshot {
         begun: 10 + begun,
