@@ -20,7 +20,7 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
         let turns = matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         let breaks = matches!(letter, '\u{2028}' | '\u{2029}');
         match (letter.is_control() || turns || breaks) && !is_kept(letter) {
-            // All of them have 16 bits.
+            // All of these characters fit in 16 bits.
             true => shown.push_str(&format!("\\u{:04x}", u32::from(letter))),
             false => shown.push(letter),
         }
