@@ -1,4 +1,4 @@
-//! `larder advise`: what the VMs of this host use, and what follows from it.
+//! `larder advise`: the resource use of this host's VMs, and the advice that follows from it.
 
 use std::process::ExitCode;
 
@@ -15,13 +15,13 @@ use crate::cli::Output;
 use crate::cli::watch::AdviseArguments;
 use crate::output::print;
 
-/// A VM would fit only with over-commit, or at a stall above the accepted one.
+/// Exit status: the VM would fit only with over-commit, or at a stall above the accepted one.
 const EXIT_OVERCOMMITTED: u8 = 3;
 
-/// Whether a VM would fit cannot be told.
+/// Exit status: the measurements do not show whether the VM would fit.
 const EXIT_UNKNOWN: u8 = 4;
 
-/// Of the JSON that is printed. Fields may be added to it; none is removed or changes its meaning under one number.
+/// Version of the JSON output. Fields may be added within a version; none is removed or changes its meaning.
 const VERSION: u32 = 1;
 
 pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
@@ -93,7 +93,7 @@ fn text(measured: &Measured, advice: &Advice) -> String {
     text
 }
 
-/// In front of what is to be looked at.
+/// Returns the character that is printed in front of a finding of this level.
 fn mark(level: Level) -> &'static str {
     match level {
         Level::Warning => "!",
@@ -118,7 +118,7 @@ fn host_text(host: &Host, seconds: f64) -> String {
     )
 }
 
-/// What was not measured of several VMs for one reason, in one line.
+/// Merges gaps that differ only in their VM into one entry, which lists all of these VMs.
 fn gathered(gaps: &[Gap]) -> Vec<(String, &str, &str)> {
     let mut all: Vec<(String, &str, &str)> = Vec::new();
     for gap in gaps {

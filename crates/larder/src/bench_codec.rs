@@ -1,6 +1,6 @@
-//! `larder bench codec`: memory sent through each way that a migration has to make it smaller, and through accelerators.
+//! `larder bench codec`: measures each method by which a migration makes memory smaller, and the accelerators.
 //!
-//! What is decoded is compared with what was there; a difference ends the program with an error.
+//! Decoded memory is compared with the original; a difference ends the program with an error.
 
 mod image;
 
@@ -20,20 +20,20 @@ use crate::cli::bench::BenchCodecArguments;
 use crate::disk_image::human;
 use crate::output::{Table, print};
 
-/// What is made unless something is asked for: what no method helps, what each helps, and what all do.
+/// Kinds of memory measured by default: one that no method shrinks, one for each method, and one that all shrink.
 const KINDS_DEFAULT: [Kind; 5] = [Kind::Zeros, Kind::Text, Kind::Heap, Kind::Sequence, Kind::Random];
-/// Made memory: more than the caches close to a core hold.
+/// Default amount of generated memory: more than the caches close to a core hold.
 const MADE_DEFAULT: ByteLen = ByteLen::mib(8);
-/// Of a file: 256 batches from all over it.
+/// Default amount read from a file: 256 batches, spread over all of it.
 const SAMPLE_DEFAULT: ByteLen = ByteLen::mib(64);
-/// The same memory on every machine, and each time.
+/// Seed of generated memory: constant, so that runs and machines compare.
 const SEED: u64 = 1;
 
-/// What memory goes through, and what does it.
+/// A reduction method together with its implementation.
 struct Codec<'a> {
     reduction: Reduction,
     by: &'static str,
-    /// What does it, if it is not the processor.
+    /// Accelerator that does the work; `None` means the processor.
     device: Option<&'a dyn Accelerator>,
 }
 
@@ -41,11 +41,11 @@ struct Codec<'a> {
 struct Memory {
     name: String,
     bytes: Vec<u8>,
-    /// Of the file that it is from, in bytes.
+    /// Memory in the file that this sample is from, in bytes.
     whole: Option<u64>,
 }
 
-/// What came of it.
+/// Measurements of one memory sample.
 struct Report<'a> {
     memory: &'a Memory,
     uniform_pages: usize,
@@ -55,7 +55,7 @@ struct Report<'a> {
 pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
     let found = find(Software::No);
     let codecs = codecs(&found, &arguments.method)?;
-    // Before anything is measured, since all else may take a minute.
+    // Opened before anything is measured, so that a bad file is reported before a minute of measuring.
     let image = arguments.memory.as_deref().map(Image::open).transpose()?;
     let kinds = match &arguments.kind[..] {
         [] if image.is_none() => &KINDS_DEFAULT,
@@ -86,7 +86,10 @@ pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What there is, or what of it is asked for by these names.
+/// Returns all codecs, or those that `names` selects by method or implementation.
+///
+/// # Errors
+/// A name that matches no codec, with the reason if it is an accelerator that is missing.
 fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a>>> {
     let is_igzip_there = found.there.iter().any(|there| there.name() == "igzip");
     let reductions = Reduction::all().map(|reduction| Codec {
@@ -98,7 +101,7 @@ fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a
         },
         device: None,
     });
-    // What the processor makes is among the reductions.
+    // Methods that run on the processor are among the reductions already.
     let devices = found.there.iter().map(AsRef::as_ref);
     let devices = devices.filter(|device| !matches!(device.name(), "cpu" | "igzip"));
     let devices = devices.flat_map(|device| {
@@ -125,7 +128,7 @@ impl Codec<'_> {
         name == self.reduction.name() || name == self.by
     }
 
-    /// Whether it takes several pages together.
+    /// Returns true if the codec compresses several pages together.
     const fn is_of_batches(&self) -> bool {
         matches!(self.reduction, Reduction::Method(_))
     }
@@ -228,13 +231,13 @@ fn text_of(report: &Report) -> String {
     )
 }
 
-/// What is to be known of all tables.
+/// Returns the notes that hold for all tables.
 fn notes(found: &Found, names: &[String]) -> String {
     let mut text =
         "One thread; MB/s by the clock, seconds of its CPU for each GiB of pages. none: a copy. uniform: pages of \
                     one word.\ndelta: pages of which 16 words of 512 were others before.\n"
             .to_owned();
-    // What was not asked for is not missed.
+    // A missing accelerator that was not asked for is not reported.
     if !found.missing.is_empty() && (names.is_empty() || names.iter().any(|name| name == Method::Deflate.name())) {
         let missing = found.missing.iter().map(|(name, why)| format!("{name} ({why})"));
         text += &format!("Not here: {}\n", missing.collect::<Vec<_>>().join(", "));

@@ -1,4 +1,4 @@
-//! `larder bench policy`: traces replayed through Larder's cache policy and those it is compared with.
+//! `larder bench policy`: replays traces through Larder's cache policy and the policies that it is compared with.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -18,10 +18,10 @@ use crate::output::print;
 /// Sizes of the cache at which the miss-ratio curve is printed for people, in percent of the footprint.
 const CURVE_PERCENTS: [usize; 10] = [1, 2, 5, 10, 20, 30, 40, 60, 80, 100];
 
-/// A cell of a table, from what came of it and the bytes of a line.
+/// Formats a table cell from a policy's outcome and the line size in bytes.
 type Cell = fn(&Outcome, u64) -> String;
 
-/// What came of a trace.
+/// Results of one trace.
 struct Report {
     name: String,
     lines: Lines,
@@ -30,15 +30,16 @@ struct Report {
     curve: MissRatioCurve,
 }
 
-/// And of a size of the cache.
+/// Results of one trace at one cache size.
 struct Size {
+    /// Cache size in percent of the trace's footprint.
     percent: u32,
-    /// Lines of the cache.
+    /// Capacity of the cache, in lines.
     lines: usize,
     results: Vec<Outcome>,
 }
 
-/// And of a policy.
+/// Result of one policy at one cache size.
 struct Outcome {
     contender: Contender,
     counts: Counts,
@@ -54,7 +55,7 @@ pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
     );
     let mut reports = Vec::new();
     for path in &arguments.traces {
-        // A block of the ARC paper's traces is a line, whatever it was.
+        // A block of the ARC paper's traces counts as one line, whatever its size was.
         let trace = trace::read(path, line_bytes)?;
         ensure!(
             arguments.budget.is_none() || trace.requests[0].at.is_some(),
@@ -80,7 +81,7 @@ pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// People need not wait for the last trace.
+/// Prints the newest report at once, so that text output does not wait for the last trace.
 fn show(reports: &[Report], arguments: &BenchPolicyArguments) -> anyhow::Result<()> {
     if arguments.output == Output::Json {
         return Ok(());

@@ -1,4 +1,4 @@
-//! `larder disk cache`: what a disk's cache is, and what is done with it.
+//! `larder disk cache`: inspects a disk's cache, and changes it.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -119,7 +119,7 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
     said.into_text()
 }
 
-/// What is damaged, and what comes of that.
+/// Describes the damage and its consequences.
 fn damage_text(damage: Damage, superblock: &Superblock) -> Option<String> {
     let what = match damage {
         Damage { journal: true, .. } => "its journal".to_owned(),
@@ -193,7 +193,7 @@ fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The error, and what to do if a server uses the cache.
+/// Adds to an "in use" error the hint to pass the server's control socket.
 fn with_control(error: CacheToolError) -> anyhow::Error {
     match error {
         CacheToolError::InUse(_) => {
@@ -257,18 +257,18 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
     print(&said)
 }
 
-/// Says how far it is, to whoever waits.
+/// Reports the remaining work on standard error, for the user who waits.
 fn tell_left(file: &ImageAddress, left: u64) {
     eprintln!("{file}: {} are still to be written to the disk", human(left));
 }
 
-/// Between two looks at how far a server has got.
+/// Interval at which a server's progress is polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// So many looks are between two times that it is told.
+/// Number of polls per progress message.
 const LOOKS_TOLD: u32 = 25;
 
-/// Has the server that uses the cache do something, and waits for the end of that.
+/// Sends the change to the server that uses the cache, and waits until the server has finished it.
 fn tell_server(control: &Path, file: &ImageAddress, change: Change) -> anyhow::Result<()> {
     let (_, served) = fetch_disks(control)?;
     let caches = served
@@ -310,7 +310,7 @@ fn tell_server(control: &Path, file: &ImageAddress, change: Change) -> anyhow::R
     bail!("{file}: the server at {} does not use it any more", control.display())
 }
 
-/// What a disk is asked for by: its name, or its place in the list.
+/// Returns the name by which the control API addresses a disk: its own name, or its index in the list.
 fn called(disks: &[DiskState], place: usize) -> String {
     disks[place].name.clone().unwrap_or_else(|| place.to_string())
 }

@@ -1,4 +1,4 @@
-//! The backing files of an image, as far as they can be opened, and what killed servers have left of them.
+//! The backing files of an image, as far as they can be opened, and the journals that killed servers left for them.
 
 use larder_block::Loop;
 use larder_qcow2::header::Header;
@@ -9,26 +9,26 @@ use larder_vm::image::{Format, ImageAddress, dirty_caches, is_same};
 use crate::cli::FormatName;
 use crate::disk_image::{self, Sharing};
 
-/// The longest chain that is followed.
+/// Maximum number of backing files that are followed.
 const CHAIN_MAX: usize = 200;
 
-/// A backing file.
+/// A backing file of an image.
 pub(crate) struct Layer {
     pub(crate) image: ImageAddress,
-    /// Its format as the image above names it, or what it turned out to be.
+    /// Format that the image above names, or the detected one.
     pub(crate) format: String,
     pub(crate) virtual_size: Option<u64>,
-    /// Another process uses it so that it may change, or keeps it from changing.
+    /// Another process has the file open for writing, or prevents others from writing.
     pub(crate) in_use: bool,
-    /// What a killed server has left; nothing while it is in use.
+    /// Journal or session that a killed server left; `Nothing` while the file is in use.
     pub(crate) left: LeftBehind,
-    /// Caches that may have what it has not.
+    /// Caches that may have data which the file lacks.
     pub(crate) dirty_caches: Vec<ImageAddress>,
-    /// Why it could not be opened.
+    /// Reason why the file could not be opened.
     pub(crate) trouble: Option<String>,
 }
 
-/// What is in a backing file.
+/// Properties of a backing file that was opened.
 struct Found {
     format: Format,
     virtual_size: u64,
@@ -37,7 +37,7 @@ struct Found {
     header: Option<Header>,
 }
 
-/// The backing files of the image at `top`, the next one first.
+/// Returns the backing files of the image at `top`, nearest first.
 pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
     let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
@@ -95,7 +95,7 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
 }
 
 async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) -> anyhow::Result<Found> {
-    // Before anything is read, as for the image itself.
+    // Users are looked up before the file is opened, as for the image itself.
     let in_use = disk_image::used_by(image).is_some();
     let opened = disk_image::open(on, image, format, Sharing::Share).await?;
     Ok(match opened.format {

@@ -1,5 +1,5 @@
-//! `larder disk check`: whether an image's metadata is in order, and putting it in order. The JSON has the fields of
-//! `qemu-img check --output=json`, and some more.
+//! `larder disk check`: checks an image's metadata, and repairs it. The JSON has the fields of `qemu-img check
+//! --output=json`, and some more.
 
 use std::process::ExitCode;
 
@@ -40,12 +40,13 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         let mut given_up = None;
         if arguments.discard_journal {
             match journal::left_behind(&image, &header)? {
-                // Until it is given up, no server opens the image, and nothing that a cache has can be written to it.
+                // Until the session is discarded, no server opens the image, and no cache's data can be written to
+                // it.
                 LeftBehind::Overtaken(_) | LeftBehind::Missing(_) => use_without_dirty_cache(&image, Format::Qcow2),
                 _ => use_without_cache(&on, &image, Format::Qcow2).await?,
             }
             let discarding = Discarding::begin(&image, &header)?;
-            // First the image: a journal that stays is not believed then.
+            // The image comes first: should its journal outlive a crash here, it is no longer valid for the image.
             discard_session(&file).await?;
             given_up = Some(discarding.end(&image, &header)?);
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
@@ -117,8 +118,8 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// A line for each backing file of which a killed server has left something. It says nothing about this image, so the
-/// exit code does not follow from it.
+/// Returns a line for each backing file for which a killed server left a journal. These journals are no errors of the
+/// image itself, so the exit status does not depend on them.
 fn chain_text(chain: &[Layer]) -> String {
     let told = chain
         .iter()
@@ -133,12 +134,12 @@ fn chain_json(chain: &[Layer]) -> Value {
         .collect()
 }
 
-/// Whether the image cannot be served before somebody does something about what a killed server has left.
+/// Returns true if the state that a killed server left keeps the image from being served until a user intervenes.
 fn is_lost(left: &LeftBehind) -> bool {
     matches!(left, LeftBehind::Overtaken(_) | LeftBehind::Missing(_))
 }
 
-/// Whether a killed server has left something that a repair would take for leaked space.
+/// Returns true if a killed server left changes that a repair would mistake for leaked space.
 fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool> {
     Ok(matches!(
         journal::left_behind(image, header)?,
@@ -146,7 +147,7 @@ fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool>
     ))
 }
 
-/// Puts what a killed server has left into the image, as the next server would.
+/// Applies the changes that a killed server left to the image, as the next server would.
 async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool, trust_image: bool) -> anyhow::Result<()> {
     if is_corrupt {
         bail!(
@@ -170,7 +171,7 @@ fn text(repaired: &Repaired, repair: bool) -> String {
     };
     let (before, after) = (&repaired.before, &repaired.after);
     if repair {
-        // Each line once: first what is mended, then what is left.
+        // Each finding is printed once: first the repaired ones, then the remaining ones.
         let is_gone = |found: &&Finding| !after.findings.contains(found);
         let gone: Vec<_> = before.findings.iter().filter(is_gone).collect();
         findings(gone, repaired.errors_fixed() + repaired.leaks_fixed(), &mut line);
@@ -205,7 +206,7 @@ fn text(repaired: &Repaired, repair: bool) -> String {
     text
 }
 
-/// The first of `count` findings, and how many more there are.
+/// Prints the first of `count` findings, and the number of the others.
 fn findings<'a>(first: impl IntoIterator<Item = &'a Finding>, count: u64, line: &mut impl FnMut(String)) {
     let mut untold = count;
     for finding in first {

@@ -1,4 +1,5 @@
-//! `larder disk check --discard-journal`: giving up what a killed server has left of an image, and saying what that was.
+//! `larder disk check --discard-journal`: discards the changes that a killed server left in a journal, and reports
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -11,23 +12,23 @@ use serde_json::{Value, json};
 
 use crate::disk_image::{date, human};
 
-/// Ranges that are told one by one.
+/// Maximum number of ranges that are listed individually.
 const RANGES_TOLD_MAX: usize = 8;
 
-/// What has to be known before anything is changed.
+/// State of the journal and the image, read before anything is changed.
 pub(crate) struct Discarding {
     left: LeftBehind,
-    /// When the journal was made, and when the image was last written; in seconds since 1970.
+    /// Modification times of the journal and of the image, in seconds since 1970.
     made_at: Option<(u64, u64)>,
 }
 
-/// What was given up.
+/// Changes that were discarded.
 pub(crate) struct GivenUp {
-    /// The journals that were removed.
+    /// Journals that were removed.
     files: Vec<PathBuf>,
-    /// Changes of the mapping in them.
+    /// Number of mapping changes in the journals.
     changes: u64,
-    /// What of the disk they were of, in order, apart.
+    /// Guest ranges that the changes affected, in order and disjoint.
     ranges: Vec<ByteRange>,
     made_at: Option<(u64, u64)>,
     left: LeftBehind,
@@ -45,7 +46,7 @@ impl Discarding {
         Ok(Self { left, made_at })
     }
 
-    /// Removes the journals. The image must not have its session any more.
+    /// Removes the journals. The image's session must have been discarded before.
     pub(crate) fn end(self, image: &ImageAddress, header: &Header) -> std::io::Result<GivenUp> {
         let all = journal::discard(image)?;
         Ok(GivenUp {

@@ -1,4 +1,4 @@
-//! What the commands about images have in common: opening one as it lies there, and how sizes are told.
+//! Helpers shared by the commands about images: opening an image's file, and formatting sizes and dates.
 
 use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
@@ -16,23 +16,23 @@ use serde_json::{Value, json};
 
 use crate::cli::FormatName;
 
-/// An image whose bytes can be read.
+/// An open image whose bytes can be read.
 pub(crate) struct OpenImage {
     pub(crate) format: Format,
-    /// The file itself, whatever the format makes of it.
+    /// The file itself, as bytes, whatever its format.
     pub(crate) file: Rc<dyn BlockDevice>,
 }
 
-/// How an image is shared with other processes.
+/// Sharing of an image with other processes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// They may do what they like; it is only read.
+    /// Other processes may do anything with the image; it is opened read-only.
     Share,
-    /// They may read it; it is only read.
+    /// Other processes may only read the image; it is opened read-only.
     NoWriters,
-    /// They may not use it; it is written.
+    /// Other processes may not use the image; it is opened for writing.
     Exclusive,
-    /// The same; the caller looks after its caches.
+    /// Like `Exclusive`, but the caller handles the image's caches.
     ExclusiveWithCaches,
 }
 
@@ -66,7 +66,11 @@ pub(crate) async fn open(
     Ok(OpenImage { format, file })
 }
 
-/// The file of a qcow2 image; others have no metadata that `what` could be done with.
+/// Returns the file of a qcow2 image.
+///
+/// # Errors
+/// The image has another format, and so no metadata for `what`; the message hints at `--format qcow2` if it begins
+/// like one.
 pub(crate) async fn need_qcow2(
     image: &ImageAddress,
     opened: OpenImage,
@@ -82,12 +86,12 @@ pub(crate) async fn need_qcow2(
     bail!("{image} is a raw image: it has no metadata {what}{hint}");
 }
 
-/// Leaves an image to others, with all that was done to it durable.
+/// Closes an image: all writes are durable, and other processes may use it.
 pub(crate) async fn close(disk: &Rc<dyn BlockDevice>) -> anyhow::Result<()> {
     disk.close().await.map_err(|error| anyhow!(error.to_string()))
 }
 
-/// The format, other than raw, that an image begins like.
+/// Returns the format, other than raw, whose magic bytes the image begins with.
 pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str> {
     let mut head = AlignedBuf::zeroed(BEGINNING_BYTES);
     if file.geometry().size.get() < BEGINNING_BYTES as u64 {
@@ -97,27 +101,28 @@ pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str
     begins_like(&head)
 }
 
-/// Who else uses an image so that it may change; nobody says so of an NBD export.
+/// Returns the other processes that may write an image or keep others from writing it. `None` means that there are
+/// none, or that they are unknown, as for an NBD export.
 pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
     let ImageAddress::Path(path) = image else { return None };
     image_lock::used_by_others(path).ok()?
 }
 
-/// How long a regular file is; what is opened of it may be filled up to whole blocks.
+/// Returns the length of a regular file; the device opened on it may be padded to whole blocks.
 pub(crate) fn file_len(image: &ImageAddress) -> Option<ByteLen> {
     let ImageAddress::Path(path) = image else { return None };
     let metadata = path.metadata().ok()?;
     metadata.is_file().then(|| ByteLen::new(metadata.len()))
 }
 
-/// What a regular file takes on the host, in bytes.
+/// Returns the space that a regular file takes on the host, in bytes.
 pub(crate) fn space_taken(image: &ImageAddress) -> Option<u64> {
     let ImageAddress::Path(path) = image else { return None };
     let metadata = path.metadata().ok()?;
     metadata.is_file().then(|| metadata.blocks() * 512)
 }
 
-/// What a killed server has left, in words; `None` if there is nothing to tell.
+/// Describes the journal or session that a killed server left, for people; `None` if it left nothing.
 pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
     match left {
         LeftBehind::Nothing => None,
@@ -143,7 +148,7 @@ pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
     }
 }
 
-/// What a killed server has left, for programs.
+/// Describes the journal or session that a killed server left, for programs.
 pub(crate) fn left_json(left: &LeftBehind) -> Value {
     match left {
         LeftBehind::Nothing => Value::Null,
@@ -158,12 +163,12 @@ pub(crate) fn left_json(left: &LeftBehind) -> Value {
     }
 }
 
-/// A size in three digits.
+/// Formats a size with three significant digits.
 pub(crate) fn human(bytes: u64) -> String {
     rounded(bytes).0
 }
 
-/// ` (12.5 %)`, where that can be said.
+/// Formats a ratio as ` (12.5 %)`, or as nothing if `whole` is 0.
 pub(crate) fn percent(part: u64, whole: u64) -> String {
     match whole {
         0 => String::new(),
@@ -171,7 +176,7 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
     }
 }
 
-/// A size in bytes, and in three digits, which are said to be rounded where they are.
+/// Formats a size both in bytes and with three digits; a rounded value is marked with "about".
 pub(crate) fn exact(bytes: u64) -> String {
     match rounded(bytes) {
         (text, true) => format!("{text} ({bytes} bytes)"),
@@ -179,7 +184,7 @@ pub(crate) fn exact(bytes: u64) -> String {
     }
 }
 
-/// A size in three digits, and whether nothing is lost by that.
+/// Formats a size with three digits; the flag is true if no precision is lost.
 fn rounded(bytes: u64) -> (String, bool) {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -206,7 +211,7 @@ fn rounded(bytes: u64) -> (String, bool) {
     (format!("{text} {}", UNITS[unit]), is_exact)
 }
 
-/// A point in time as `2026-11-21 10:01:15` in UTC, from seconds since 1970.
+/// Formats a point in time, in seconds since 1970, as `2026-11-21 10:01:15` in UTC.
 pub(crate) fn date(seconds: u64) -> String {
     let (days, of_day) = (seconds / 86400, seconds % 86400);
     // Howard Hinnant, "chrono-compatible low-level date algorithms", civil_from_days.
@@ -246,8 +251,9 @@ mod tests {
         }
     }
 
+    /// A size that three digits cannot express is given in bytes, with the rounded value marked as "about".
     #[test]
-    fn a_size_that_is_rounded_is_said_to_be_so() {
+    fn rounded_sizes_are_marked() {
         for (bytes, text) in [
             (512, "512 B (512 bytes)"),
             (3 << 19, "1.5 MiB (1572864 bytes)"),
@@ -259,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_follow_the_calendar() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00:00"),
             (951_782_399, "2000-02-28 23:59:59"),

@@ -1,4 +1,5 @@
-//! `larder disk info`: what an image is. The JSON has the fields of `qemu-img info --output=json`, and some more.
+//! `larder disk info`: shows an image's properties. The JSON has the fields of `qemu-img info --output=json`, and
+//! some more.
 
 use std::process::ExitCode;
 use std::rc::Rc;
@@ -19,19 +20,19 @@ use crate::disk_chain::{Layer, backing_files};
 use crate::disk_image::{self, OpenImage, Sharing, date, exact, human, left_json, left_line};
 use crate::output::{Lines, print};
 
-/// An image and what is in it.
+/// An image's properties and contents.
 struct Info {
     image: ImageAddress,
     virtual_size: u64,
     space_taken: Option<u64>,
-    /// Who else uses it.
+    /// Other processes that use the image.
     used_by: Option<Vec<String>>,
     qcow2: Option<Qcow2Info>,
-    /// A raw image that begins like another format.
+    /// Format that a raw image begins like.
     begins_like: Option<&'static str>,
-    /// The backing files, if they were asked for.
+    /// The backing files, if requested.
     chain: Option<Vec<Layer>>,
-    /// Caches that may have what the image has not.
+    /// Caches that may have data which the image lacks.
     dirty_caches: Vec<ImageAddress>,
 }
 
@@ -40,9 +41,9 @@ struct Qcow2Info {
     snapshots: SnapshotTable,
     bitmaps: Vec<Bitmap>,
     bitmap_damage: Option<String>,
-    /// What a killed server has left; nothing while there is another.
+    /// Journal or session that a killed server left; `Nothing` while a server uses the image.
     left: LeftBehind,
-    /// References to what is not in the file; none are looked for while there is a server.
+    /// Number of references past the end of the file; 0, unchecked, while a server uses the image.
     past_end: u64,
 }
 
@@ -58,8 +59,8 @@ pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
 }
 
 async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>, with_chain: bool) -> anyhow::Result<Info> {
-    // Once, and before anything is read: a server that dies meanwhile would be gone at a second look, with its journal
-    // never looked for.
+    // Users are looked up once, and before anything is read: if a server died between two lookups, the second would
+    // not find it, and its journal would never be looked for.
     let used_by = disk_image::used_by(&image);
     let OpenImage { format, file } = disk_image::open(on, &image, format, Sharing::Share).await?;
     let qcow2 = match format {

@@ -1,4 +1,5 @@
-//! `larder disk resize`: makes a disk larger. Its guest finds the new space behind the old.
+//! `larder disk resize`: makes a disk larger. The new space comes after the old, so the guest's data keeps its
+//! offsets.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -14,7 +15,7 @@ use crate::cli::{ImageArguments, NewSize, Output, ResizeArguments};
 use crate::disk_image::{close, exact};
 use crate::output::print;
 
-/// Disks end with a whole sector, in bytes.
+/// Unit of a disk's size, in bytes.
 const SECTOR: u64 = 512;
 
 pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
@@ -25,7 +26,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         chain: ChainPolicy::Follow {
             trust_image: arguments.trust_image,
         },
-        // Direct I/O may reach whole blocks of more than a sector only.
+        // The size need only be a multiple of a sector, but direct I/O may need larger blocks.
         caching: Caching::Buffered,
         prefetch: None,
         ..ImageOptions::default()
@@ -56,7 +57,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A growth that failed: what to do about it.
+/// Adds advice to the error of a growth that failed.
 fn told_why(image: &ImageAddress, error: &IoError) -> anyhow::Error {
     let advice = match (error.failure(), image) {
         (Failure::NoSpace, ImageAddress::Nbd(_)) => {

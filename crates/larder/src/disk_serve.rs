@@ -31,7 +31,8 @@ use crate::cli::{BackingChain, DiscardPolicy, ServeArguments};
 use crate::output::print;
 use crate::pid_file;
 
-/// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
+/// The capabilities that vhost-user's conventions require of a back-end program (QEMU
+/// `docs/interop/vhost-user.json`).
 const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-file"]}"#;
 
 pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
@@ -99,7 +100,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Names the files that the image leads to, and writes them into the file of `--pin-chain` if that is not there.
+/// Logs the names of the image's other files, and writes them into the file of `--pin-chain` if that does not exist.
 fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -> Result<(), String> {
     let Some(chain) = ChainFile::of(parts) else {
         return Ok(());
@@ -115,12 +116,12 @@ fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -
     }
 }
 
-/// The files that the image may lead to.
+/// Other files that the image may have opened.
 struct Chain {
     policy: ChainPolicy,
-    /// The image's format, if a file of `--pin-chain` says it.
+    /// The image's format, if a file of `--pin-chain` gives it.
     format: Option<Format>,
-    /// The file of `--pin-chain`, if it is still to be written.
+    /// The file of `--pin-chain`, if it does not exist and has to be written.
     write_to: Option<PathBuf>,
 }
 
@@ -249,7 +250,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     })
 }
 
-/// What is made in the file system needs a path of its own each.
+/// Refuses two options that name the same path, since each creates its own file or socket there.
 fn refuse_same_places(config: &DiskConfig, control: Option<&Path>, pidfile: Option<&Path>) -> anyhow::Result<()> {
     let socket = match &config.exports.vhost_user_at {
         Some(VhostUserAt::Path(path)) => Some(path.as_path()),
@@ -275,7 +276,7 @@ fn refuse_same_places(config: &DiskConfig, control: Option<&Path>, pidfile: Opti
     }
 }
 
-/// Takes over an inherited descriptor.
+/// Takes ownership of an inherited descriptor.
 fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
     if (0..=2).contains(&number) {
         bail!(
@@ -287,11 +288,11 @@ fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
     if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
         bail!("--fd {number}: no such descriptor was inherited");
     }
-    // SAFETY: it is open, and nothing else in this program knows of it.
+    // SAFETY: the descriptor is open, and no other code in this program owns or uses it.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// The error, and what the user can write to have it otherwise.
+/// Adds to the error the option that would change the outcome.
 fn with_advice(error: DiskError, options: &ImageOptions) -> anyhow::Error {
     let advice = advice(&error, options);
     let error = anyhow::Error::from(error);

@@ -1,4 +1,4 @@
-//! `larder disk tune`: what the size of an image's tables means for its speed, in QEMU and in Larder.
+//! `larder disk tune`: shows how the size of an image's tables affects its speed, in QEMU and in Larder.
 
 use std::process::ExitCode;
 use std::rc::Rc;
@@ -14,19 +14,20 @@ use crate::cli::{ImageArguments, Output};
 use crate::disk_image::{self, Sharing, human};
 use crate::output::print;
 
-/// L2 tables up to this size are read to measure Larder's map, in bytes.
+/// Largest total size of L2 tables that are read to measure Larder's map, in bytes.
 const MEASURED_BYTES_MAX: u64 = 1 << 30;
-/// Extents that are asked for at once.
+/// Maximum number of extents per query.
 const EXTENTS_AT_ONCE: usize = 4096;
-/// Leaves of the map that a word of its directory stands for, and the word's bytes.
+/// Number of map leaves that one word of the map's directory covers.
 const DIRECTORY_LEAVES: u64 = 8;
+/// Size of a word of the map's directory, in bytes.
 const DIRECTORY_ENTRY_BYTES: u64 = 8;
 
 struct Tuned {
     image: ImageAddress,
     header: Header,
     advice: Advice,
-    /// Bytes that Larder's map of this image takes.
+    /// Size of Larder's map of this image, in bytes.
     measured: Option<u64>,
 }
 
@@ -56,12 +57,12 @@ pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads the map of the image, and says what it takes. `None` if that would take long, or is not possible.
+/// Loads the map of the image, and returns its size in bytes; `None` if that would take long, or fails.
 async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: &Advice) -> Option<u64> {
     if advice.l2_bytes > MEASURED_BYTES_MAX {
         return None;
     }
-    // No data is read, so it does not matter where that is.
+    // Only the mapping is read, never data, so the metadata file can stand in for the data file.
     let others = Others {
         data_file: header.shape.data_file.then(|| Rc::clone(&file)),
         backing: None,
@@ -100,7 +101,7 @@ fn libvirt(bytes: u64) -> String {
     format!("<metadata_cache><max_size unit='bytes'>{bytes}</max_size></metadata_cache>")
 }
 
-/// QEMU's releases before 3.1 cannot open it.
+/// Returns true if QEMU's releases before 3.1 cannot open the image.
 fn is_too_new(header: &Header) -> bool {
     header.shape.extended || header.shape.data_file || header.compression != Compression::Zlib
 }

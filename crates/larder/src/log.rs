@@ -1,4 +1,4 @@
-//! What is logged: `LARDER_LOG`.
+//! Logging, configured by the variable `LARDER_LOG`.
 
 mod limit;
 
@@ -20,19 +20,19 @@ const VARIABLE: &str = "LARDER_LOG";
 const USUAL: &str = "info";
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
-/// Writes messages to stderr: to a terminal with colours, to systemd's journal, which has the time itself, with the level as
-/// it wants it.
+/// Returns the layer that writes messages to stderr: on a terminal with colours; to systemd's journal without the
+/// time, which the journal adds, and with the level as the journal's priority prefix.
 pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync> {
     let messages = tracing_subscriber::fmt::layer()
         .with_target(false)
         .fmt_fields(debug_fn(write_field).delimited(" "))
-        // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
+        // A line that cannot be written is lost. Reporting that on stderr, which has just failed, would panic.
         .log_internal_errors(false);
     match is_journal() {
         true => {
             let messages = messages.without_time().with_level(false).with_ansi(false);
             let limit = Limit::new(|line| {
-                // As of a message.
+                // The priority of a warning.
                 let _ = Line { priority: 4 }.write_all(format!("{line}\n").as_bytes());
             });
             let journal = MakeWriterExt::with_filter(Journal, move |place| limit.passes(place));
@@ -50,8 +50,8 @@ pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync>
     }
 }
 
-/// Writes one field of a message, on one line: names of files, of images and of clients are in them, and are not to look like
-/// other lines, or to be commands to a terminal.
+/// Writes one field of a message, on one line. Names of files, images and clients in it must not look like further
+/// lines, nor act as terminal control sequences.
 fn write_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt::Result {
     let text = printable(&format!("{value:?}"));
     match field.name() {
@@ -60,16 +60,16 @@ fn write_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt
     }
 }
 
-/// Whether stderr is connected to systemd's journal (systemd.exec(5), `$JOURNAL_STREAM`).
+/// Returns true if stderr is connected to systemd's journal (systemd.exec(5), `$JOURNAL_STREAM`).
 fn is_journal() -> bool {
     let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     rustix::fs::fstat(io::stderr()).is_ok_and(|found| stream == format!("{}:{}", found.st_dev, found.st_ino))
 }
 
-/// Lines with their priority (sd-daemon(3)).
+/// Writer of lines that begin with their priority (sd-daemon(3)).
 struct Journal;
 
-/// One line.
+/// Writer of one line with its priority.
 struct Line {
     priority: u8,
 }
@@ -105,7 +105,7 @@ impl Write for Line {
     }
 }
 
-/// The filter, and what is wrong with the variable if it cannot be used.
+/// Returns the filter, and a message if the variable is invalid.
 pub(crate) fn filter() -> (EnvFilter, Option<String>) {
     match std::env::var_os(VARIABLE) {
         Some(value) if !value.is_empty() => match read(&value) {
@@ -124,7 +124,8 @@ pub(crate) fn filter() -> (EnvFilter, Option<String>) {
     }
 }
 
-/// A word alone is a level here. To the library it could also be a part's name, which a mistyped level never means.
+/// Parses a filter. A bare word must be a level here; the library would also take it for a target, which would hide a
+/// mistyped level.
 fn read(value: &OsStr) -> Result<EnvFilter, String> {
     let text = value.to_str().ok_or("it is not UTF-8")?;
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();
@@ -141,8 +142,9 @@ fn read(value: &OsStr) -> Result<EnvFilter, String> {
 mod tests {
     use super::*;
 
+    /// Levels are accepted alone and per target; a bare word that is no level is rejected.
     #[test]
-    fn levels_alone_and_of_parts_are_read_and_typing_errors_are_not() {
+    fn filter_accepts_levels_and_rejects_typos() {
         for text in [
             "debug",
             "TRACE",

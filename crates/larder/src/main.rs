@@ -1,4 +1,4 @@
-//! The program.
+//! The program: parses the command line, and runs the command.
 
 mod advise;
 mod bench_codec;
@@ -43,14 +43,14 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use cli::{BenchCommand, Cli, Command, DiskCommand};
 
-/// Usage or an error; 0 is success, 1 a negative result.
+/// Exit status of a usage error or a failure; 0 is success, 1 a negative result.
 const EXIT_ERROR: u8 = 2;
 
-/// It works, and the answer is no.
+/// Exit status of a command that worked and has a negative answer.
 const EXIT_NEGATIVE: u8 = 1;
 
 fn main() -> ExitCode {
-    // Started as /proc/self/exe it would be called `exe` in lists of processes. Without it all else works.
+    // Started as /proc/self/exe, the process would be listed as `exe`. A failure here changes nothing else.
     let _ = rustix::thread::set_name(c"larder");
     signals::fail_writes_past_size_limit();
     let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
@@ -93,13 +93,13 @@ fn main() -> ExitCode {
 }
 
 fn report(error: &anyhow::Error) {
-    // Nobody may be listening; the exit code tells.
-    // A name in the message must not make a line that looks like one of its own.
+    // If stderr cannot be written, the exit status alone reports the failure. A name in the message must not produce
+    // a line that looks like a message of its own.
     let text = printable_lines(&message(error)).replace('\n', "\n  ");
     let _ = writeln!(std::io::stderr(), "larder: {text}");
 }
 
-/// The error and its causes, those left out that the text names already.
+/// Returns the error and its causes, without causes that the text contains already.
 fn message(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -110,7 +110,8 @@ fn message(error: &anyhow::Error) -> String {
     text
 }
 
-/// A process with a dead thread would go on half alive: with it gone, its successor takes up what was in flight.
+/// Makes a panic in any thread abort the process: it would otherwise continue without that thread, whereas its
+/// successor resumes the requests in flight.
 fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -1,4 +1,4 @@
-//! The memory of VMs: who manages it, how it is, and what it does in an interval.
+//! The memory of VMs: queries of the pagers, their state, and their activity in an interval.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use serde_json::Value;
 use crate::disk_image::human;
 use crate::output::Table;
 
-/// What a process that manages memory says: as it said it, and as far as this program knows it.
+/// State of a pager: the JSON as received, and the fields that this program knows.
 pub(crate) type Told = (Value, MemoryState);
 
-/// Whose memory, and what became of asking for it.
+/// Name of a VM, and the result of querying its pager.
 pub(crate) type Asked = (String, Result<Told, FetchError>);
 
-/// Asks all processes that may manage memory, those of `vms` and those beside them, all at once. Sockets of disks, as files
-/// or these say, are left alone; so is left out who manages none.
+/// Queries all processes that may manage memory, those of `vms` and others, concurrently. The sockets of `disks` are
+/// not queried, and processes that manage no memory are left out.
 pub(crate) fn ask_all<'a>(vms: &[Found], disks: impl Iterator<Item = &'a DiskState>) -> Vec<Asked> {
     let exports = disks.filter_map(|disk| disk.exports.vhost_user.as_ref());
     let of_disks: Vec<PathBuf> = exports.map(|export| PathBuf::from(&export.socket)).collect();
@@ -36,12 +36,12 @@ pub(crate) fn ask_all<'a>(vms: &[Found], disks: impl Iterator<Item = &'a DiskSta
             .iter()
             .map(|vm| scope.spawn(move || fetch_memory(&vm.control)))
             .collect();
-        // A panic ends the process.
+        // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
     let all = all.into_iter().zip(asked);
     all.filter_map(|(vm, asked)| match asked {
-        // Of their disks' servers it is told elsewhere.
+        // Errors of the VMs' disk servers are reported elsewhere.
         Err(_) if vms.contains(&vm) => None,
         Err(FetchError::Missing { .. }) => None,
         Err(error) if is_none(&error) => None,
@@ -50,7 +50,7 @@ pub(crate) fn ask_all<'a>(vms: &[Found], disks: impl Iterator<Item = &'a DiskSta
     .collect()
 }
 
-/// The memory of one VM, by the path of its control socket, or beside it.
+/// Queries the memory of one VM, at its control socket or at a separate pager's.
 pub(crate) fn ask_one(vm: &Found, disks: &[DiskState]) -> Option<Result<Told, FetchError>> {
     let asked = ask_all(std::slice::from_ref(vm), disks.iter());
     asked
@@ -59,13 +59,13 @@ pub(crate) fn ask_one(vm: &Found, disks: &[DiskState]) -> Option<Result<Told, Fe
         .map(|(_, asked)| asked)
 }
 
-/// It manages no memory.
+/// Returns true if the error means that the process manages no memory.
 fn is_none(error: &FetchError) -> bool {
-    // That is told in words only.
+    // The server reports that only in the text of its error.
     matches!(error, FetchError::Refused { error, .. } if error.contains("there is no /v1/memory"))
 }
 
-/// Of the memory of one VM.
+/// Memory activity of one VM.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct VmMemoryRates {
     pub(crate) vm: String,
@@ -75,13 +75,13 @@ pub(crate) struct VmMemoryRates {
     pub(crate) rates: MemoryRates,
 }
 
-/// Looks at memory again and again.
+/// Turns successive states of memory into activity rates.
 #[derive(Default)]
 pub(crate) struct MemorySampler {
     before: HashMap<String, MemoryState>,
 }
 
-/// The memory of a VM as it was seen, and what it did since the time before, or since the pager attached.
+/// Sampled state of a VM's memory, and its activity since the previous sample, or since the pager attached.
 #[derive(Clone)]
 pub(crate) struct MemorySeen {
     pub(crate) vm: String,
@@ -103,7 +103,7 @@ impl MemorySampler {
     }
 }
 
-/// What is wrong with memory, in few words; nothing if all is well.
+/// Describes a problem of the memory in few words; empty if there is none.
 pub(crate) fn trouble(state: &MemoryState) -> String {
     if state.lost_pages > 0 {
         return format!("{} pages lost", state.lost_pages);
@@ -118,7 +118,7 @@ pub(crate) fn trouble(state: &MemoryState) -> String {
     }
 }
 
-/// How the memory of VMs is.
+/// Formats the state of the VMs' memory.
 pub(crate) fn state_table(all: &[(String, MemoryState)]) -> String {
     let mut table = Table::new([
         "vm",
@@ -156,7 +156,7 @@ pub(crate) fn state_table(all: &[(String, MemoryState)]) -> String {
     table.into_text()
 }
 
-/// What the memory of VMs does.
+/// Formats the activity of the VMs' memory.
 pub(crate) fn rates_table(all: &[VmMemoryRates]) -> String {
     let mut table = Table::new([
         "vm",

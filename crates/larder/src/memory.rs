@@ -1,4 +1,4 @@
-//! `larder memory`: a running VM's memory within a budget.
+//! `larder memory`: keeps a running VM's memory within a budget.
 
 mod service;
 
@@ -45,7 +45,7 @@ pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// What is said where that is not told.
+/// Error message if no option selects a process.
 const WHOSE: &str = "whose memory? give --pid PID, --qmp PATH or --vm NAME";
 
 fn pid_of(number: u32) -> anyhow::Result<Pid> {
@@ -53,7 +53,7 @@ fn pid_of(number: u32) -> anyhow::Result<Pid> {
     pid.context("--pid: no PID")
 }
 
-/// What the options say of the memory.
+/// Returns the memory options of the command line.
 fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
     let disk = |address: &Option<ImageAddress>, size| {
         let address = address.clone()?;
@@ -126,10 +126,12 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Signals that come this soon after the first mean the same: a shell and `timeout` send one to a process and to its group.
+/// Signals within this time of the first one are ignored: a shell and `timeout` send one to a process and to its
+/// group.
 const SAME_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Detaches at a signal, and stops that at a later SIGINT. After a kill of this process the guest waits for the next pager.
+/// Detaches at the first signal, and cancels the detach at a later SIGINT. If this process is killed, the guest waits
+/// for the next pager.
 fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow::Result<()> {
     let thread = std::thread::Builder::new().name("larder-signals".to_owned());
     let began: Arc<Mutex<Option<Instant>>> = Arc::default();
@@ -149,7 +151,7 @@ fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow
                 None => {
                     *lock(&began) = Some(Instant::now());
                     let (memory, began) = (memory.clone(), Arc::clone(&began));
-                    // A signal that comes meanwhile is answered, too.
+                    // The detach runs in its own thread, so that further signals are handled meanwhile.
                     std::thread::spawn(move || {
                         let ended = memory.detach_blocking();
                         *lock(&began) = None;
@@ -170,7 +172,7 @@ fn lock(began: &Mutex<Option<Instant>>) -> std::sync::MutexGuard<'_, Option<Inst
     began.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Where to ask, and what is said if nobody is there.
+/// Control socket of a pager, and the VM's name for the error message if no process listens there.
 struct At {
     control: PathBuf,
     vm: Option<String>,
@@ -190,7 +192,7 @@ impl At {
                 vm: None,
             },
             (None, Some((word, text))) => {
-                // It is a name, or that is said.
+                // Checks that the word is a valid name of a VM.
                 path_of(Path::new(word))?;
                 Self {
                     control: find_memory_control(&text),
@@ -228,7 +230,7 @@ fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
     let range = match (arguments.budget_fixed, arguments.range.over(BudgetRange::default())) {
         (true, _) => Some(BudgetRange::default()),
         (false, none) if !none.is_some() => None,
-        // Bounds of which nothing is said stay.
+        // Bounds that the command line does not give stay as they are.
         (false, _) => {
             let before = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
             Some(arguments.range.over(before.1.range.unwrap_or_default()))
@@ -259,7 +261,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
         cancel_detach(&at.control).map_err(|error| at.explain(error))?;
         return still_managed(&at, ExitCode::SUCCESS);
     }
-    // Before anything begins: one that comes then stops it.
+    // Blocked before the detach begins, so that a signal from then on cancels it.
     let signals = crate::signals::block()?;
     let pid = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1.pid;
     let process = Pid::from_raw(pid).and_then(Process::alive);
@@ -283,7 +285,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
             }
         }
         if !detached && signals.wait_for(Duration::from_millis(100)).is_some() {
-            // It may have ended just now, but if it has not answered before either.
+            // The pager may have exited just now; but if it did not answer before either, the error is reported.
             match cancel_detach(&at.control) {
                 Err(error) if is_late => return Err(at.explain(error)),
                 _ => {}
@@ -294,10 +296,10 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns true if the process is not managed any more. Its pager answers with this error only.
+/// Returns true if the process is not managed any more. `error` is what its pager answered.
 ///
 /// # Errors
-/// The pager has ended, and its process waits for the next one.
+/// The pager has exited, and its process waits for the next one.
 fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<bool> {
     let Some(process) = process.filter(|process| process.is_alive()) else {
         return Ok(true);
@@ -314,7 +316,7 @@ fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<
     }
 }
 
-/// A detach was stopped: why, once it has. The command ends with `code` then.
+/// Waits until a cancelled detach has stopped, and reports the reason. Returns `code`, the command's exit status.
 fn still_managed(at: &At, code: ExitCode) -> anyhow::Result<ExitCode> {
     loop {
         let state = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1;
@@ -327,7 +329,7 @@ fn still_managed(at: &At, code: ExitCode) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Where the budget may be moved to; nothing if it may not.
+/// Formats the bounds of the budget; `None` if it may not be moved.
 fn range_text(state: &MemoryState) -> Option<String> {
     let bounds = state.range?.bounds(state.size);
     let all = [
@@ -339,7 +341,7 @@ fn range_text(state: &MemoryState) -> Option<String> {
     Some(all.map(|(name, bytes)| format!("{name} {}", human(bytes))).join(", "))
 }
 
-/// All that is told of memory, for people.
+/// Formats the whole state of managed memory, for people.
 pub(crate) fn text(state: &MemoryState) -> String {
     let mut said = Lines::default();
     said.line("process", format!("{} ({})", state.process, state.pid));
@@ -457,7 +459,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
     said.into_text()
 }
 
-/// What was written in so long, by the day.
+/// Returns the daily rate of bytes that were written in `time_ns` nanoseconds.
 fn per_day(bytes: u64, time_ns: u64) -> u64 {
     (bytes as f64 * 86_400e9 / time_ns.max(1) as f64) as u64
 }

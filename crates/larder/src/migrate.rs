@@ -1,4 +1,4 @@
-//! `larder migrate`: a running VM to another host.
+//! `larder migrate`: moves a running VM to another host.
 
 pub(crate) mod at;
 mod disks;
@@ -44,13 +44,13 @@ use crate::disk_image::human;
 use crate::moves;
 use crate::output::{Lines, print};
 
-/// Of what is available, what old pages may take by default.
+/// By default, old pages may take this fraction (1/n) of the available memory.
 const DELTA_MEMORY_SHARE: u64 = 8;
-/// And at most.
+/// Upper bound of the default memory for old pages, in bytes.
 const DELTA_MEMORY_MAX: u64 = 4 << 30;
-/// Lanes by default, at most: four keep 10 Gbit/s busy.
+/// Maximum number of lanes by default: four lanes saturate 10 Gbit/s.
 const LANES_MAX: usize = 4;
-/// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
+/// Bytes per channel that may wait for the destination's QEMU: it takes at most a hundred times as much per second.
 const WINDOW: u32 = 32 << 20;
 
 pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
     result.map_err(name_its_mover)
 }
 
-/// Where QEMU's one client is Larder, that is said.
+/// Explains a busy QMP socket whose one client is Larder, with the move that is running.
 fn name_its_mover(error: anyhow::Error) -> anyhow::Error {
     let qmp = match (error.downcast_ref(), error.downcast_ref()) {
         (Some(MoveError::Qmp(QmpError::Busy { path })), _) | (_, Some(NotReady::Qmp(QmpError::Busy { path }))) => path,
@@ -82,7 +82,7 @@ fn name_its_mover(error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// What a sender is to do, once it is clear that it may.
+/// Returns the options of a sender, once the trust options allow sending.
 fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
     let to = address.to_string();
     trusts(trust, || {
@@ -153,7 +153,7 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Connects, and carries what QEMU says.
+/// Connects to the receiver, and carries QEMU's stream.
 fn carry(
     arguments: &MigrateSendArguments,
     options: &send::Options,
@@ -176,7 +176,7 @@ fn carry(
         human(sender.delta_memory()),
         arguments.listen.display()
     );
-    // Of the guest and its rounds nobody here knows.
+    // This process does not know the guest or its migration rounds.
     let mut watch = Watch::new(0);
     Watched::while_seen(
         || watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed())),
@@ -218,7 +218,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
-    // As root, if that is given up.
+    // Opened as root, before root's rights may be given up below.
     let peers_directory = peers::directory(&arguments.trust, arguments.user.as_deref())?;
     let user = match (&destination, &arguments.user) {
         (Some(destination), _) => Some(destination.user()),
@@ -259,7 +259,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     result
 }
 
-/// Takes in what a sender carries, and nothing else.
+/// Receives a sender's stream, and does nothing else.
 fn receive_stream(
     port: &receive::Port,
     options: &receive::Options,
@@ -278,12 +278,12 @@ fn receive_stream(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The files of `--tls` are not as they should be.
+/// Extends a TLS error with the files that `--tls` needs.
 fn without_files(error: &TlsError, whose: &str) -> anyhow::Error {
     anyhow!("{error}; --tls DIR wants ca-cert.pem, {whose}-cert.pem and {whose}-key.pem there")
 }
 
-/// Nobody sends a guest's memory over a network in the clear without having said so.
+/// Refuses to send a guest's memory unencrypted over a network, unless the user asked for it.
 fn trusts(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) -> anyhow::Result<()> {
     if trust.tls.is_some() || trust.insecure || is_loopback() != Some(false) {
         return Ok(());
@@ -349,7 +349,7 @@ fn summary(progress: &Progress) -> String {
     lines.into_text()
 }
 
-/// What the control socket tells of it, and how long it took.
+/// Returns the statistics that the control socket reports, with the elapsed time.
 fn json_of(progress: &Progress) -> serde_json::Value {
     let mut sent = json!(sent_state(&progress.totals()));
     sent["seconds"] = progress.elapsed().as_secs_f64().into();

@@ -1,8 +1,8 @@
-//! A guest's memory in a file: the bytes of its RAM as they are (QEMU's `pmemsave`, `memory-backend-file`), or an ELF core
-//! dump of it (`dump-guest-memory`, `virsh dump --memory-only`), of which the memory is those segments that are loaded.
+//! A guest's memory in a file: the plain bytes of its RAM (QEMU's `pmemsave`, `memory-backend-file`), or an ELF core
+//! dump (`dump-guest-memory`, `virsh dump --memory-only`), whose loadable segments are the memory.
 //!
-//! No more of it is read than is wanted, whatever its size. What is no whole page, at the end of the file or of a segment,
-//! is left out.
+//! Only the bytes that a sample needs are read, whatever the file's size. A partial page at the end of the file or of
+//! a segment is left out.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,30 +13,31 @@ use larder_codec::PAGE;
 use larder_codec::batch::BATCH_PAGES;
 
 const PAGE_BYTES: u64 = PAGE as u64;
-/// Of the file's beginning, what tells what it is.
+/// Length of the file header that identifies the format, in bytes.
 const HEAD_BYTES: usize = 64;
 
-/// In the ELF specification: `e_ident[EI_CLASS]` of 64 bits, `e_ident[EI_DATA]` little-endian, and in the file's order
-/// `e_type` of a core dump and `p_type` of what is loaded.
+/// `e_ident[EI_CLASS]` (64 bits) and `e_ident[EI_DATA]` (little-endian), from the ELF specification.
 const ELF_64_BIT_LITTLE_ENDIAN: [u8; 2] = [2, 1];
+/// `e_type` of a core dump (`ET_CORE`), from the ELF specification.
 const ELF_CORE: u16 = 4;
+/// `p_type` of a loadable segment (`PT_LOAD`), from the ELF specification.
 const ELF_LOAD: u32 = 1;
-/// Bytes of a program header.
+/// Bytes of an ELF program header.
 const ELF_SEGMENT_BYTES: usize = 56;
-/// Where their number does not fit its field.
+/// Value of `e_phnum` where the number of program headers does not fit (`PN_XNUM`).
 const ELF_MANY_SEGMENTS: u16 = u16::MAX;
 
 /// A file with a guest's memory.
 pub(super) struct Image {
     path: PathBuf,
     file: File,
-    /// In the order of the file, none of them empty.
+    /// Segments in the order of the file; none is empty.
     segments: Vec<Segment>,
 }
 
-/// Pages side by side.
+/// A contiguous run of pages.
 struct Segment {
-    /// Of the first, in bytes.
+    /// Offset of the first page in the file, in bytes.
     offset: u64,
     pages: u64,
 }
@@ -45,7 +46,7 @@ impl Image {
     pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
         let name = path.display();
         let cannot = || format!("cannot read the memory in {name}");
-        // A FIFO would wait for a writer.
+        // Opening a FIFO would block until it has a writer, so the type is checked first.
         let metadata = path.metadata().with_context(cannot)?;
         ensure!(
             metadata.is_file(),
@@ -81,7 +82,7 @@ impl Image {
         })
     }
 
-    /// Of all of its memory.
+    /// Returns the size of all segments, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.pages() * PAGE_BYTES
     }
@@ -90,7 +91,7 @@ impl Image {
         self.segments.iter().map(|segment| segment.pages).sum()
     }
 
-    /// As many whole pages as fit `bytes`, or all: batches of them, as far from one another everywhere.
+    /// Reads as many whole pages as fit into `bytes`, at most all, as batches that are evenly spaced over the memory.
     pub(super) fn sample(&self, bytes: usize) -> anyhow::Result<Vec<u8>> {
         let pages = self.pages();
         let wanted = usize::try_from(pages).unwrap_or(usize::MAX).min(bytes / PAGE);
@@ -98,7 +99,7 @@ impl Image {
         let mut sample = vec![0; wanted * PAGE];
         let pieces = wanted.div_ceil(BATCH_PAGES) as u128;
         for (index, piece) in sample.chunks_mut(BATCH_PAGES * PAGE).enumerate() {
-            // Half as much is left out before the first and behind the last as between two.
+            // The gaps before the first and after the last batch are half as large as those between two.
             let before = left_out * (2 * index as u128 + 1) / (2 * pieces);
             self.read(before as u64 + (index * BATCH_PAGES) as u64, piece)
                 .with_context(|| format!("cannot read the memory in {}", self.path.display()))?;
@@ -106,7 +107,7 @@ impl Image {
         Ok(sample)
     }
 
-    /// Pages from `first` on, counted through all segments.
+    /// Reads pages from page `first` on; pages are counted through all segments.
     fn read(&self, first: u64, mut to: &mut [u8]) -> std::io::Result<()> {
         let mut skipped = first;
         for segment in &self.segments {
@@ -127,7 +128,7 @@ impl Image {
     }
 }
 
-/// The memory of an ELF core dump with this header, in a file of so many bytes.
+/// Returns the memory segments of the ELF core dump with this header, in a file of `file_bytes` bytes.
 fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> anyhow::Result<Vec<Segment>> {
     ensure!(
         head[4..6] == ELF_64_BIT_LITTLE_ENDIAN,
@@ -163,7 +164,7 @@ fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> an
     Ok(segments)
 }
 
-/// `BYTES` bytes, little-endian.
+/// Decodes `BYTES` little-endian bytes at offset `at`.
 fn word<const BYTES: usize>(from: &[u8], at: usize) -> u64 {
     let mut wide = [0; 8];
     wide[..BYTES].copy_from_slice(&from[at..at + BYTES]);

@@ -1,12 +1,12 @@
-//! Where a receiver is, or listens, as it is said on the command line.
+//! Addresses of migration receivers on the command line.
 
 use std::fmt::{self, Display};
 use std::net::Ipv6Addr;
 
-/// Where a receiver waits unless it is said.
+/// Default port of a receiver.
 const PORT: u16 = 4446;
 
-/// A host, by its name or its address, and a port. Whether there is such a host is asked later.
+/// A host, by name or address, and a port. The host is resolved later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     host: String,
@@ -14,7 +14,7 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// Of a receiver: `HOST`, `HOST:PORT`, or an IPv6 address, in brackets if a port follows.
+    /// Parses a receiver's address: `HOST`, `HOST:PORT`, or an IPv6 address, in brackets if a port follows.
     pub(crate) fn to(text: &str) -> Result<Self, String> {
         let wanted = "give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446";
         match Self::parse(text) {
@@ -23,12 +23,12 @@ impl Address {
         }
     }
 
-    /// To listen at: the same, and port 0 for any that is free.
+    /// Parses an address to listen on, in the format of [`Address::to`]; port 0 stands for any free port.
     pub(crate) fn at(text: &str) -> Result<Self, String> {
         Self::parse(text).map_err(|what| format!("{what}; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446"))
     }
 
-    /// The host alone, without brackets.
+    /// Returns the host alone, without brackets.
     pub(crate) fn host(&self) -> &str {
         &self.host
     }
@@ -55,13 +55,13 @@ impl Address {
         if !is_ipv6(host) && !host.chars().all(is_of_host) {
             return Err(format!("'{host}' is no name of a host"));
         }
-        // The system's look-up takes it for an address.
+        // The system's resolver would take a number for an IPv4 address.
         if host.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(format!("'{host}' is a number and no host"));
         }
         let port = match port {
             None => PORT,
-            // A sign would be taken, too.
+            // `parse` alone would also accept a sign.
             Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
                 port.parse().map_err(|_| format!("'{port}' is no port"))?
             }
@@ -87,8 +87,9 @@ impl Display for Address {
 mod tests {
     use super::*;
 
+    /// Hosts, IPv4 and IPv6 addresses are parsed with and without a port; malformed addresses are rejected.
     #[test]
-    fn hosts_and_ports_are_read_as_people_write_them() {
+    fn address_parser_accepts_hosts_and_ports() {
         for (text, address, host) in [
             ("host2.example", "host2.example:4446", "host2.example"),
             ("host_2:1", "host_2:1", "host_2"),

@@ -12,36 +12,35 @@ use larder_codec::measure::{Kind, Reduction};
 
 use super::Output;
 
-/// Makers of deflate that may be there, which `--method` takes, too.
+/// Accelerator names that `--method` accepts in addition to methods; their libraries may be missing.
 const ACCELERATORS: [&str; 3] = ["igzip", "qat", "iaa"];
-/// What is measured at a time, at most, in bytes: it lies in memory five times.
+/// Largest sample, in bytes: a measurement keeps five copies of it in memory.
 const SAMPLE_MAX: ByteLen = ByteLen::mib(1024);
 
 #[derive(Args)]
 pub(crate) struct BenchCodecArguments {
-    /// Memory of this kind, which is made here; may be given several times
-    /// [default: zeros, text, heap, sequence and random, unless there is --memory]
+    /// Generated memory of this kind; may be given several times [default: zeros, text, heap, sequence and random,
+    /// unless there is --memory]
     #[arg(long, value_name = "KIND", value_parser = kind_parser())]
     pub(crate) kind: Vec<Kind>,
-    /// The memory of a guest: a file that QEMU's pmemsave or dump-guest-memory (without -z, -l, -s) has written, or that
+    /// A guest's memory: a file that QEMU's pmemsave or dump-guest-memory (without -z, -l, -s) has written, or that
     /// backs a guest's memory
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: Option<PathBuf>,
-    /// How much memory to measure with: of a file so much from all over it
-    /// [default: 8MiB, and 64MiB of a file]
+    /// Amount of memory to measure; from a file it is sampled evenly [default: 8MiB, and 64MiB of a file]
     #[arg(long, value_name = "SIZE", value_parser = parse_sample)]
     pub(crate) sample: Option<ByteLen>,
-    /// Only this method, or what this accelerator makes; may be given several times
+    /// Only this method, or the methods of this accelerator; may be given several times
     #[arg(long, value_name = "METHOD", value_parser = method_parser())]
     pub(crate) method: Vec<String>,
     /// Pages that are compressed together, up to 64
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,16,64",
           value_parser = clap::value_parser!(u16).range(1..=BATCH_PAGES as i64))]
     pub(crate) batch: Vec<u16>,
-    /// How long to encode, and to decode, for each line of the tables at least, in seconds
+    /// Minimum time to encode, and to decode, for each line of the tables, in seconds
     #[arg(long, value_name = "S", default_value = "0.1", value_parser = parse_seconds)]
     pub(crate) seconds: Duration,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }

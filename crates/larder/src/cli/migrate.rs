@@ -20,92 +20,98 @@ pub(crate) struct MigrateArguments {
     pub(crate) whole: MoveArguments,
 }
 
-/// The whole move.
+/// Arguments of a complete move.
 #[derive(Args)]
 pub(crate) struct MoveArguments {
-    /// The virtual machine, whose file says how QEMU is found: qmp in its [memory]; or with a / in it the path of a file
+    /// The virtual machine, whose file names QEMU's socket (qmp in [memory]); or, with a / in it, the path of such a
+    /// file
     #[arg(value_name = "VM", required_unless_present = "qmp", conflicts_with = "qmp")]
     pub(crate) vm: Option<PathBuf>,
-    /// The QMP socket of the QEMU that has the virtual machine
+    /// The QMP socket of the QEMU that runs the virtual machine
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: Option<PathBuf>,
     /// The host where larder migrate receive --qmp waits
     #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back", value_parser = Address::to)]
     pub(crate) to: Option<Address>,
-    /// Let a virtual machine that was handed over run here again. Only if the QEMU at the destination has ended and will not
-    /// run it: nobody asks there
+    /// Let a virtual machine that was handed over run here again. Use it only if the QEMU at the destination has
+    /// ended and will not run the virtual machine: the destination is not asked
     #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout", "control"])]
     pub(crate) take_back: bool,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
     pub(crate) sending: SendingArguments,
-    /// QEMU's channels for pages besides its main channel (multifd-channels); 0 for none. One channel gives some 0.8 GB of
-    /// memory in a second. With --postcopy there are none, since QEMU cannot do both
+    /// QEMU's channels for pages in addition to its main channel (multifd-channels); 0 for none. One channel carries
+    /// some 0.8 GB of memory per second. With --postcopy there are none, since QEMU cannot combine them
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=64))]
     pub(crate) channels: u8,
-    /// How long the guest may stand still in the end, in milliseconds
+    /// Maximum downtime of the guest at the end of the move, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
     pub(crate) downtime: u64,
-    /// Give up after so many seconds; the virtual machine goes on here then
+    /// Abort the move after this many seconds; the virtual machine then continues to run here
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) timeout: Option<u64>,
-    /// If it would not end otherwise, let the guest run at the destination before all of its memory is there. Should the
-    /// link or a host fail meanwhile, the guest waits for it to come back
+    /// If the move would not converge, let the guest run at the destination before all of its memory is there. If the
+    /// link or a host fails in this phase, the guest waits until it is back
     #[arg(long)]
     pub(crate) postcopy: bool,
-    /// Let QEMU slow the guest down, more and more, if it would not end otherwise (auto-converge)
+    /// Let QEMU slow the guest down step by step if the move would not converge (auto-converge)
     #[arg(long)]
     pub(crate) throttle: bool,
-    /// Do not end the QEMU here once the virtual machine runs at the destination
+    /// Keep the QEMU here after the virtual machine runs at the destination
     #[arg(long)]
     pub(crate) keep: bool,
-    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
-    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    /// Unix socket on which to serve larder migrate status, limit and cancel; by default where these commands, larder
+    /// status and larder host look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in
+    /// $XDG_RUNTIME_DIR
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
 
-/// What a sender may use.
+/// Resources that a sender may use.
 #[derive(Args)]
 pub(crate) struct SendingArguments {
-    /// Connections between the hosts, and threads that compress, at most; by default as many as there are CPUs, up to 4
+    /// Maximum number of connections between the hosts, and of compression threads; by default the number of CPUs, up
+    /// to 4
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) lanes: Option<u16>,
-    /// Memory for old versions of pages, on each of the hosts, at most; by default an 8th of what is available, up to 4 GiB
+    /// Maximum memory for old versions of pages, on each of the hosts; by default an 8th of the available memory, up
+    /// to 4 GiB
     #[arg(long, value_name = "SIZE")]
     pub(crate) delta_memory: Option<ByteLen>,
-    /// Send no more than so many bytes in a second
+    /// Maximum number of bytes sent per second
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub(crate) bandwidth: Option<ByteLen>,
-    /// When the connection to the other host is lost, try to make it again for so many seconds, and go on; at 0 a loss ends
-    /// the move at once
+    /// After the connection to the other host is lost, try for this many seconds to reconnect and resume; at 0 a loss
+    /// ends the move at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) patience: u64,
-    /// Take no more of the processors' time for compressing and sending: 1.5 is one and a half processors, on an average
+    /// Maximum CPU time for compressing and sending, as an average number of processors: 1.5 is one and a half
+    /// processors
     #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu, allow_negative_numbers = true)]
     pub(crate) cpu: Option<f64>,
-    /// Devices that compress beside the CPUs (Intel QuickAssist, In-Memory Analytics Accelerator), where their libraries are
-    /// installed
+    /// Devices that compress in addition to the CPUs (Intel QuickAssist, In-Memory Analytics Accelerator), where
+    /// their libraries are installed
     #[arg(long, value_name = "WHICH", default_value = "devices")]
     pub(crate) accelerators: AcceleratorsArgument,
 }
 
-/// Which devices compress.
+/// The devices that compress.
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum AcceleratorsArgument {
-    /// Those that are there
+    /// Devices that are present
     Devices,
-    /// None
+    /// No devices
     None,
-    /// Their libraries without them, to try those out: it is slower than without
+    /// The devices' libraries without the devices, for tests: slower than without
     Software,
 }
 
-/// A size with its unit: of a number alone nobody knows whether MiB were meant, and it would take years.
+/// Parses a rate with its unit. A bare number is rejected: if MiB were meant, a limit in bytes would make the move
+/// take years.
 fn parse_rate(text: &str) -> Result<ByteLen, String> {
     let rate: ByteLen = text.parse().map_err(|error: SizeError| error.to_string())?;
     if rate.is_zero() {
@@ -117,7 +123,7 @@ fn parse_rate(text: &str) -> Result<ByteLen, String> {
     Ok(rate)
 }
 
-/// The same, or 0 for no limit.
+/// Parses a rate with its unit, or 0 for no limit.
 fn parse_rate_or_none(text: &str) -> Result<ByteLen, String> {
     match text {
         "0" => Ok(ByteLen::new(0)),
@@ -125,7 +131,7 @@ fn parse_rate_or_none(text: &str) -> Result<ByteLen, String> {
     }
 }
 
-/// 0.01 to 1024.
+/// Parses a number of processors, from 0.01 to 1024.
 fn parse_cpu(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(cpu) if (0.01..=1024.0).contains(&cpu) => Ok(cpu),
@@ -133,7 +139,7 @@ fn parse_cpu(text: &str) -> Result<f64, String> {
     }
 }
 
-/// The same, or 0 for no limit.
+/// Parses a number of processors, from 0.01 to 1024, or 0 for no limit.
 fn parse_cpu_or_none(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(cpu) if cpu == 0.0 => Ok(cpu),
@@ -143,24 +149,24 @@ fn parse_cpu_or_none(text: &str) -> Result<f64, String> {
 
 #[derive(Subcommand)]
 pub(crate) enum MigrateCommand {
-    /// Carry the migration of a QEMU to a receiver on another host, compressed, and nothing else: QEMU migrates to unix:PATH,
-    /// and whoever had it do so looks after both QEMUs
+    /// Only carry the migration of a QEMU to a receiver on another host, compressed: QEMU migrates to unix:PATH, and
+    /// the program that started the migration manages both QEMUs
     Send(MigrateSendArguments),
-    /// Take in a virtual machine, or what a sender carries, and hand it to the QEMU that waits
+    /// Receive a virtual machine, or the stream of a sender, and hand it to the waiting QEMU
     Receive(MigrateReceiveArguments),
-    /// Say how a move goes that is under way on this host
+    /// Show the progress of a move on this host
     Status(MigrateStatusArguments),
-    /// Change what a move may take while it goes on; 0 takes a limit away
+    /// Change the limits of a running move; 0 removes a limit
     Limit(MigrateLimitArguments),
-    /// Cancel a move: the virtual machine goes on where it is, as after SIGINT
+    /// Cancel a move: the virtual machine continues to run where it is, as after SIGINT
     Cancel(MigrateCancelArguments),
 }
 
-/// Which move.
+/// Selects a move.
 #[derive(Args)]
 pub(crate) struct MigrateAtArguments {
-    /// The virtual machine's name; one that was named by --qmp PATH, --listen PATH or --connect PATH is called as the last
-    /// part of that, without its extension. Or with a / in it the path of a control socket
+    /// The virtual machine's name; if the move was started with --qmp PATH, --listen PATH or --connect PATH, the last
+    /// part of PATH without its extension. Or, with a / in it, the path of a control socket
     #[arg(value_name = "VM", value_parser = OsStringValueParser::new())]
     pub(crate) vm: OsString,
 }
@@ -169,7 +175,7 @@ pub(crate) struct MigrateAtArguments {
 pub(crate) struct MigrateStatusArguments {
     #[command(flatten)]
     pub(crate) at: MigrateAtArguments,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -179,16 +185,16 @@ pub(crate) struct MigrateStatusArguments {
 pub(crate) struct MigrateLimitArguments {
     #[command(flatten)]
     pub(crate) at: MigrateAtArguments,
-    /// Bytes on the link in a second
+    /// Maximum number of bytes on the link per second
     #[arg(long, value_name = "SIZE", value_parser = parse_rate_or_none)]
     pub(crate) bandwidth: Option<ByteLen>,
-    /// Processors' time for compressing and sending
+    /// Maximum CPU time for compressing and sending, as a number of processors
     #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu_or_none, allow_negative_numbers = true)]
     pub(crate) cpu: Option<f64>,
-    /// How long the guest may stand still in the end, in milliseconds
+    /// Maximum downtime of the guest at the end of the move, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
     pub(crate) downtime: Option<u64>,
-    /// Seconds from its beginning after which it is given up
+    /// Seconds after its start at which the move is aborted
     #[arg(long, value_name = "SECONDS")]
     pub(crate) timeout: Option<u64>,
 }
@@ -199,77 +205,81 @@ pub(crate) struct MigrateCancelArguments {
     pub(crate) at: MigrateAtArguments,
 }
 
-/// How the hosts trust one another.
+/// Options for encryption and mutual authentication of the hosts.
 #[derive(Args)]
 pub(crate) struct TrustArguments {
-    /// Encrypt, by TLS 1.3, and show and ask for certificates: the folder with ca-cert.pem, with client-cert.pem and
-    /// client-key.pem of a sender, with server-cert.pem and server-key.pem of a receiver
+    /// Encrypt with TLS 1.3, and authenticate both sides by certificates: the directory with ca-cert.pem, and for a
+    /// sender client-cert.pem and client-key.pem, for a receiver server-cert.pem and server-key.pem
     #[arg(long, value_name = "DIR")]
     pub(crate) tls: Option<PathBuf>,
-    /// Accept only a host whose certificate has this SHA-256 fingerprint (of its public key, or of all of it), or is for this
-    /// name or address; may be given several times. Without it a host is remembered by the public key that it shows first
-    /// (in /var/lib/larder-migrate, of other users ~/.local/state/larder/migrate), and another key is refused later. A host
-    /// that is accepted by its fingerprint is remembered, too, in the place of what was remembered of it
+    /// Accept only a host whose certificate has this SHA-256 fingerprint (of its public key, or of the whole
+    /// certificate), or is for this name or address; may be given several times. Without it, the public key that a
+    /// host shows first is remembered (in /var/lib/larder-migrate, for users other than root
+    /// ~/.local/state/larder/migrate), and another key is refused later. A host that is accepted by its fingerprint
+    /// is remembered as well, in place of its earlier key
     #[arg(long, value_name = "FINGERPRINT|NAME", requires = "tls")]
     pub(crate) peer: Vec<Peer>,
-    /// Let the guest's memory go over the network in the clear, to whoever answers there
+    /// Send the guest's memory over the network unencrypted, to any host that answers at the address
     #[arg(long, conflicts_with = "tls")]
     pub(crate) insecure: bool,
 }
 
 #[derive(Args)]
 pub(crate) struct MigrateSendArguments {
-    /// Where QEMU migrates to: its migrate command gets unix:PATH
+    /// Unix socket to which QEMU migrates: its migrate command gets unix:PATH
     #[arg(long, value_name = "PATH")]
     pub(crate) listen: PathBuf,
-    /// Where larder migrate receive listens
+    /// The address where larder migrate receive listens
     #[arg(long, value_name = "HOST[:PORT]", value_parser = Address::to)]
     pub(crate) to: Address,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
     pub(crate) sending: SendingArguments,
-    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
-    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    /// Unix socket on which to serve larder migrate status, limit and cancel; by default where these commands, larder
+    /// status and larder host look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in
+    /// $XDG_RUNTIME_DIR
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
 
 #[derive(Args)]
 pub(crate) struct MigrateReceiveArguments {
-    /// Where to wait for a sender
+    /// Address on which to wait for a sender
     #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = Address::at)]
     pub(crate) listen: Address,
-    /// The QMP socket of a QEMU that was started with -incoming defer, and with what else the source's has: what
-    /// larder migrate VM sends runs in it
+    /// The QMP socket of a QEMU that was started with -incoming defer, and otherwise with the options of the source's
+    /// QEMU: the virtual machine that larder migrate VM sends will run in it
     #[arg(long, value_name = "PATH", required_unless_present = "connect")]
     pub(crate) qmp: Option<PathBuf>,
-    /// What QEMU was given with -incoming unix:PATH, to carry and do nothing else
+    /// The PATH that QEMU got with -incoming unix:PATH, to carry the stream and do nothing else
     #[arg(long, value_name = "PATH", conflicts_with = "qmp")]
     pub(crate) connect: Option<PathBuf>,
-    /// With --connect: the user that QEMU runs as, by name or number. Once the port is open and the keys are read, this
-    /// process gives up root and is that user's; its control socket is where his are. Nobody else may listen at PATH
+    /// With --connect: the user that QEMU runs as, by name or number. Once the port is open and the keys are read,
+    /// this process switches from root to that user, and places its control socket where that user's are. No other
+    /// user may listen at PATH
     #[arg(long, value_name = "USER", conflicts_with = "qmp")]
     pub(crate) user: Option<String>,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
-    /// Connections and threads that decompress, at most
+    /// Maximum number of connections, and of threads that decompress
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) lanes: u16,
-    /// Channels of QEMU's, at most: one, and its multifd-channels
+    /// Maximum number of QEMU's channels: the main channel and its multifd-channels
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) channels: u16,
-    /// Memory for old versions of pages, at most; by default an 8th of what is available, up to 4 GiB
+    /// Maximum memory for old versions of pages; by default an 8th of the available memory, up to 4 GiB
     #[arg(long, value_name = "SIZE")]
     pub(crate) delta_memory: Option<ByteLen>,
-    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
-    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    /// Unix socket on which to serve larder migrate status, limit and cancel; by default where these commands, larder
+    /// status and larder host look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in
+    /// $XDG_RUNTIME_DIR
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }

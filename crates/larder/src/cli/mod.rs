@@ -34,7 +34,7 @@ use self::memory::{MemoryCommand, Switch};
 use self::migrate::MigrateArguments;
 use self::watch::{AdviseArguments, HostArguments, StatusArguments, TopArguments};
 
-/// Keeps what a QEMU virtual machine needs next close at hand.
+/// Keeps the data that a QEMU virtual machine needs next close at hand.
 #[derive(Parser)]
 #[command(version, about, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -43,34 +43,34 @@ pub(crate) struct Cli {
 }
 
 #[derive(Subcommand)]
-// There is one, and it does not move.
+// A process has one `Command`, which is not moved, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum Command {
     /// Start QEMU with its virtio disks and its memory served by Larder
     Run(RunArguments),
-    /// Serve all disks of a virtual machine, as its file says
+    /// Serve all disks of a virtual machine, as configured in its file
     Vm(VmArguments),
-    /// Serve disks, and look after their images
+    /// Serve disks, and manage their images
     #[command(subcommand)]
     Disk(DiskCommand),
     /// Keep the memory of a running virtual machine within a budget
     #[command(subcommand)]
     Memory(MemoryCommand),
-    /// Move a running virtual machine to another host, its memory compressed on the way
+    /// Move a running virtual machine to another host, with its memory compressed on the way
     Migrate(Box<MigrateArguments>),
-    /// Have Larder serve the disks of a domain of libvirt's
+    /// Have Larder serve the disks of a libvirt domain
     #[command(subcommand)]
     Libvirt(LibvirtCommand),
     /// Show all virtual machines of this host to browsers and Prometheus
     Host(HostArguments),
-    /// Say what a running server is doing
+    /// Show the activity of a running server
     Status(StatusArguments),
     /// Show all virtual machines and their disks at work, in the terminal
     Top(TopArguments),
-    /// Say which virtual machines of this host are too large or too small, how many more fit, and whether it is a disk
-    /// that they wait for; nothing is changed
+    /// Report which virtual machines of this host are too large or too small, how many more fit, and whether they
+    /// wait for a disk; nothing is changed
     Advise(AdviseArguments),
-    /// Measure what needs no virtual machine
+    /// Run benchmarks that need no virtual machine
     #[command(subcommand)]
     Bench(BenchCommand),
     /// Open files for the confined server at the other end of the socket that is standard input
@@ -80,16 +80,17 @@ pub(crate) enum Command {
 
 #[derive(Args)]
 pub(crate) struct OpenArguments {
-    /// The file of the server's virtual machine; without it, that of the service larder@NAME.service which the server is
+    /// The file of the server's virtual machine; without it, the file of the service larder@NAME.service that the
+    /// server runs as
     pub(crate) file: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]
 pub(crate) enum BenchCommand {
-    /// Replay traces of disk accesses through the policy of Larder's disk cache, and through others
+    /// Replay traces of disk accesses through the policy of Larder's disk cache, and through other policies
     Policy(BenchPolicyArguments),
-    /// Send pages of memory through each way to make them smaller that a migration has, and through the accelerators that
-    /// are there: what it takes and what is left
+    /// Measure each method by which a migration makes pages of memory smaller, and the accelerators of this host:
+    /// their cost and their compression ratio
     Codec(BenchCodecArguments),
 }
 
@@ -98,68 +99,72 @@ pub(crate) struct BenchPolicyArguments {
     /// Traces: CloudPhysics' vscsi, or the ARC paper's lines; each may be compressed with zstd
     #[arg(value_name = "TRACE", required_unless_present = "synthetic")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Replay traces that are made up, too, each hard for some policy
+    /// Replay synthetic traces as well, each of which is hard for some policy
     #[arg(long)]
     pub(crate) synthetic: bool,
-    /// Sizes of the cache, in percent of what a trace touches
+    /// Sizes of the cache, in percent of a trace's footprint
     #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "5,10,20,40",
           value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) sizes: Vec<u32>,
-    /// Size of the cache's lines; the blocks of the ARC paper's traces are a line each
+    /// Size of the cache's lines; each block of the ARC paper's traces is a line
     #[arg(long, value_name = "SIZE", default_value_t = ByteLen::new(4096))]
     pub(crate) line: ByteLen,
-    /// What Larder may write to the SSD in a day
+    /// Maximum number of bytes that Larder may write to the SSD per day
     #[arg(long, value_name = "SIZE")]
     pub(crate) budget: Option<ByteLen>,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
 
 #[derive(Args)]
 pub(crate) struct VmArguments {
-    /// The virtual machine's name: its file is /etc/larder/vms/NAME.toml, for other users than root
+    /// The virtual machine's name: its file is /etc/larder/vms/NAME.toml, for users other than root
     /// ~/.config/larder/vms/NAME.toml; or the path of a file, with a / in it
     #[arg(value_name = "NAME")]
     pub(crate) name: PathBuf,
-    /// Say whether all disks could be served, and serve none; nothing is changed
+    /// Check whether all disks could be served, and serve none; nothing is changed
     #[arg(long)]
     pub(crate) check: bool,
-    /// Add to the file what it does not say of its disks: the format that each image begins like, and the files that the
-    /// images' headers name. Look at what is added: whoever made an image has chosen what its header names
+    /// Add to the file the settings of its disks that it leaves open: the detected format of each image, and the
+    /// files that the images' headers name. Review the additions: the author of an image chose the files that its
+    /// header names
     #[arg(long, conflicts_with = "check")]
     pub(crate) pin: bool,
-    /// Have the server that runs for this virtual machine read the file again, and say what has changed, what is left
-    /// as it was until the server is started again, and what could not be done
+    /// Have the running server of this virtual machine reread the file, and report what changed, what needs a restart
+    /// of the server, and what failed
     #[arg(long, conflicts_with_all = ["check", "pin"])]
     pub(crate) reload: bool,
-    /// Give up every right to open, start or look at anything of this host before an image or a guest's request is read: whoever
-    /// takes the server over has its own disks and no more. A process beside it opens for it what the file names
+    /// Give up every right to open, start or inspect anything on this host before an image or a guest's request is
+    /// read: an attacker who takes over the server has its own disks and no more. A separate process opens the files
+    /// that the VM's file names
     #[arg(long, conflicts_with_all = ["check", "pin", "reload"])]
     pub(crate) confine: bool,
-    /// Have the files opened by the opener that listens on this socket (larder-open.socket), as a service that is a user of its own
+    /// Have the files opened by the opener that listens on this socket (larder-open.socket), for a service with its
+    /// own user
     #[arg(long, value_name = "SOCKET", requires = "confine")]
     pub(crate) opener: Option<PathBuf>,
-    /// Open no image before the virtual machine comes from another host (larder migrate), which has them open until then.
-    /// Its QEMU, started with -incoming, can connect before
+    /// Open no image before the virtual machine arrives from another host (larder migrate), which has the images open
+    /// until then. Its QEMU, started with -incoming, can connect earlier
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "expect", "take"])]
     pub(crate) incoming: bool,
-    /// Have the server that is started next, or runs while no guest does, wait so, as for a service; and end
+    /// Have the server that is started next, or that runs without a guest, wait like that, as for a service; then
+    /// exit
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "confine", "take"])]
     pub(crate) expect: bool,
-    /// Have the server open the images of a virtual machine that has gone to another host, or was to come from one, and end.
-    /// Only if no other host has it: not all storage tells
+    /// Have the server open the images of a virtual machine that was moved to another host, or was expected from one,
+    /// then exit. Use it only if no other host has the images open: not all storage detects that
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "confine"])]
     pub(crate) take: bool,
 }
 
 #[derive(Subcommand)]
 pub(crate) enum LibvirtCommand {
-    /// Say what would be changed to have a domain's virtio disks served by Larder, and with --apply change it
+    /// Show the changes that would have Larder serve a domain's virtio disks, and with --apply make them
     Attach(LibvirtAttachArguments),
-    /// Say what would be changed to give them back to QEMU, and with --apply change it
+    /// Show the changes that would give the disks back to QEMU, and with --apply make them
     Detach(LibvirtDetachArguments),
-    /// Start and stop Larder with a domain: what libvirt's hook calls, with the domain's XML on standard input
+    /// Start and stop Larder with a domain: called by libvirt's hook, with the domain's XML on standard input
     Hook(LibvirtHookArguments),
 }
 
@@ -171,19 +176,19 @@ pub(crate) struct LibvirtAttachArguments {
     /// Change the domain's XML, and write the VM's file, /etc/larder/vms/DOMAIN.toml
     #[arg(long)]
     pub(crate) apply: bool,
-    /// The libvirt that is meant; by default that which virsh chooses
+    /// URI of the libvirt to use; by default the one that virsh chooses
     #[arg(long, short, value_name = "URI")]
     pub(crate) connect: Option<String>,
-    /// Only this disk, as the domain names it (vda); may be given several times
+    /// Only this disk, by its target name in the domain (vda); may be given several times
     #[arg(long, value_name = "TARGET")]
     pub(crate) disk: Vec<String>,
-    /// Also have disks served whose images lead to files that the domain's XML does not name
+    /// Serve also disks whose images refer to files that the domain's XML does not name
     #[arg(long)]
     pub(crate) trust_image: bool,
-    /// Give each disk a cache in this folder, which is on a fast device
+    /// Give each disk a cache in this directory, which is on a fast device
     #[arg(long, value_name = "DIR", requires = "cache_size")]
     pub(crate) cache_dir: Option<PathBuf>,
-    /// How large each of these caches is made
+    /// Size of each of these caches
     #[arg(long, value_name = "SIZE", requires = "cache_dir")]
     pub(crate) cache_size: Option<ByteLen>,
 }
@@ -196,7 +201,7 @@ pub(crate) struct LibvirtDetachArguments {
     /// Change the domain's XML, and remove the VM's file
     #[arg(long)]
     pub(crate) apply: bool,
-    /// The libvirt that is meant; by default that which virsh chooses
+    /// URI of the libvirt to use; by default the one that virsh chooses
     #[arg(long, short, value_name = "URI")]
     pub(crate) connect: Option<String>,
 }
@@ -206,47 +211,48 @@ pub(crate) struct LibvirtHookArguments {
     /// The domain's name
     #[arg(value_name = "NAME", allow_hyphen_values = true)]
     pub(crate) name: PathBuf,
-    /// What libvirt does with it: prepare, release, reconnect; on anything else nothing is done
+    /// Operation that libvirt performs on the domain: prepare, release or reconnect; any other does nothing
     #[arg(value_name = "OPERATION", allow_hyphen_values = true)]
     pub(crate) operation: String,
-    /// Whether that begins or ends
+    /// Whether the operation begins or ends
     #[arg(value_name = "MOMENT", allow_hyphen_values = true)]
     pub(crate) moment: String,
-    /// Of no use here
+    /// Ignored
     #[arg(value_name = "EXTRA", allow_hyphen_values = true)]
     pub(crate) extra: Vec<OsString>,
 }
 
 #[derive(Args)]
 pub(crate) struct RunArguments {
-    /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
-    /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode,
-    /// cache-endurance and cache-exclusive=on, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
+    /// Add a disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on, cache=direct|buffered,
+    /// discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory, prefetch=SIZE|off,
+    /// prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode, cache-endurance and
+    /// cache-exclusive=on, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
     /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<DiskWish>,
-    /// Keep the guest's memory within so much of the host's, as larder memory attach does
+    /// Keep the guest's memory within this budget of the host's memory, as larder memory attach does
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory_budget: Option<ByteLen>,
-    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache or a slow store
+    /// Part of the budget for compressed pages; by default half, or a 16th with a swap cache or a slow store
     #[arg(long, value_name = "SIZE", requires = "memory_budget")]
     pub(crate) memory_compressed: Option<ByteLen>,
-    /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a
-    /// block device, or an NBD URI
+    /// Store for pages that do not fit into compressed RAM: a file (created if it does not exist, and removed at the
+    /// end), a block device, or an NBD URI
     #[arg(long, value_name = "FILE", value_parser = image_parser(), requires = "memory_budget")]
     pub(crate) memory_swap_cache: Option<ImageAddress>,
-    /// How large the swap cache may become; by default all of what is there
+    /// Maximum size of the swap cache; by default the whole file or device
     #[arg(long, value_name = "SIZE", requires = "memory_swap_cache")]
     pub(crate) memory_swap_size: Option<ByteLen>,
-    /// Where pages go that the swap cache has no room for, likewise
+    /// Store for pages that do not fit into the swap cache: a file (created if it does not exist, and removed at the
+    /// end), a block device, or an NBD URI
     #[arg(long, value_name = "FILE", value_parser = image_parser(), requires = "memory_budget")]
     pub(crate) memory_slow_store: Option<ImageAddress>,
-    /// How large the slow store may become; by default all of what is there
+    /// Maximum size of the slow store; by default the whole file or device
     #[arg(long, value_name = "SIZE", requires = "memory_slow_store")]
     pub(crate) memory_slow_size: Option<ByteLen>,
-    /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
-    /// QEMU; on by default
+    /// Encrypt the pages in the swap cache and the slow store, with a key that is only in memory and ends with QEMU;
+    /// on by default
     #[arg(long, value_name = "on|off", requires = "memory_budget")]
     pub(crate) memory_encrypt: Option<Switch>,
     /// As root, open the files that the headers of other users' images name
@@ -255,7 +261,7 @@ pub(crate) struct RunArguments {
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
-    /// Print the commands that are started, and what the disks' servers have to say
+    /// Print the commands that are started, and the messages of the disks' servers
     #[arg(long, short)]
     pub(crate) verbose: bool,
     /// QEMU's program and arguments
@@ -264,37 +270,37 @@ pub(crate) struct RunArguments {
 }
 
 #[derive(Subcommand)]
-// As above.
+// As for `Command`: one value, which is not moved.
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum DiskCommand {
     /// Serve a disk image to a guest or to tools
     Serve(ServeArguments),
-    /// Say what an image is, also one that is in use
+    /// Show information about an image, even one in use
     Info(InfoArguments),
     /// Check a qcow2 image's metadata, and repair it
     Check(CheckArguments),
-    /// Say what the size of a qcow2 image's tables means for its speed
+    /// Show how the size of a qcow2 image's tables affects its speed
     Tune(ImageArguments),
-    /// Make a disk larger, while nobody uses it
+    /// Make a disk larger, while no process uses it
     Resize(ResizeArguments),
-    /// Look after a disk's cache
+    /// Manage a disk's cache
     #[command(subcommand)]
     Cache(CacheCommand),
 }
 
 #[derive(Subcommand)]
 pub(crate) enum CacheCommand {
-    /// Say whose a cache is and what it holds, also of one that is in use
+    /// Show which disk a cache belongs to and what it holds, even for one in use
     Info(CacheInfoArguments),
-    /// Change what a cache does with writes
+    /// Change how a cache handles writes
     Mode(CacheModeArguments),
-    /// Write to the disk what only its cache has (write-back)
+    /// Write dirty data of a cache to its disk (write-back)
     Flush(CacheFlushArguments),
-    /// Give a disk in use another cache, or its cache that had failed, while the guest runs
+    /// Give a disk in use another cache, or its own cache that had failed, while the guest runs
     Replace(CacheReplaceArguments),
-    /// Make the file of a cache larger or smaller with what it holds, while nobody uses it
+    /// Make the file of a cache larger or smaller with its contents, while no process uses it
     Resize(CacheResizeArguments),
-    /// Make a cache none any more, while nobody uses it
+    /// Remove the cache from its device, while no process uses it
     Drop(CacheDropArguments),
 }
 
@@ -303,7 +309,7 @@ pub(crate) struct CacheInfoArguments {
     /// The file, block device or NBD export that the cache is on
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -315,7 +321,7 @@ pub(crate) struct CacheModeArguments {
     pub(crate) file: ImageAddress,
     #[arg(value_name = "MODE", value_parser = parse_cache_mode, help = cache_mode_help())]
     pub(crate) mode: Mode,
-    /// The control socket of the server that uses it
+    /// The control socket of the server that uses the cache
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
 }
@@ -325,19 +331,20 @@ pub(crate) struct CacheFlushArguments {
     /// The file, block device or NBD export that the cache is on
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
-    /// The control socket of the server that uses it
+    /// The control socket of the server that uses the cache
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
-    /// Where its disk is, if that has been moved since the cache was last used
+    /// Location of the cache's disk, if it was moved since the cache was last used
     #[arg(long, value_name = "IMAGE", value_parser = image_parser(), conflicts_with = "control")]
     pub(crate) image: Option<ImageAddress>,
-    /// The format of its disk, if the cache belongs to another user
+    /// The format of the cache's disk, if the cache belongs to another user
     #[arg(long, requires = "image")]
     pub(crate) format: Option<FormatName>,
     /// As root, open the files that the header of another user's image names
     #[arg(long, conflicts_with = "control")]
     pub(crate) trust_image: bool,
-    /// Also if the disk seems to have been changed without the cache: what the cache has is written over that
+    /// Flush even if the disk seems to have been changed without the cache, and overwrite those changes with the
+    /// cache's data
     #[arg(long, conflicts_with = "control")]
     pub(crate) force: bool,
 }
@@ -347,17 +354,17 @@ pub(crate) struct CacheReplaceArguments {
     /// The file, block device or NBD export that the cache is on
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
-    /// The control socket of the server that uses it
+    /// The control socket of the server that uses the cache
     #[arg(long, value_name = "PATH")]
     pub(crate) control: PathBuf,
-    /// What the new cache is on: a file, which is made if it is not there, a block device, or an NBD export; by default
-    /// where the cache is, whose device had failed and works again
+    /// Location of the new cache: a file, which is created if it does not exist, a block device, or an NBD export; by
+    /// default that of the old cache, whose device had failed and works again
     #[arg(long, value_name = "NEW", value_parser = image_parser())]
     pub(crate) with: Option<ImageAddress>,
-    /// How large the new file is made; by default as large as the old cache
+    /// Size of the new file; by default that of the old cache
     #[arg(long, requires = "with")]
     pub(crate) size: Option<ByteLen>,
-    /// Also if the old cache, which has failed, has data that was never written to its disk
+    /// Replace the old cache, which has failed, even if it has data that was never written to its disk
     #[arg(long, requires = "with")]
     pub(crate) lose_dirty: bool,
 }
@@ -367,7 +374,7 @@ pub(crate) struct CacheResizeArguments {
     /// The file that the cache is in
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
-    /// How large the file shall be
+    /// The new size of the file
     pub(crate) size: ByteLen,
 }
 
@@ -376,21 +383,21 @@ pub(crate) struct CacheDropArguments {
     /// The file, block device or NBD export that the cache is on
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
-    /// Also if it may have data that was never written to its disk
+    /// Drop the cache even if it may have data that was never written to its disk
     #[arg(long)]
     pub(crate) lose_dirty: bool,
 }
 
-/// What the commands about one image have in common.
+/// Arguments that the commands about one image have in common.
 #[derive(Args)]
 pub(crate) struct ImageArguments {
     /// A disk image, a block device, or an NBD URI
     #[arg(value_parser = image_parser())]
     pub(crate) image: ImageAddress,
-    /// The image's format; by default what it begins like
+    /// The image's format; by default it is detected from the first bytes
     #[arg(long)]
     pub(crate) format: Option<FormatName>,
-    /// For people, or for programs, with the field names of qemu-img where it has them
+    /// Output format: for people, or for programs, with the field names of qemu-img where it has them
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -399,7 +406,7 @@ pub(crate) struct ImageArguments {
 pub(crate) struct InfoArguments {
     #[command(flatten)]
     pub(crate) of: ImageArguments,
-    /// Open the backing files that the headers name, too, and say what they are
+    /// Also open the backing files that the headers name, and show information about them
     #[arg(long)]
     pub(crate) backing_chain: bool,
 }
@@ -408,17 +415,17 @@ pub(crate) struct InfoArguments {
 pub(crate) struct CheckArguments {
     #[command(flatten)]
     pub(crate) of: ImageArguments,
-    /// Mend what is wrong; nobody else may use the image meanwhile
+    /// Repair errors; no other process may use the image at the same time
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
     pub(crate) repair: Option<RepairName>,
-    /// Give up what a killed server's journal has that is not in the image, or would have if it were found; it is what
-    /// a guest has written since it last flushed
+    /// Discard the changes in a killed server's journal that the image lacks, even if the journal cannot be found;
+    /// they are writes of the guest since its last flush
     #[arg(long)]
     pub(crate) discard_journal: bool,
     /// As root, open the files that the header of another user's image names
     #[arg(long)]
     pub(crate) trust_image: bool,
-    /// What counting references may take
+    /// Maximum memory for counting references
     #[arg(long, value_name = "SIZE", default_value_t = CHECK_MEMORY_DEFAULT)]
     pub(crate) memory: ByteLen,
 }
@@ -427,7 +434,7 @@ pub(crate) struct CheckArguments {
 pub(crate) struct ResizeArguments {
     #[command(flatten)]
     pub(crate) of: ImageArguments,
-    /// Its new size, or with a + how much larger it gets: 40G, +512M
+    /// The new size, or with a + the growth: 40G, +512M
     #[arg(value_name = "[+]SIZE", value_parser = parse_new_size, allow_hyphen_values = true)]
     pub(crate) size: NewSize,
     /// As root, open the files that the header of another user's image names
@@ -435,12 +442,12 @@ pub(crate) struct ResizeArguments {
     pub(crate) trust_image: bool,
 }
 
-/// How large a disk is to be.
+/// Requested size of a disk.
 #[derive(Clone, Copy)]
 pub(crate) enum NewSize {
-    /// So large.
+    /// The new size itself.
     Is(ByteLen),
-    /// Larger by so much.
+    /// Growth relative to the current size.
     More(ByteLen),
 }
 
@@ -455,25 +462,25 @@ fn parse_new_size(text: &str) -> Result<NewSize, String> {
     }
 }
 
-/// How results are printed.
+/// Format of printed results.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// Lines for people
+    /// Text for people
     Text,
     /// A JSON object
     Json,
 }
 
-/// What a repair mends.
+/// Errors that a repair fixes.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RepairName {
     /// Leaked clusters only
     Leaks,
-    /// Everything that can be
+    /// All errors that can be repaired
     All,
 }
 
-/// How image formats are named.
+/// Image formats that the command line names.
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum FormatName {
     /// The disk itself, byte for byte
@@ -491,7 +498,7 @@ impl From<FormatName> for Format {
     }
 }
 
-/// The files that an image may lead to.
+/// Other files that an image may have opened.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackingChain {
     /// Those that its header names, as QEMU does
@@ -500,7 +507,7 @@ pub(crate) enum BackingChain {
     None,
 }
 
-/// What becomes of a guest's discards.
+/// Treatment of a guest's discards.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DiscardPolicy {
     /// Free the space in the image
@@ -527,7 +534,7 @@ fn parse_queue_size(text: &str) -> Result<u16, String> {
         })
 }
 
-/// An image may be a path that is not text.
+/// Parses an image argument as an OS string, since a path need not be UTF-8.
 fn image_parser() -> impl TypedValueParser<Value = ImageAddress> {
     OsStringValueParser::new().try_map(|argument| ImageAddress::from_argument(&argument))
 }
@@ -573,19 +580,20 @@ pub(crate) struct ServeArguments {
     #[arg(required_unless_present_any = ["blk_file", "print_capabilities"], conflicts_with = "blk_file",
           value_parser = image_parser())]
     pub(crate) image: Option<ImageAddress>,
-    /// The image's format; by default what it begins like
+    /// The image's format; by default it is detected from the first bytes
     #[arg(long)]
     pub(crate) format: Option<FormatName>,
-    /// Which other files a qcow2 image may have opened: its backing files and its data file
+    /// Other files that a qcow2 image may have opened: its backing files and its data file
     #[arg(long, value_name = "FILES", default_value = "follow")]
     pub(crate) backing_chain: BackingChain,
-    /// Write which files the image leads to into FILE, if that is not there; if it is, open those and no others
+    /// If FILE does not exist, write the names of the image's other files into it; if it does, open those and no
+    /// others
     #[arg(long, value_name = "FILE", conflicts_with = "backing_chain")]
     pub(crate) pin_chain: Option<PathBuf>,
     /// As root, open the files that the header of another user's image names
     #[arg(long)]
     pub(crate) trust_image: bool,
-    /// What the metadata cache of a qcow2 image may hold; by default as much as the disk needs, up to 256MiB
+    /// Maximum size of a qcow2 image's metadata cache; by default as much as the disk needs, up to 256MiB
     #[arg(long, value_name = "SIZE", default_value_t = METADATA_MEMORY_DEFAULT)]
     pub(crate) metadata_memory: ByteLen,
     #[arg(long, value_name = "SIZE|off", help = prefetch_help())]
@@ -594,22 +602,22 @@ pub(crate) struct ServeArguments {
     pub(crate) prefetch_largest_read: Option<ByteLen>,
     #[arg(long, value_name = "SIZE", value_parser = parse_prefetch_len, help = prefetch_ahead_help())]
     pub(crate) prefetch_ahead: Option<ByteLen>,
-    /// Keep what is used much on this file, block device or NBD export, which is faster than the image: its cache, and no
-    /// other image's. A file that is not there is made
+    /// Cache frequently used data on this file, block device or NBD export, which is faster than the image and serves
+    /// no other image. A file that does not exist is created
     #[arg(long, value_name = "FILE", value_parser = image_parser())]
     pub(crate) cache: Option<ImageAddress>,
-    /// How large the cache's file is made
+    /// Size of the cache's file when it is created
     #[arg(long, value_name = "SIZE")]
     pub(crate) cache_size: Option<ByteLen>,
     #[arg(long, value_name = "MODE", value_parser = parse_cache_mode, help = served_cache_mode_help())]
     pub(crate) cache_mode: Option<Mode>,
     #[arg(long, value_name = "SIZE", value_parser = parse_cache_line, help = cache_line_help())]
     pub(crate) cache_line: Option<ByteLen>,
-    /// Write no more to the cache's device in a day: an SSD wears out
+    /// Maximum number of bytes per day that are written to the cache's device, to limit the wear of an SSD
     #[arg(long, value_name = "SIZE", value_parser = parse_cache_endurance)]
     pub(crate) cache_endurance: Option<ByteLen>,
-    /// Nothing but this server writes to the disk, also while it is away: after a kill the cache is used without a comparison
-    /// with the disk
+    /// Declare that only this server writes to the disk, even while the server is not running: after a kill the cache
+    /// is used without a comparison with the disk
     #[arg(long)]
     pub(crate) cache_exclusive: bool,
     /// Serve vhost-user-blk on this unix socket
@@ -633,27 +641,28 @@ pub(crate) struct ServeArguments {
         requires = "nbd"
     )]
     pub(crate) nbd_description: ExportDescription,
-    /// Refuse changes
+    /// Refuse writes
     #[arg(long)]
     pub(crate) read_only: bool,
-    /// Let other processes use the image at the same time; you answer for what that does
+    /// Let other processes use the image at the same time, at your own risk
     #[arg(long)]
     pub(crate) share: bool,
-    /// Go through the host's page cache instead of direct I/O
+    /// Use the host's page cache instead of direct I/O
     #[arg(long)]
     pub(crate) buffered: bool,
-    /// What becomes of discards
+    /// Treatment of the guest's discards
     #[arg(long, value_name = "POLICY", default_value = "unmap")]
     pub(crate) discard: DiscardPolicy,
-    /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write,
-    /// each also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are known too
+    /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write, each
+    /// also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are accepted as
+    /// well
     #[arg(long, value_name = "LIMITS", value_parser = parse_given_limits)]
     pub(crate) throttle: Option<Limits>,
-    /// Virtqueues offered, over vhost-user-blk
+    /// Number of virtqueues offered over vhost-user-blk
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,
     /// Descriptors that the front-end gives each virtqueue (QEMU's queue-size), a power of two from 4 to 1024: larger
-    /// ones take larger requests
+    /// queues carry larger requests
     #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, value_parser = parse_queue_size)]
     pub(crate) queue_size: u16,
     /// Serial number that the guest sees over vhost-user-blk, up to 20 bytes
@@ -662,31 +671,32 @@ pub(crate) struct ServeArguments {
     /// Sector size that the guest sees over vhost-user-blk, in bytes: 512 or 4096
     #[arg(long, value_name = "BYTES", default_value_t = 512)]
     pub(crate) block_size: u32,
-    /// Spin up to this many microseconds for the next request before sleeping, 10000 at most; 0 sleeps at once
+    /// Poll up to this many microseconds for the next request before sleeping, 10000 at most; 0 sleeps at once
     #[arg(long, value_name = "US", default_value_t = POLL_MAX_DEFAULT.as_micros() as u64, value_parser = parse_poll_us)]
     pub(crate) poll_us: u64,
-    /// How long requests wait for an NBD server that is away before they fail, in seconds
+    /// Time that requests wait for a disconnected NBD server before they fail, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60,
           value_parser = clap::value_parser!(u64).range(..=RECONNECT_SECONDS_MAX))]
     pub(crate) nbd_reconnect: u64,
-    /// Tell on this unix socket how the disk is: `larder status PATH`, or HTTP (GET /v1/disks)
+    /// Report the state of the disk on this unix socket: `larder status PATH`, or HTTP (GET /v1/disks)
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
-    /// Write the process's number to this file once the disk is served
+    /// Write the process's PID to this file once the disk is served
     #[arg(long, value_name = "PATH")]
     pub(crate) pidfile: Option<PathBuf>,
-    /// The image, as vhost-user's conventions name it
+    /// The image, under the name that vhost-user's conventions for back-ends give the option
     #[arg(long, value_name = "PATH", value_parser = image_parser())]
     pub(crate) blk_file: Option<ImageAddress>,
-    /// Print what this back-end can do, as vhost-user's conventions want it, and exit
+    /// Print the capabilities of this back-end as vhost-user's conventions require, and exit
     #[arg(long)]
     pub(crate) print_capabilities: bool,
-    /// QEMU's locks on the image's files are held by the process that starts this one, checked: what `larder run` says
+    /// QEMU's locks on the image's files are held and checked by the process that starts this one (set by `larder
+    /// run`)
     #[arg(long, hide = true)]
     pub(crate) inherit_locks: bool,
 }
 
-/// Says which argument it is that is not UTF-8 although it should be.
+/// Extends an `InvalidUtf8` error with the argument that is not UTF-8 although it should be.
 pub(crate) fn name_what_is_no_text(error: clap::Error) -> clap::Error {
     if error.kind() != ErrorKind::InvalidUtf8 {
         return error;

@@ -14,8 +14,8 @@ use super::Output;
 
 #[derive(Args)]
 pub(crate) struct HostArguments {
-    /// Where to listen: an address with a port, for other hosts only with --tls-certificates; or the path of a unix socket,
-    /// with a / in it
+    /// Address to listen on: an IP address with a port, for other hosts only with --tls-certificates; or the path of
+    /// a unix socket, with a / in it
     #[arg(long, value_name = "ADDRESS:PORT|PATH", default_value_t = LISTEN_DEFAULT)]
     pub(crate) listen: ListenAddress,
     /// The mode of a unix socket's file, in octal digits; otherwise 0600
@@ -27,87 +27,89 @@ pub(crate) struct HostArguments {
     /// The group of a unix socket's file, by name or number
     #[arg(long, value_name = "GROUP", value_parser = group_of)]
     pub(crate) socket_group: Option<u32>,
-    /// Speak TLS, with server-cert.pem and server-key.pem from this folder
+    /// Serve over TLS, with server-cert.pem and server-key.pem from this directory
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_certificates: Option<PathBuf>,
-    /// The file with the token of clients in its first line, which other users must not be able to read; otherwise the
-    /// first start over TCP creates a token, and each start logs its file
+    /// The file with the clients' token in its first line, which other users must not be able to read; otherwise the
+    /// first start over TCP creates a token, and each start logs the path of its file
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min and the
-    /// like) to where they are needed
+    /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min
+    /// and the other bounds) to where they are needed
     #[arg(long)]
     pub(crate) balance_memory: bool,
-    /// How much of the host's memory is to stay free
+    /// Amount of the host's memory that stays free
     #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024), requires = "balance_memory")]
     pub(crate) memory_reserve: ByteLen,
-    /// For which share of the time a virtual machine may wait for memory before it gets more
+    /// Share of the time that a virtual machine may wait for memory before its budget grows
     #[arg(long, value_name = "PERCENT", default_value = "1%", value_parser = parse_share, requires = "balance_memory")]
     pub(crate) memory_stall: f64,
-    /// From one look at the virtual machines to the next
+    /// Interval between two checks of the virtual machines
     #[arg(long, value_name = "TIME", default_value = "6s", value_parser = parse_period, requires = "balance_memory")]
     pub(crate) memory_period: Duration,
 }
 
 #[derive(Args)]
 pub(crate) struct StatusArguments {
-    /// The virtual machine's name, or with a / in it the path of a control socket; without it all virtual machines
+    /// The virtual machine's name, or, with a / in it, the path of a control socket; without it all virtual machines
     #[arg(value_parser = OsStringValueParser::new())]
     pub(crate) vm: Option<OsString>,
-    /// Every so many seconds what was done since the last time, first since the start of the server
+    /// Repeat after this many seconds, with the activity of each interval; the first report covers the time since the
+    /// server's start
     #[arg(value_parser = OsStringValueParser::new())]
     pub(crate) interval: Option<OsString>,
-    /// So many times
+    /// Number of reports
     #[arg(value_parser = OsStringValueParser::new())]
     pub(crate) count: Option<OsString>,
-    /// For people, or for programs: of one virtual machine as the control socket answers GET /v1/disks; with an
-    /// interval a line each time
+    /// Output format: for people, or for programs. JSON for one virtual machine is the answer of its control socket
+    /// to GET /v1/disks; with an interval each report is one line
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
 
 #[derive(Args)]
 pub(crate) struct TopArguments {
-    /// Print what is done, as `larder status` at intervals, instead of showing it
+    /// Print the activity, as `larder status` at intervals, instead of the interactive display
     #[arg(long, short)]
     pub(crate) batch: bool,
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_delay)]
     pub(crate) delay: f64,
-    /// Look so many times, then end
+    /// Exit after this many updates
     #[arg(long, short = 'n', value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
 }
 
 #[derive(Args)]
 pub(crate) struct AdviseArguments {
-    /// For how long to look: 500ms, 10s, 5m or 1h; at least 5s to say how many vCPUs a virtual machine needs
+    /// Time to measure: 500ms, 10s, 5m or 1h; at least 5s to size a virtual machine's vCPUs
     #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = parse_window)]
     pub(crate) window: Duration,
-    /// Say only whether one more virtual machine with so much memory would fit, and end with 0 if it does, 1 if not, 3
-    /// if only with over-commit or at a stall above the accepted one, 4 if that cannot be told
+    /// Only report whether one more virtual machine with this much memory would fit; the exit status is 0 if it does,
+    /// 1 if not, 3 if only with over-commit or at a stall above the accepted one, 4 if the measurements do not show
+    /// it
     #[arg(long, value_name = "SIZE")]
     pub(crate) would_fit: Option<ByteLen>,
-    /// Memory that virtual machines are not to have, besides what others use now
+    /// Memory that is kept free of virtual machines, in addition to the current use of other processes
     #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024))]
     pub(crate) reserve: ByteLen,
-    /// How much of the host's memory may be active
+    /// Share of the host's memory that may be active
     #[arg(long, value_name = "PERCENT", default_value = "80%", value_parser = parse_share)]
     pub(crate) active_share: f64,
-    /// How much virtual machines may be given in all, of the host's memory
+    /// Total memory that virtual machines may be given, in percent of the host's memory
     #[arg(long, value_name = "PERCENT", default_value = "150%", value_parser = parse_overcommit)]
     pub(crate) overcommit: f64,
-    /// For which share of the time waiting for memory is accepted
+    /// Accepted share of the time spent waiting for memory
     #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_share)]
     pub(crate) stall: f64,
-    /// How long a request to a disk may take on average before the disk is called slow
+    /// Average time of a disk request above which the disk is reported as slow
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_latency)]
     pub(crate) disk_latency: Duration,
-    /// Ask at this control socket, too; may be given several times. Those of VMs with a file, larder disk serve and
-    /// larder memory attach are found
+    /// Also query this control socket; may be given several times. Those of VMs with a file, of larder disk serve and
+    /// of larder memory attach are found automatically
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Vec<PathBuf>,
-    /// For people or for programs
+    /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -116,13 +118,13 @@ fn parse_mode(text: &str) -> Result<u32, String> {
     mode_of(text).map_err(|_| "give an octal mode that has at least 0600, as in 0660".to_owned())
 }
 
-/// From 0 to 1, of `80%`.
+/// Parses a percentage such as `80%` into a share from 0 to 1.
 fn parse_share(text: &str) -> Result<f64, String> {
     let share = parse_percent(text).filter(|share| (0.0..=1.0).contains(share));
     share.ok_or_else(|| "give percent from 0% to 100%, as in 80%".to_owned())
 }
 
-/// From 1 on.
+/// Parses an over-commit percentage into a factor from 1 to 10.
 fn parse_overcommit(text: &str) -> Result<f64, String> {
     let share = parse_percent(text).filter(|share| (1.0..=10.0).contains(share));
     share.ok_or_else(|| "give percent from 100% (no over-commit) to 1000%, as in 150%".to_owned())
@@ -150,12 +152,12 @@ fn parse_period(text: &str) -> Result<Duration, String> {
 
 const PERIOD_MAX: Duration = Duration::from_secs(600);
 
-/// A shorter look sees less than a few turns of the scheduler's.
+/// Shortest measuring time: a shorter one would cover only a few turns of the scheduler.
 const WINDOW_MIN: Duration = Duration::from_millis(100);
 const WINDOW_MAX: Duration = Duration::from_secs(24 * 3600);
 const LATENCY_MAX: Duration = Duration::from_secs(60);
 
-/// A whole number and its unit.
+/// Parses a whole number with its unit: us, ms, s, m or h.
 fn parse_time(text: &str) -> Option<Duration> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);

@@ -1,10 +1,12 @@
-//! AppArmor: the QEMU of a domain may connect to the sockets of that domain's disks, and to no others of Larder's.
+//! AppArmor rules that let the QEMU of a domain connect to the sockets of that domain's disks, and to no other socket
+//! of Larder's.
 //!
-//! libvirt loads a profile for each domain that starts, `/etc/apparmor.d/libvirt/libvirt-UUID`. It makes that file from a
-//! template where there is none, and keeps one that is there; what the domain's XML calls for is in another file,
-//! `libvirt-UUID.files`, which it writes anew each time. `virt-aa-helper` of libvirt 9.0 writes sockets of vhost-user network
-//! cards there, and none of vhost-user disks. So the hook writes those into the profile: libvirt calls it before it loads that
-//! (`qemuProcessInit`; `AppArmorGenSecurityLabel` comes later).
+//! libvirt loads a profile for each domain that starts, `/etc/apparmor.d/libvirt/libvirt-UUID`. It creates that file
+//! from a template if it does not exist, and keeps an existing one; the rules that follow from the domain's XML are
+//! in another file, `libvirt-UUID.files`, which it rewrites each time. `virt-aa-helper` of libvirt 9.0 writes the
+//! sockets of vhost-user network cards into that file, but not those of vhost-user disks. So the hook writes those
+//! into the profile: libvirt calls the hook (`qemuProcessInit`) before it loads the profile
+//! (`AppArmorGenSecurityLabel`).
 
 use std::path::{Path, PathBuf};
 
@@ -12,18 +14,20 @@ use anyhow::{Context, bail};
 
 use super::kept::{self, Kept};
 
-/// The folder of the profiles of domains.
+/// Directory of the domains' profiles.
 const FOLDER: &str = "/etc/apparmor.d/libvirt";
 
-/// What libvirt makes a profile from, and what stands for its name there.
+/// Template from which libvirt creates a profile.
 const TEMPLATE: &str = "TEMPLATE.qemu";
+/// Placeholder for the profile's name in the template.
 const NAME_IN_TEMPLATE: &str = "LIBVIRT_TEMPLATE";
 
-/// The lines around the rules.
+/// First of the lines that enclose the rules.
 const BEGIN: &str = "  # Larder: the sockets of the disks that it serves to this domain, written by its libvirt hook.";
+/// Last of the lines that enclose the rules.
 const END: &str = "  # Larder: end.";
 
-/// Allows the QEMU of a domain the sockets of its disks, where libvirt has profiles of AppArmor.
+/// Allows the QEMU of a domain to use the sockets of its disks, where libvirt has AppArmor profiles.
 ///
 /// # Errors
 /// The profile cannot be written, or a rule cannot name the sockets.
@@ -40,7 +44,7 @@ pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
     let before = Kept::read(&path)?;
     let name = format!("libvirt-{uuid}");
     let bare = match &before {
-        // libvirt makes an empty one anew.
+        // libvirt recreates an empty profile, and would drop the rules.
         Some(text) if !text.trim().is_empty() => without_rules(text),
         _ => with_lines(
             &template.replace(NAME_IN_TEMPLATE, &name),
@@ -60,7 +64,7 @@ pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
     }
 }
 
-/// Takes all that back.
+/// Removes the rules that [`allow`] wrote.
 ///
 /// # Errors
 /// The profile cannot be written.
@@ -80,7 +84,8 @@ fn profile(uuid: &str) -> PathBuf {
     Path::new(FOLDER).join(format!("libvirt-{uuid}"))
 }
 
-/// The rule for a socket. Characters that mean something to AppArmor are in no path that Larder chooses.
+/// Returns the rule for a socket, whose path must have no character with a meaning in AppArmor. The paths that Larder
+/// chooses have none.
 fn rule(socket: &Path) -> anyhow::Result<String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:+ ".contains(c);
     match socket.to_str() {
@@ -92,7 +97,7 @@ fn rule(socket: &Path) -> anyhow::Result<String> {
     }
 }
 
-/// A profile without the rules that were written here.
+/// Returns the profile without the rules that this module wrote.
 fn without_rules(profile: &str) -> String {
     let mut text = String::new();
     let mut is_ours = false;
@@ -107,7 +112,7 @@ fn without_rules(profile: &str) -> String {
     text
 }
 
-/// A profile with these lines at its end; `None` if it does not end.
+/// Inserts lines at the end of a profile's body; `None` if the profile has no closing brace.
 fn with_lines(profile: &str, lines: &[String]) -> Option<String> {
     let end = profile.rfind('}')?;
     let (body, rest) = profile.split_at(end);
@@ -121,9 +126,9 @@ mod tests {
 
     const PROFILE: &str = "#include <tunables/global>\n\nprofile libvirt-1 flags=(attach_disconnected) {\n  #include <abstractions/libvirt-qemu>\n  #include <libvirt/libvirt-1.files>\n}\n";
 
-    /// Rules are written inside the profile, and taken back without a trace.
+    /// Rules are written inside the profile, and removing them restores it byte for byte.
     #[test]
-    fn rules_come_and_go() {
+    fn rules_are_added_and_removed() {
         let lines = [
             BEGIN.to_owned(),
             rule(Path::new("/run/larder/web-vda.sock")).expect("can be named"),
@@ -139,9 +144,9 @@ mod tests {
         assert_eq!(with_lines("", &lines), None);
     }
 
-    /// A path cannot widen its rule.
+    /// A path with AppArmor's special characters cannot widen its rule.
     #[test]
-    fn paths_that_mean_more_are_refused() {
+    fn rule_refuses_special_characters() {
         for path in [
             "/run/larder/*.sock",
             "/run/{a,b}",

@@ -25,10 +25,10 @@ use super::{difference, disks};
 use crate::cli::LibvirtAttachArguments;
 use crate::output::print;
 
-/// Where libvirt looks for hooks, and ours among them.
+/// Path of Larder's hook among libvirt's hooks.
 const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
 
-/// Where a host says what else every domain's QEMU may do under AppArmor.
+/// File in which a host grants AppArmor permissions to every domain's QEMU.
 const APPARMOR: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode> {
@@ -89,8 +89,8 @@ fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBu
     Ok(Some((folder, format!("\"{}\"", size.to_string().replace(' ', "")))))
 }
 
-/// What can be done: a disk that Larder could not serve is left alone, too. The files that an image leads to are those that the
-/// domain's XML names; with `trust_image`, those that the image itself names if the XML says nothing.
+/// Plans the attach. A disk that Larder could not serve is left to QEMU. An image may use the files that the domain's
+/// XML names, or, with `trust_image`, those that the image itself names where the XML names none.
 fn possible(domain: &Domain, wish: &mut AttachWish, trust_image: bool) -> anyhow::Result<Plan> {
     let plan_of_all = plan(&domain.xml, wish, path_of)?;
     for (disk, config) in plan_of_all.served.iter().zip(&plan_of_all.config.disks) {
@@ -113,7 +113,7 @@ fn possible(domain: &Domain, wish: &mut AttachWish, trust_image: bool) -> anyhow
                 problems => bail!("its disks could not be served: {}", problems.join("; ")),
             };
         }
-        // Each time there are fewer of them.
+        // The loop ends, because each turn has fewer disks to serve.
         wish.without.extend(trouble);
     }
 }
@@ -147,8 +147,8 @@ fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Re
     })
 }
 
-/// Checks that the backing files which the domain names are those that the headers name, and adds the formats that only the
-/// domain has.
+/// Checks that the domain names the same backing files as the headers, and adds the formats that only the domain
+/// gives.
 fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()> {
     let both = || of_domain.iter().zip(&named.backing);
     let are_same = of_domain.len() == named.backing.len()
@@ -179,7 +179,7 @@ fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Why Larder could not serve this disk.
+/// Returns the reason why Larder could not serve this disk, if there is one.
 fn trouble(config: &VmDisk, in_use: bool) -> Option<String> {
     let problems: Vec<String> = match in_use {
         true => lasting_problems(&config.wish),
@@ -192,8 +192,8 @@ fn trouble(config: &VmDisk, in_use: bool) -> Option<String> {
     (!problems.is_empty()).then(|| problems.join("; "))
 }
 
-/// Returns the reasons that would still keep a disk from being served after the running domain has ended. Its image is only
-/// read, because QEMU holds its locks.
+/// Returns the reasons that would still keep a disk from being served after the running domain has ended. The image
+/// is opened read-only, because QEMU holds its locks.
 fn lasting_problems(wish: &DiskWish) -> Vec<String> {
     let reader = DiskWish {
         read_only: true,
@@ -207,7 +207,7 @@ fn lasting_problems(wish: &DiskWish) -> Vec<String> {
     lasting.map(ToString::to_string).collect()
 }
 
-/// How the domain was before may not be lost: one that was given another name is attached under its old one.
+/// Refuses to overwrite a backup that is still needed: a renamed domain is attached under its old name already.
 fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> {
     let Some(before) = Kept::read(&kept.xml)? else {
         return Ok(());
@@ -223,7 +223,10 @@ fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> 
     }
 }
 
-/// Whether the VM's file is one that an earlier attach of this domain has written, if there is one.
+/// Returns true if an earlier attach of this domain wrote the VM's file, and false if there is none.
+///
+/// # Errors
+/// The file exists and has another origin.
 fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
     let Some(there) = Kept::read(path)? else {
         return Ok(false);
@@ -237,20 +240,20 @@ fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
     }
 }
 
-/// Does it, in an order in which a crash anywhere leaves what the next attach or detach can deal with:
+/// Applies the plan. A crash after any step leaves a state that the next attach or detach can handle:
 ///
-/// 1. The domain's XML and the VM's file are kept. Nothing refers to them; the next attach replaces them, because the domain
-///    has no disk of Larder's.
-/// 2. The VM's file is written. The domain does not use it, so the hook does nothing; it is as it was kept, so the next
-///    attach knows it for its own, and detach removes it.
-/// 3. libvirt takes the new XML, whole or not at all. Now detach has all that it needs.
+/// 1. The domain's XML and the VM's file are backed up. Nothing refers to the backup; the next attach replaces it,
+///    because the domain has no disk of Larder's.
+/// 2. The VM's file is written. The domain does not use it yet, so the hook does nothing. The file equals its backup, so
+///    the next attach recognises it as its own, and detach removes it.
+/// 3. libvirt takes the new XML, whole or not at all. From then on detach has all that it needs.
 ///
-/// What libvirt refuses is undone at once.
+/// If libvirt refuses the XML, steps 1 and 2 are undone at once.
 fn apply(virsh: &Virsh, plan: &Plan, path: &Path, kept: &Kept, before: &str, ours: bool) -> anyhow::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let made = DirBuilder::new().recursive(true).mode(0o755).create(folder);
     made.with_context(|| format!("cannot make {}", folder.display()))?;
-    // The file of an earlier attach is known by what is kept, which is about to change.
+    // An earlier attach's file is recognised by its backup, which is about to change.
     if ours {
         kept::remove(path)?;
     }
@@ -277,7 +280,7 @@ fn what_changes(plan: &Plan, path: &Path, before: &str) -> String {
     text + &difference(before, &plan.xml, (&names.0, &names.1))
 }
 
-/// What else the user should know.
+/// Appends further notes for the user.
 fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element, is_system: bool) {
     let mut notes: Vec<String> = plan
         .left
@@ -330,7 +333,7 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
     }
 }
 
-/// The name of a domain whose XML this is.
+/// Returns the name and the UUID in a domain's XML.
 pub(super) fn name_of(xml: &str) -> anyhow::Result<(String, String)> {
     Ok(identity(&Element::parse(xml)?)?)
 }

@@ -24,13 +24,13 @@ use crate::cli::LibvirtDetachArguments;
 use crate::disk_image::{self, Sharing, left_line};
 use crate::output::print;
 
-/// What happens to the VM's file.
+/// State of the VM's file, which decides what detach does with it.
 enum File {
-    /// There is none.
+    /// The file does not exist.
     Gone,
-    /// It is as attach has written it, and goes.
+    /// The file is as attach wrote it, and is removed.
     Ours,
-    /// The user has changed it, and it is kept under this name.
+    /// The user has changed the file, which is renamed to this path.
     Changed(PathBuf),
 }
 
@@ -49,11 +49,11 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
             None => bail!("domain {name} has no disk of Larder's; there is nothing to detach"),
         }
     };
-    // The VM's file has the name that the domain had then.
+    // The VM's file has the name that the domain had when it was attached.
     let (name_before, _) = name_of(&before).with_context(|| kept.xml.display().to_string())?;
     let path = path_of(Path::new(&name_before))?;
-    // A server that dies under a running guest needs the file to be started again, and what it has cached may not all be
-    // on the disk before the guest has ended.
+    // A server that dies under a running guest needs the file to be restarted. Besides, data in its caches may not
+    // all be on the disk before the guest has ended.
     if let Some(running) = &domain.running
         && let Some(disk) = attached_disk(&name_before, &Element::parse(running)?)
     {
@@ -71,8 +71,8 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // In this order a crash leaves a domain that is attached still, or files that the next detach removes (and that the
-    // next attach replaces): they are looked for whatever the domain's XML says.
+    // In this order, a crash leaves either a domain that is still attached, or files that the next detach removes
+    // (and the next attach replaces): detach looks for the files whatever the domain's XML says.
     if restored.xml != domain.xml {
         virsh.define(&restored.xml).with_context(|| {
             format!(
@@ -133,7 +133,7 @@ fn notes(text: &mut String, path: &Path, file: &File, notes: &[String]) {
     }
 }
 
-/// What the VM's file, as it is and as it was written, says.
+/// Returns the VM's configurations: that of its current file, and that of the file as attach wrote it.
 fn configs(written: Option<&str>, path: &Path) -> Vec<VmConfig> {
     let now = VmConfig::read(path).ok();
     let written = written.and_then(|text| VmConfig::parse(path, text).ok());
@@ -154,8 +154,8 @@ fn caches(written: Option<&str>, path: &Path) -> Vec<ImageAddress> {
     caches
 }
 
-/// QEMU would use images that lack what only Larder has: in a server that works, in a cache in write-back, or in the journal
-/// of one that was killed.
+/// Refuses to detach while QEMU would use images that lack data which only Larder has: in a running server, in a
+/// write-back cache, or in a killed server's journal.
 fn refuse_unfinished(path: &Path, written: Option<&str>, apply: bool) -> anyhow::Result<()> {
     let on = Loop::new(Duration::ZERO)?;
     for config in configs(written, path) {
@@ -190,12 +190,12 @@ fn refuse_unfinished(path: &Path, written: Option<&str>, apply: bool) -> anyhow:
     Ok(())
 }
 
-/// What a killed server has left that is not in the image.
+/// Describes a killed server's changes that are not in the image, if there are any.
 async fn journal_of(on: &Loop, image: &ImageAddress, format: Format) -> Option<String> {
     if format != Format::Qcow2 || disk_image::used_by(image).is_some() {
         return None;
     }
-    // An image that is not there any more keeps nobody from going back to it.
+    // A missing image is no reason to refuse the detach.
     let opened = disk_image::open(on, image, None, Sharing::Share).await.ok()?;
     let header = read_header(&opened.file).await.ok()?;
     let left = left_behind(image, &header).ok()?;

@@ -1,7 +1,8 @@
-//! `larder libvirt hook`: what libvirt calls when a domain starts and ends.
+//! `larder libvirt hook`: called by libvirt when a domain starts and ends.
 //!
-//! libvirt waits, with the domain locked, so nothing here asks libvirt, and a domain that has nothing of Larder's costs a
-//! look for a file. Nothing is printed: to libvirt that would be another XML.
+//! libvirt waits for the hook with the domain locked, so nothing here queries libvirt, and for a domain without
+//! Larder's disks the hook only checks whether a file exists. Nothing is printed to standard output, which libvirt
+//! would take for changed XML.
 
 use std::io::Read;
 use std::path::Path;
@@ -16,29 +17,29 @@ use larder_vm::vm::config::{VmConfig, path_of};
 use super::{apparmor, service};
 use crate::cli::LibvirtHookArguments;
 
-/// The longest XML that is read.
+/// Maximum size of the domain's XML that is read, in bytes.
 const XML_BYTES_MAX: u64 = 16 << 20;
 
 pub(crate) fn run(arguments: &LibvirtHookArguments) -> anyhow::Result<ExitCode> {
     let name = &arguments.name;
     match (arguments.operation.as_str(), arguments.moment.as_str()) {
         ("prepare", "begin") => start(name)?,
-        // libvirtd was started anew, and kills the guest if this fails.
+        // libvirtd was restarted, and kills the guest if the hook fails.
         ("reconnect", "begin") => {
             if let Err(error) = start(name) {
                 eprintln!("larder: {error:#}");
             }
         }
-        // Whatever its file says by now.
+        // The server is stopped whatever the VM's file contains by now.
         ("release", "end") => service::stop(name)?,
         _ => {}
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Starts what serves the domain's disks, if that is Larder.
+/// Starts the server of the domain's disks, if it is Larder.
 fn start(name: &Path) -> anyhow::Result<()> {
-    // Where the name can be none of a VM's, there is no file of it.
+    // A name that no VM can have has no file.
     let Ok(path) = path_of(name) else { return Ok(()) };
     if !path.exists() {
         return Ok(());
@@ -70,7 +71,8 @@ fn start(name: &Path) -> anyhow::Result<()> {
     }
     if let Ok((_, uuid)) = identity(&domain) {
         let served: Vec<&Path> = sockets.iter().copied().filter(|socket| is_served(socket)).collect();
-        // A host may allow them in another way. If it does not, QEMU says which socket it may not connect to.
+        // The host may allow the sockets in another way. If it does not, QEMU reports the socket that it cannot
+        // connect to.
         if let Err(error) = apparmor::allow(&uuid, &served) {
             eprintln!("larder: AppArmor may keep QEMU from its disks: {error:#}");
         }

@@ -1,6 +1,6 @@
-//! What is kept of a domain while Larder serves its disks: its XML as it was (`UUID.xml`), and the VM's file as it was
-//! written (`UUID.toml`), in `/var/lib/larder-libvirt`. That is root's own: libvirt is given what is in it. Other users have
-//! `libvirt` in their folder of state.
+//! Backups that Larder keeps of a domain while it serves the domain's disks: its original XML (`UUID.xml`), and the
+//! VM's file as attach wrote it (`UUID.toml`), in `/var/lib/larder-libvirt`. Only root can write to that directory,
+//! because libvirt is given the XML in it. For other users the directory is `libvirt` in their state directory.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -11,20 +11,20 @@ use anyhow::{Context, anyhow};
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use larder_vm::libvirt::is_ours_alone;
 
-/// Root's folder.
+/// Directory of the backups for root.
 const OF_ROOT: &str = "/var/lib/larder-libvirt";
 
-/// What it was up to version 0.1: in a folder that belongs to the user of the services.
+/// Directory of the backups up to version 0.1: it is in a directory that belongs to the services' user.
 const OF_VERSION_0_1: &str = "/var/lib/larder/libvirt";
 
-/// The two files.
+/// Paths of a domain's two backup files.
 pub(super) struct Kept {
     pub(super) xml: PathBuf,
     pub(super) file: PathBuf,
 }
 
 impl Kept {
-    /// Where they are for the domain with this UUID.
+    /// Returns the paths for the domain with this UUID.
     pub(super) fn of(uuid: &str) -> anyhow::Result<Self> {
         let folder = match rustix::process::geteuid().is_root() {
             true => {
@@ -47,17 +47,17 @@ impl Kept {
         })
     }
 
-    /// Keeps both.
+    /// Writes both backups.
     pub(super) fn write(&self, xml: &str, file: &str) -> anyhow::Result<()> {
         let folder = self.xml.parent().unwrap_or(Path::new("/"));
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         made.with_context(|| format!("cannot make {}", folder.display()))?;
-        // The file first: without the XML it is nothing.
+        // The file comes first: without the XML it has no effect.
         write(&self.file, file, 0o600, true)?;
         write(&self.xml, xml, 0o600, true)
     }
 
-    /// What is kept in one of them, if anything is.
+    /// Reads a backup; `None` if it does not exist.
     pub(super) fn read(path: &Path) -> anyhow::Result<Option<String>> {
         match small_file::read_text(path, CONFIG_BYTES_MAX) {
             Ok(text) => Ok(Some(text)),
@@ -66,14 +66,14 @@ impl Kept {
         }
     }
 
-    /// Keeps nothing any more.
+    /// Removes both backups.
     pub(super) fn remove(&self) -> anyhow::Result<()> {
         remove(&self.xml)?;
         remove(&self.file)
     }
 }
 
-/// Moves the folder of version 0.1, if there is one and it is root's own.
+/// Moves the directory of version 0.1 to its new path, if it exists and only root can write to it.
 fn adopt_folder() -> io::Result<()> {
     match is_ours_alone(Path::new(OF_VERSION_0_1)) {
         Ok(()) => {}
@@ -82,7 +82,7 @@ fn adopt_folder() -> io::Result<()> {
     }
     let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::NOREPLACE);
     rustix::fs::renameat_with(cwd, OF_VERSION_0_1, cwd, OF_ROOT, flags)?;
-    // Another user could have put something else there in between; then it is not root's.
+    // Another user could have put another directory there in between, which then does not belong to root.
     is_ours_alone(Path::new(OF_ROOT))?;
     sync_folder(Path::new(OF_ROOT))
 }
@@ -94,7 +94,7 @@ fn as_root(error: &io::Error) -> &'static str {
     }
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 pub(super) fn remove(path: &Path) -> anyhow::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -104,13 +104,13 @@ pub(super) fn remove(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Writes a file that appears whole, and stays when the host loses its power. What is there is replaced only if it
-/// `may_replace`.
+/// Writes a file atomically and durably: it appears whole, and survives a power loss. An existing file is replaced
+/// only if `may_replace` is set.
 pub(super) fn write(path: &Path, text: &str, mode: u32, may_replace: bool) -> anyhow::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let beside = path.with_file_name(format!(".{name}.{}", std::process::id()));
     let result = write_beside(path, &beside, text, mode, may_replace);
-    // It has its name by now, or goes.
+    // By now the file has its final name, or the write has failed.
     let _ = fs::remove_file(&beside);
     result.map_err(|error| anyhow!("cannot write {}: {error}{}", path.display(), as_root(&error)))
 }
@@ -126,17 +126,17 @@ fn write_beside(path: &Path, beside: &Path, text: &str, mode: u32, may_replace: 
     file.sync_all()?;
     match may_replace {
         true => fs::rename(beside, path)?,
-        // Fails where there is something.
+        // A hard link fails if the path exists.
         false => fs::hard_link(beside, path)?,
     }
     sync_folder(path)
 }
 
-/// What was done to a name is durable.
+/// Makes the creation, renaming or removal of a file durable, by syncing its directory.
 pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     match File::open(path.parent().unwrap_or(Path::new("/"))) {
         Ok(folder) => folder.sync_all(),
-        // Nothing was there to be removed.
+        // Without the directory there was nothing to remove.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
     }

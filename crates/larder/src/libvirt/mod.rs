@@ -1,4 +1,4 @@
-//! `larder libvirt`: a domain of libvirt's whose disks Larder serves.
+//! `larder libvirt`: has Larder serve the disks of a libvirt domain.
 
 mod apparmor;
 mod attach;
@@ -20,7 +20,7 @@ pub(crate) fn run(command: LibvirtCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The lines in which two texts differ, with some around.
+/// Returns a unified diff of two texts, with three lines of context.
 fn difference(before: &str, after: &str, names: (&str, &str)) -> String {
     let lines = similar::TextDiff::from_lines(before, after);
     lines
@@ -30,7 +30,7 @@ fn difference(before: &str, after: &str, names: (&str, &str)) -> String {
         .to_string()
 }
 
-/// `1 disk`, `2 disks`.
+/// Returns `disk NAME`, or `disks NAME, NAME`.
 fn disks(names: &[&str]) -> String {
     match names {
         [name] => format!("disk {name}"),

@@ -1,15 +1,16 @@
 //! The process that serves a VM, started and stopped by the hook.
 //!
-//! Where systemd runs the host, it is `larder@NAME.service`; elsewhere a confined process in a session of its own, with an opener
-//! that is its child. The log of both is `/var/log/larder/NAME.log`. What the hook has started is noted in `/run/larder-hook/NAME`: a server that was there already is
-//! the user's, is used, and is not stopped.
+//! On a host that runs systemd it is `larder@NAME.service`; elsewhere it is a confined process in its own session,
+//! with an opener as its child. The log of both is `/var/log/larder/NAME.log`. The hook records the server that it
+//! has started in `/run/larder-hook/NAME`. A server that ran before belongs to the user: it is used, and not stopped.
 //!
 //! Invariants:
-//! - Only what was started here is stopped: a process is known by its number and the time of its start, and is signalled
-//!   through a descriptor that stands for no other.
-//! - A note is believed because nobody but the hook's user can write to its folder: the one of sockets belongs to the servers.
-//! - Nothing is killed. A server that is told to end may have much to write to its disks first; it goes on by itself, and the
-//!   next start waits for it.
+//! - Only a server that the hook started is stopped. A process is identified by its PID and start time, and is signalled
+//!   through a pidfd, which cannot refer to another process.
+//! - A record is trusted because only the hook's user can write to its directory. The directory of sockets belongs to the
+//!   servers.
+//! - Nothing is killed. A server that gets SIGTERM may have to write a lot to its disks first; it continues on its own,
+//!   and the next start waits for it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
@@ -30,24 +31,24 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 
-/// How long a server may take until it serves: as long as systemd gives a service.
+/// Maximum time until a new server serves: as long as systemd gives a service.
 const START_TIME_MAX: Duration = Duration::from_secs(90);
 
-/// How long the end of a domain waits for that of its server.
+/// Maximum time that the end of a domain waits for its server to exit.
 const STOP_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// Between two looks.
+/// Interval between two polls.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What of a server's words is told when it could not start.
+/// Maximum number of bytes of a server's log that are reported when it could not start.
 const WORDS_BYTES_MAX: u64 = 4096;
 
-/// What the hook has started.
+/// Record of the server that the hook has started.
 #[derive(Debug, PartialEq, Eq)]
 enum Note {
-    /// `larder@NAME.service`.
+    /// The unit `larder@NAME.service`.
     Unit,
-    /// A process, by its number and the time of its start.
+    /// A process, identified by its PID and start time.
     Process { number: i32, start: u64, is_stopping: bool },
 }
 
@@ -66,8 +67,8 @@ impl Note {
         })
     }
 
-    /// Up to version 0.1 the notes were in the folder of sockets. Its user may have written what is there, so no process is
-    /// signalled for it.
+    /// Reads a record of version 0.1 or earlier, from the directory of sockets. The user of that directory may have
+    /// written the record, so a process in it is ignored, and never signalled.
     fn of_version_0_1(name: &str) -> Option<Self> {
         let path = socket_folder().join(format!("{name}.hook"));
         let text = small_file::read_text(&path, CONFIG_BYTES_MAX).ok()?;
@@ -103,16 +104,16 @@ impl Note {
                 if *is_stopping { " stopping" } else { "" }
             ),
         };
-        // Nothing of it is left when the host is started anew, so it need not be durable.
+        // A restart of the host removes the file, so it need not be durable.
         let path = Self::path(name)?;
-        // No name of a VM begins like this.
+        // No name of a VM begins with a dot.
         let beside = path.with_file_name(format!(".{name}.new"));
         let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, &path));
         written.with_context(|| format!("cannot write {}", path.display()))
     }
 
     fn remove(name: &str) {
-        // One that stays is of a process that is no more.
+        // A record that cannot be removed is of a process that has exited.
         if let Ok(path) = Self::path(name) {
             let _ = fs::remove_file(path);
         }
@@ -120,10 +121,10 @@ impl Note {
     }
 }
 
-/// When a process was started, in ticks since the host was; nothing if it has ended.
+/// Returns the start time of a process, in clock ticks since boot; `None` if it has exited.
 fn start_of(number: i32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-    // Its name, in parentheses, may have anything in it.
+    // The process name, in parentheses, may contain anything.
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace();
     let state = fields.next()?;
@@ -131,14 +132,15 @@ fn start_of(number: i32) -> Option<u64> {
     (!matches!(state, "Z" | "X")).then_some(start)
 }
 
-/// The process with this number, if it is the one that was started then.
+/// Opens the process with this PID, if it is the one with this start time.
 fn open(number: i32, start: u64) -> Option<OwnedFd> {
     let process = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
-    // What has the number now has had it since before it was opened.
+    // If the start time fits now, the pidfd refers to this process: a PID is reused only after its process was
+    // reaped, so no other process had the number when it was opened.
     (start_of(number) == Some(start)).then_some(process)
 }
 
-/// Whether it ends within this time.
+/// Waits for the process to exit; returns false after `limit`.
 fn ends(process: &OwnedFd, limit: Duration) -> bool {
     let begin = Instant::now();
     loop {
@@ -159,7 +161,7 @@ fn has_systemd() -> bool {
 }
 
 fn unit(name: &str) -> String {
-    // A VM's name has no letter that systemd would want escaped.
+    // A VM's name has no character that systemd escapes.
     format!("larder@{name}.service")
 }
 
@@ -170,7 +172,7 @@ fn systemctl(arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     Ok((output.status.success(), said))
 }
 
-/// Has the VM served: when this returns, QEMU can connect.
+/// Starts the VM's server, unless it runs; when this returns, QEMU can connect.
 pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
     let name = config.name.as_str();
     let deadline = Instant::now() + START_TIME_MAX;
@@ -190,7 +192,7 @@ pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
         Note::remove(name);
     }
     if UnixStream::connect(&config.control).is_ok() {
-        // It may still be opening its disks.
+        // The running server may still be opening its disks.
         return wait_until_it_serves(config, None, deadline)
             .with_context(|| format!("the server that is there for {name}"));
     }
@@ -204,7 +206,7 @@ fn start_unit(config: &VmConfig) -> anyhow::Result<()> {
     let unit = unit(&config.name);
     make_folder()?;
     Note::Unit.write(&config.name)?;
-    // It is Type=notify, so it serves when this ends.
+    // The unit is of Type=notify, so the server serves when `systemctl start` returns.
     let (started, said) = systemctl(&["start", "--quiet", &unit])?;
     if started {
         return Ok(());
@@ -230,7 +232,7 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("where larder is")?;
     let mut command = Command::new(&program);
     command.arg("vm").arg(name).arg("--confine").current_dir("/");
-    // What libvirtd has from systemd is libvirtd's.
+    // libvirtd's systemd variables are not for its children.
     for variable in [
         "NOTIFY_SOCKET",
         "LISTEN_FDS",
@@ -246,10 +248,10 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
         .stdin(Stdio::null())
         .stdout(said.try_clone().context("the log")?)
         .stderr(said);
-    // SAFETY: between fork and exec only system calls are made, which is allowed there.
+    // SAFETY: between fork and exec the closure makes only system calls, which are async-signal-safe.
     unsafe {
         command.pre_exec(|| {
-            // libvirtd's session may end, and waits for all who have its descriptors.
+            // libvirtd's session may end, and libvirtd waits for all processes that have its descriptors.
             libc::setsid();
             libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC);
             Ok(())
@@ -267,7 +269,7 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
             is_stopping: false,
         }
         .write(name),
-        // It has ended, as will be told.
+        // The process has exited, which is reported below.
         None => Ok(()),
     };
     let served = noted.and_then(|()| wait_until_it_serves(config, Some(&mut child), deadline));
@@ -286,10 +288,10 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     }
 }
 
-/// Has it end, if it has not: nothing was written through it yet.
+/// Stops a child that does not serve yet, so that no data was written through it.
 fn stop_child(child: &mut Child) {
     if let Some(number) = Pid::from_raw(child.id() as i32) {
-        // It is not waited for yet, so the number is still its own.
+        // The child was not waited for yet, so its PID cannot have been reused.
         let _ = rustix::process::kill_process(number, Signal::TERM);
     }
     let begin = Instant::now();
@@ -317,7 +319,7 @@ fn log_of(name: &str) -> anyhow::Result<(PathBuf, File)> {
     Ok((path, file))
 }
 
-/// Until the control socket has an answer, which it has when all disks are served.
+/// Waits until the control socket answers, which it does once all disks are served.
 fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadline: Instant) -> anyhow::Result<()> {
     loop {
         let answer = fetch_disks(&config.control);
@@ -336,7 +338,8 @@ fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadli
     }
 }
 
-/// Stops what was started for the VM, if anything was, and waits a while for its end.
+/// Stops the server that the hook started for the VM, if there is one, and waits up to `STOP_TIME_MAX` for it to
+/// exit.
 pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     let Some(name) = name.to_str().filter(|name| !name.contains('/')) else {
         return Ok(());
@@ -365,7 +368,7 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether it has ended in time.
+/// Stops the VM's unit; returns true if it ended in time.
 fn stop_unit(name: &str) -> anyhow::Result<bool> {
     let unit = unit(name);
     let (stopping, said) = systemctl(&["stop", "--quiet", "--no-block", &unit])?;
@@ -374,7 +377,7 @@ fn stop_unit(name: &str) -> anyhow::Result<bool> {
     }
     let begin = Instant::now();
     while begin.elapsed() < STOP_TIME_MAX {
-        // That of one that is ending says no as well.
+        // `is-active` also fails for a unit that is stopping, so its output is compared instead of its exit status.
         let output = Command::new("systemctl")
             .args(["is-active", &unit])
             .stdin(Stdio::null())
@@ -392,8 +395,9 @@ fn stop_unit(name: &str) -> anyhow::Result<bool> {
 mod tests {
     use super::*;
 
+    /// A process is opened only if both PID and start time fit, and not after it has exited.
     #[test]
-    fn a_process_is_known_by_its_number_and_its_start() {
+    fn pid_and_start_identify_process() {
         let number = std::process::id() as i32;
         let start = start_of(number).expect("it runs");
         assert!(open(number, start).is_some());

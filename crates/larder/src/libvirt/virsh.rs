@@ -1,4 +1,4 @@
-//! libvirt, asked by its own command.
+//! Access to libvirt, through its command `virsh`.
 
 use std::ffi::OsStr;
 use std::io::{ErrorKind, Write};
@@ -7,16 +7,16 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, anyhow, bail};
 use larder_vm::libvirt::xml::Element;
 
-/// How libvirt is reached.
+/// A connection to libvirt, by the URI that `virsh` gets.
 pub(super) struct Virsh {
     connect: Option<String>,
 }
 
-/// A domain.
+/// A libvirt domain.
 pub(super) struct Domain {
-    /// Its XML as it will be at its next start, with all that is secret.
+    /// XML of the domain for its next start, with its secrets.
     pub(super) xml: String,
-    /// It runs; its XML as it is in use.
+    /// XML of the running domain; `None` if it does not run.
     pub(super) running: Option<String>,
 }
 
@@ -25,10 +25,10 @@ impl Virsh {
         Self { connect }
     }
 
-    /// Runs a command of virsh's, and gives what it says.
+    /// Runs a `virsh` command, and returns its output.
     fn run(&self, arguments: &[&OsStr], input: Option<&str>) -> anyhow::Result<String> {
         let mut command = Command::new("virsh");
-        // Its messages are looked into.
+        // Its messages are matched below, so they must not be translated.
         command.env("LC_ALL", "C").arg("--quiet");
         if let Some(uri) = &self.connect {
             command.args(["--connect", uri]);
@@ -46,7 +46,7 @@ impl Virsh {
             _ => anyhow!("cannot start virsh: {error}"),
         })?;
         if let (Some(input), Some(mut pipe)) = (input, child.stdin.take()) {
-            // If it does not want all of it, it says why.
+            // If virsh does not read all of its input, it reports the reason.
             let _ = pipe.write_all(input.as_bytes());
         }
         let output = child.wait_with_output().context("virsh")?;
@@ -66,10 +66,10 @@ impl Virsh {
         self.run(&arguments, None)
     }
 
-    /// A domain, by its name, UUID or number.
+    /// Returns a domain, by its name, UUID or number.
     ///
     /// # Errors
-    /// There is none, or it is none whose XML can be changed; what to do.
+    /// There is no such domain, or its XML cannot be changed; the message contains advice.
     pub(super) fn domain(&self, name: &str) -> anyhow::Result<Domain> {
         let about = self.ask("dominfo", &[], name)?;
         let says = |key: &str| {
@@ -94,20 +94,20 @@ impl Virsh {
         })
     }
 
-    /// Gives a domain this XML.
+    /// Defines a domain with this XML.
     pub(super) fn define(&self, xml: &str) -> anyhow::Result<()> {
-        // Not by a file: there may be passwords in it.
+        // The XML is not passed in a file, because it may contain passwords.
         let arguments = ["define", "/dev/stdin"].map(OsStr::new);
         self.run(&arguments, Some(xml)).map(|_| ())
     }
 
-    /// What the host can do, and how it keeps domains apart.
+    /// Returns the capabilities of the host, which include its security models.
     pub(super) fn capabilities(&self) -> anyhow::Result<Element> {
         let xml = self.run(&[OsStr::new("capabilities")], None)?;
         Element::parse(&xml).context("libvirt's capabilities")
     }
 
-    /// Whether this is the host's libvirt, not that of one user: only that one's domains have hooks.
+    /// Returns true for the host's libvirt, false for that of a user, whose domains have no hooks.
     pub(super) fn is_system(&self) -> anyhow::Result<bool> {
         let uri = self.run(&[OsStr::new("uri")], None)?;
         let uri = uri.trim();

@@ -1,6 +1,6 @@
-//! What a guest, an image or a client causes again and again is not logged without end: of each place in the code that logs, so
-//! many messages at once, and then one now and then, and before it how many were left out. Messages of the levels debug and
-//! trace, which somebody has asked for, are all logged.
+//! Rate limit of log messages, so that a guest, an image or a client cannot fill the log. Each callsite may log a
+//! burst, and after that one message per interval, preceded by the number of messages that were left out. Messages at
+//! debug and trace level, which the user has enabled, are all logged.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 use tracing::callsite::Identifier;
 use tracing::{Level, Metadata};
 
-/// Messages of one place that are logged at once, and the time after which there may be one more.
+/// Number of messages that one callsite may log in a burst.
 const AT_ONCE: u32 = 100;
+/// Time after which a callsite may log one more message.
 const ONE_PER: Duration = Duration::from_secs(10);
 
-/// The limit, for a writer of messages. It is no filter of tracing's layers: one that refuses a message leaves the filters'
-/// state of the thread wrong (tracing-subscriber 0.3.23).
+/// Rate limit for a writer of messages. It is not a filter of tracing's layers: one that refuses a message leaves the
+/// thread's filter state wrong (tracing-subscriber 0.3.23).
 pub(super) struct Limit {
     places: Mutex<HashMap<Identifier, Place>>,
-    /// Writes a line of its own.
+    /// Writes a separate line.
     write_line: fn(&str),
 }
 
@@ -29,7 +30,7 @@ impl Limit {
         }
     }
 
-    /// Whether a message of this place is written.
+    /// Returns true if a message of this callsite is to be written.
     pub(super) fn passes(&self, place: &Metadata<'_>) -> bool {
         if *place.level() > Level::INFO {
             return true;
@@ -47,19 +48,20 @@ impl Limit {
     }
 }
 
+/// Token bucket of one callsite.
 struct Place {
     left: u32,
-    /// When `left` was last right.
+    /// Time up to which `left` accounts for passed intervals.
     since: Instant,
     left_out: u64,
 }
 
-/// What becomes of a message.
+/// Decision about a message.
 #[derive(Debug, PartialEq, Eq)]
 enum Fate {
     Logged,
     LeftOut,
-    /// Logged, after so many that were not.
+    /// Logged, after this number of messages that were left out.
     LoggedAfter(u64),
 }
 
@@ -96,8 +98,9 @@ impl Place {
 mod tests {
     use super::*;
 
+    /// A callsite logs a burst, then one message per interval, and reports how many were left out in between.
     #[test]
-    fn a_place_logs_so_many_at_once_and_then_one_now_and_then() {
+    fn callsite_messages_are_rate_limited() {
         let begin = Instant::now();
         let mut place = Place::new(begin);
         for _ in 0..AT_ONCE {

@@ -1,4 +1,4 @@
-//! `larder memory attach --vm` and `--wait`: the process is waited for.
+//! `larder memory attach --vm` and `--wait`: waits for the process before it manages its memory.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -21,17 +21,17 @@ fn poll_max(arguments: &MemoryAttachArguments) -> Duration {
     arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros)
 }
 
-/// All QEMUs of a VM, one after the other.
+/// Manages the memory of all QEMUs of a VM, one after the other.
 pub(super) fn of_vm(name: &Path, arguments: &MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     let file = path_of(name)?;
     match MemoryService::of_vm(&file, poll_max(arguments)) {
         Ok(service) => run(service),
-        // A guest may wait for it.
+        // A guest may be waiting for this pager, which decides the exit status.
         Err(error) => Ok(not_started(&error.into(), false)),
     }
 }
 
-/// One process, which may have only just been started.
+/// Manages the memory of one process, which may have been started only just now.
 pub(super) fn of_one(arguments: MemoryAttachArguments, wish: MemoryWish) -> anyhow::Result<ExitCode> {
     let poll_max = poll_max(&arguments);
     let control = arguments.control;

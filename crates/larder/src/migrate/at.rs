@@ -1,4 +1,4 @@
-//! `larder migrate status`, `limit` and `cancel`: of a move that another process does.
+//! `larder migrate status`, `limit` and `cancel`: control a move that another process performs.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,14 +16,14 @@ use crate::disk_image::{human, percent};
 use crate::output::{Lines, print};
 use crate::rates::is_not_served;
 
-/// Where to ask, and what is said if nobody is there.
+/// Control socket of a move, and the VM's name for the error message if no process listens there.
 struct At {
     control: PathBuf,
     vm: Option<String>,
 }
 
 impl At {
-    /// Where a VM both leaves and comes, as it does between two QEMUs of one host, the one that it leaves.
+    /// Finds the move of a VM. In a move between two QEMUs of this host, the outgoing side is chosen.
     fn of(arguments: &MigrateAtArguments) -> anyhow::Result<Self> {
         let word = arguments.vm.to_string_lossy();
         if word.contains('/') {
@@ -87,7 +87,7 @@ pub(super) fn cancel(arguments: &MigrateCancelArguments) -> anyhow::Result<ExitC
     Ok(ExitCode::SUCCESS)
 }
 
-/// All that is told of a move, for people.
+/// Formats the whole state of a move, for people.
 pub(crate) fn text(state: &MigrationState) -> String {
     let mut said = Lines::default();
     let peer = state.peer.as_deref().unwrap_or("somewhere");
@@ -101,7 +101,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
     said.line("QEMU", &state.qemu);
     said.line("state", state.words());
     if let Some(reason) = &state.reason {
-        // It may be the other host's words.
+        // The text may come from the other host.
         said.line("because", reason);
     }
     if let Some(course) = &state.course {

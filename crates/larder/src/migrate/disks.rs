@@ -1,4 +1,4 @@
-//! The disks of a VM that is moved: `larder vm` serves them, and is asked on its control socket.
+//! The disks of a VM that is moved: `larder vm` serves them, and is controlled over its control socket.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -12,15 +12,16 @@ use larder_vm::control::state::DiskState;
 use larder_vm::control::{FetchError, fetch_disks, fetch_hot, move_vm, warm_disk};
 use larder_vm::vm::{VmMove, find};
 
-/// How long a server may be away that is started again.
+/// Maximum time that a server may be away while it restarts.
 const RESTART_MAX: Duration = Duration::from_secs(20);
-/// Between two tries to reach it.
+/// Interval between attempts to reach a server.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
-/// The servers of this host that this user may ask.
+/// The disk servers of this host that this user may control.
 #[derive(Default)]
 pub(super) struct LocalServers {
-    /// Where each disk's server is asked, by the disk's socket: so it is known also while it is started again.
+    /// Control sockets by the disks' sockets, so that a server's control socket is known even while the server
+    /// restarts.
     controls: Mutex<BTreeMap<PathBuf, PathBuf>>,
 }
 
@@ -83,7 +84,8 @@ impl DiskServers for LocalServers {
             Deed::Keep => VmMove::Keep,
             Deed::Yield => VmMove::Yield,
         };
-        // What has ended has nothing open, and leaves the disks alone if it is started again; nor has it caches to use.
+        // A server that has exited has nothing open, does not open the disks if it is restarted, and has no caches in
+        // use.
         let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
         let controls = match is_idle {
             true => self.controls_that_are_there(sockets)?,
@@ -103,7 +105,7 @@ impl LocalServers {
         self.controls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where the servers of these disks are asked, and how each disk is called there, as far as they answer.
+    /// Returns the control socket and the name of each of these disks whose server answers.
     fn named(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, PathBuf, String)> {
         let mut named = Vec::new();
         for control in self.controls_of(sockets, Duration::ZERO).unwrap_or_default() {
@@ -116,10 +118,10 @@ impl LocalServers {
         named
     }
 
-    /// Where the servers of all these disks are asked, each once.
+    /// Returns the control sockets of the servers of all these disks, without duplicates.
     ///
     /// # Errors
-    /// One of them is not known.
+    /// A server is not found within `patience`.
     fn controls_of(&self, sockets: &[PathBuf], patience: Duration) -> Result<Vec<PathBuf>, String> {
         let until = Instant::now() + patience;
         loop {
@@ -142,10 +144,10 @@ impl LocalServers {
         Ok(self.known(sockets))
     }
 
-    /// The same, of those that are there.
+    /// Returns the control sockets of those servers of these disks that run, without duplicates.
     ///
     /// # Errors
-    /// One is there, and does not answer.
+    /// A server runs and does not answer.
     fn controls_that_are_there(&self, sockets: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
         let is_known = |socket: &PathBuf| self.controls().contains_key(socket);
         if !sockets.iter().all(is_known) {
@@ -163,8 +165,8 @@ impl LocalServers {
     }
 }
 
-/// Has a server take a step; whether it is done. One that has ended is waited for until it has been started again, unless
-/// it `may_have_ended`.
+/// Has a server take a step; returns true once the step is done. Waits for a server that has exited to be restarted,
+/// unless it `may_have_ended`.
 fn patiently(control: &Path, step: VmMove, may_have_ended: bool) -> Result<bool, String> {
     let until = Instant::now() + RESTART_MAX;
     loop {
@@ -177,7 +179,7 @@ fn patiently(control: &Path, step: VmMove, may_have_ended: bool) -> Result<bool,
     }
 }
 
-/// Nobody is there, or not any more.
+/// Returns true if no server answers at the socket for now.
 fn is_away(error: &FetchError) -> bool {
     matches!(
         error,
@@ -185,7 +187,7 @@ fn is_away(error: &FetchError) -> bool {
     )
 }
 
-/// Those of a server's disks that are served at one of these sockets, with that.
+/// Pairs each of these sockets with the server's disk that is served there.
 fn at(disks: Vec<DiskState>, sockets: &[PathBuf]) -> impl Iterator<Item = (PathBuf, DiskState)> {
     disks.into_iter().filter_map(|disk| {
         let at = Path::new(&disk.exports.vhost_user.as_ref()?.socket);
@@ -194,7 +196,7 @@ fn at(disks: Vec<DiskState>, sockets: &[PathBuf]) -> impl Iterator<Item = (PathB
     })
 }
 
-/// Whether both lead to the same socket.
+/// Returns true if both paths lead to the same socket.
 fn is_same(one: &Path, other: &Path) -> bool {
     let place = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
     one == other || place(one).is_some_and(|found| place(other) == Some(found))

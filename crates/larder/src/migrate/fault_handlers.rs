@@ -1,4 +1,4 @@
-//! Pagers of this host, which a QEMU that receives memory by post-copy excludes.
+//! Exclusion of this host's pagers from a QEMU that receives memory by post-copy.
 
 use larder_memory::target::claim_faults_for_postcopy;
 use larder_migrate::moving::postcopy::{FaultClaim, FaultHandlers};

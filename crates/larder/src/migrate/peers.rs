@@ -1,4 +1,4 @@
-//! Which hosts a sender and a receiver accept: those of `--peer`, or those that are remembered.
+//! The hosts that a sender and a receiver accept: those of `--peer`, or those that were remembered.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,8 @@ use larder_vm::known_hosts::known_hosts_directory;
 
 use crate::cli::migrate::TrustArguments;
 
-/// The directory that remembers other hosts, for the user that this process is or becomes. `None`: it is not needed.
+/// Returns the directory of remembered hosts, for the user that this process is or becomes; `None` if it is not
+/// needed.
 pub(super) fn directory(trust: &TrustArguments, user: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     if trust.tls.is_none() {
         return Ok(None);
@@ -26,7 +27,7 @@ pub(super) fn directory(trust: &TrustArguments, user: Option<&str>) -> anyhow::R
     }
 }
 
-/// The accepted hosts, with the records that `open` opens in the directory.
+/// Returns the accepted hosts, with the records that `open` opens in the directory.
 pub(super) fn accepted(
     trust: &TrustArguments,
     directory: Option<&Path>,

@@ -1,4 +1,4 @@
-//! A move as its control socket tells of it, and how it is told to do otherwise.
+//! A move's state on its control socket, and the commands that change or cancel the move.
 
 use std::path::{Path, absolute};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,36 +20,37 @@ use larder_vm::control::{ControlError, ControlServer, Subject};
 use larder_vm::listen::SocketFile;
 use larder_vm::vm::find::{make_migration_control, moves};
 
-/// Whoever has asked within so long watches, and is to hear how it ended.
+/// A client that has asked within this time watches the move, and should get its final state.
 const WATCHES: Duration = Duration::from_secs(3);
-/// How long that is waited for, at most.
+/// Maximum time that the process waits for a watcher to get the final state.
 const HEARS_IN: Duration = Duration::from_millis(1500);
+/// Interval at which this wait is checked.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// A socket that is older, of a process that was killed, is removed.
+/// Age from which a killed process's socket is removed.
 const DEAD_KEPT: Duration = Duration::from_secs(600);
-/// Between two looks at how it goes.
+/// Interval at which the progress is sampled.
 const SEE_EVERY: Duration = Duration::from_millis(100);
-/// Rates of what comes are averages over this long.
+/// Averaging window of the incoming rates.
 const RATE_OVER: Duration = Duration::from_secs(1);
 
-/// What moves.
+/// Direction and sources of a move's state.
 pub(super) enum Moved {
-    /// It is sent from here.
+    /// The VM is sent from this host.
     Sent {
         progress: Arc<Progress>,
         limits: Arc<InForce>,
-        /// QEMU is looked after, too.
+        /// This process also controls QEMU.
         whole: bool,
     },
-    /// It comes.
+    /// The VM is received on this host.
     Received {
         watched: Arc<receive::Watched>,
-        /// Who looks after QEMU, too.
+        /// Controller of QEMU; `None` if this process only carries the stream.
         destination: Option<Arc<Destination>>,
     },
 }
 
-/// A move that can be watched.
+/// A move whose state can be queried.
 pub(super) struct Watched {
     vm: String,
     qemu: String,
@@ -65,16 +66,17 @@ struct Now {
     reason: Option<String>,
     place: Option<&'static str>,
     report: Option<Report>,
-    /// What has come, over the last while.
+    /// Recent samples of the delivered bytes.
     came: Vec<(Instant, Delivered)>,
-    /// When somebody has asked last.
+    /// Time of the last query.
     asked: Option<Instant>,
-    /// Somebody was told how it ended.
+    /// A client has got the final state.
     is_told: bool,
 }
 
 impl Watched {
-    /// Of a VM whose QEMU is at `qemu`, and that is called so, or as that socket.
+    /// Creates the state of a move of the QEMU at `qemu`. The VM is named after the file `vm`, or else after the
+    /// socket `qemu`.
     pub(super) fn new(
         vm: Option<&Path>,
         qemu: &Path,
@@ -85,7 +87,7 @@ impl Watched {
         let name = |path: &Path| path.file_stem().map(|name| name.to_string_lossy().into_owned());
         Arc::new(Self {
             vm: vm.and_then(name).or_else(|| name(qemu)).unwrap_or_default(),
-            // Others that look for it are elsewhere.
+            // Clients that look for this path have other working directories.
             qemu: absolute(qemu).unwrap_or_else(|_| qemu.to_owned()).display().to_string(),
             peer: peer.map(str::to_owned),
             moved,
@@ -103,10 +105,11 @@ impl Watched {
         })
     }
 
-    /// Listens at `control`, or where those who watch look; a move is not refused because nobody can watch it there.
+    /// Listens at `control`, or by default where watchers look; there, a failure only logs a warning, and does not
+    /// stop the move.
     ///
     /// # Errors
-    /// It cannot at `control`.
+    /// The socket at `control` cannot be created.
     pub(super) fn listen(self: &Arc<Self>, control: Option<&Path>) -> Result<Option<ControlServer>, ControlError> {
         let direction = self.direction();
         let inquiry: Arc<dyn Migration> = Arc::<Self>::clone(self);
@@ -121,7 +124,7 @@ impl Watched {
             let path = make_migration_control(name, direction).map_err(|error| error.to_string())?;
             ControlServer::start(&path, Arc::clone(&subject)).map_err(|error| error.to_string())
         };
-        // Another QEMU's socket may be called the same, elsewhere.
+        // Another QEMU's socket, in another directory, may have the same name.
         let beside = || listen(&format!("{}.{}", self.vm, std::process::id()));
         let started = listen(&self.vm).or_else(|_| beside());
         Ok(started
@@ -129,22 +132,22 @@ impl Watched {
             .ok())
     }
 
-    /// How it goes.
+    /// Updates the state from a progress report.
     pub(super) fn see(&self, report: &Report) {
         let mut now = self.lock();
         now.phase = match report.status.as_str() {
             status if status.starts_with("postcopy") => MigrationPhase::PostCopy,
             "device" | "pre-switchover" | "completed" => MigrationPhase::HandingOver,
-            // Of one that does not answer nothing new is known.
+            // QEMU does not answer in time, so the phase is unknown and stays.
             "late" => now.phase,
-            // Nobody asks QEMU.
+            // QEMU is not queried.
             "none" if report.totals.raw_bytes == 0 => now.phase,
             _ => MigrationPhase::Moving,
         };
         now.report = Some(report.clone());
     }
 
-    /// Looks again and again at how it goes while something is done.
+    /// Calls `see` periodically while `done` runs.
     pub(super) fn while_seen<T>(see: impl FnMut() + Send, done: impl FnOnce() -> T) -> T {
         let ended = AtomicBool::new(false);
         let mut see = see;
@@ -161,7 +164,7 @@ impl Watched {
         })
     }
 
-    /// How much has come.
+    /// Samples the delivered bytes.
     pub(super) fn see_what_came(&self) {
         let Moved::Received { watched, .. } = &self.moved else {
             return;
@@ -172,7 +175,7 @@ impl Watched {
         now.came.retain(|(then, _)| at - *then <= RATE_OVER);
     }
 
-    /// It is over: why it has failed, if it has, and where the VM is.
+    /// Records the end of the move: the error if it failed, and where the VM is.
     pub(super) fn is_over(&self, failed: Option<String>, place: Option<&'static str>) {
         let mut now = self.lock();
         now.phase = match failed {
@@ -182,7 +185,7 @@ impl Watched {
         (now.reason, now.place) = (failed, place);
     }
 
-    /// Waits until those who watch have heard how it ended, if there are any.
+    /// Waits until a watcher, if there is one, has got the final state.
     pub(super) fn is_heard(&self) {
         let since = Instant::now();
         while since.elapsed() < HEARS_IN {
@@ -304,13 +307,13 @@ impl Migration for Watched {
     }
 }
 
-/// Cancels by a flag.
+/// Returns a function that cancels the move by setting a flag.
 pub(super) fn by(flag: &Arc<AtomicBool>) -> impl Fn() + Send + Sync + 'static {
     let flag = Arc::clone(flag);
     move || flag.store(true, Ordering::Relaxed)
 }
 
-/// Limits, for people.
+/// Formats limits, for people.
 pub(super) fn limits_text(limits: &MigrationLimits) -> String {
     let mut all = Vec::new();
     if let Some(rate) = limits.bandwidth {
@@ -331,7 +334,7 @@ pub(super) fn limits_text(limits: &MigrationLimits) -> String {
     }
 }
 
-/// Limits, as they are told.
+/// Converts limits to their API form.
 pub(super) fn limits_state(limits: &Limits, whole: bool) -> MigrationLimits {
     MigrationLimits {
         bandwidth: limits.bandwidth,
@@ -371,7 +374,7 @@ fn rates_of(report: &Report) -> MoveRates {
     }
 }
 
-/// What comes in a second; `None` before there is anything to tell it by.
+/// Returns the incoming rates per second; `None` before there are two samples.
 fn rates_of_what_came(came: &[(Instant, Delivered)]) -> Option<MoveRates> {
     let ((since, first), (at, last)) = (came.first()?, came.last()?);
     let seconds = (*at - *since).as_secs_f64();
@@ -385,7 +388,7 @@ fn rates_of_what_came(came: &[(Instant, Delivered)]) -> Option<MoveRates> {
     })
 }
 
-/// What has come.
+/// Converts the counters of delivered data to their API form.
 pub(super) fn delivered_state(delivered: &Delivered) -> DeliveredState {
     DeliveredState {
         raw_bytes: delivered.raw,
@@ -396,7 +399,7 @@ pub(super) fn delivered_state(delivered: &Delivered) -> DeliveredState {
     }
 }
 
-/// Sums, and how pages went.
+/// Converts the counters of sent data and pages to their API form.
 pub(super) fn sent_state(totals: &Totals) -> SentState {
     let seconds = |ns: u64| ns as f64 / 1e9;
     let way = |method: &str, pages: u64, bytes: u64| MethodState {
@@ -432,7 +435,7 @@ pub(super) fn sent_state(totals: &Totals) -> SentState {
     }
 }
 
-/// Which methods are picked, and why.
+/// Converts the choice of methods, with its evidence, to its API form.
 pub(super) fn evidence_state(choice: &Choice) -> EvidenceState {
     let name = |way: Option<Way>| way.map_or("plain", Way::name).to_owned();
     let offer = |offer: &Offer| OfferState {
