@@ -1,10 +1,11 @@
-//! Writes the man pages and the shells' completions, made of the one definition of the command line, into a folder:
+//! Writes the man pages and the shells' completions, generated from the definition of the command line, into a
+//! directory:
 //!
 //! ```sh
 //! cargo run -p larder --example manual -- target/manual
 //! ```
 //!
-//! What a page says besides (examples, files, exit codes) is in [`PAGES`].
+//! The further parts of a page (examples, files, exit statuses) are in [`PAGES`].
 
 #[allow(dead_code)]
 #[path = "../src/cli/mod.rs"]
@@ -43,12 +44,12 @@ const NOTES: (&str, &str) = (
     "What is to be known of caches, journals and domains after a crash; for other users than root ~/.local/state/larder.",
 );
 
-/// What a page has besides what the definition says.
+/// Parts of a page that the definition of the command line lacks.
 struct Page {
     command: &'static str,
     exit: &'static [(&'static str, &'static str)],
     files: &'static [(&'static str, &'static str)],
-    /// A command line, and what it does.
+    /// Command lines, each with an explanation.
     examples: &'static [(&'static str, &'static str)],
 }
 
@@ -321,7 +322,7 @@ fn program() -> Command {
     program
 }
 
-/// The page of a command, and those of its subcommands.
+/// Writes the page of a command, and those of its subcommands.
 fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
     let man = Man::new(command.clone())
         .source(format!("Larder {}", env!("CARGO_PKG_VERSION")))
@@ -369,7 +370,7 @@ fn entries(page: &mut Roff, title: &str, all: &[(&str, &str)]) {
     }
 }
 
-/// The page above, and the guide.
+/// Returns the references to the parent command's page, and to the guide.
 fn see_also(name: &str) -> Vec<Inline> {
     let guide = roman("the guide in /usr/share/doc/larder/docs/guide");
     match name.rsplit_once(' ') {
@@ -385,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn examples_are_command_lines_of_the_program() {
+    fn examples_are_valid_command_lines() {
         for page in &PAGES {
             for (line, _) in page.examples {
                 assert!(line.starts_with(page.command), "{line}");
@@ -397,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_besides_is_said_of_commands_that_there_are() {
+    fn pages_name_existing_commands() {
         for page in &PAGES {
             let found = page
                 .command

@@ -1,4 +1,4 @@
-//! VMs that are moved on this host: who moves them, and how that goes.
+//! The moves of VMs on this host, and their progress.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ use serde_json::Value;
 
 use crate::disk_image::human;
 
-/// What a process that moves a VM says: as it said it, and as far as this program knows it.
+/// State of a move: the JSON as received, and the fields that this program knows.
 pub(crate) type Told = (Value, MigrationState);
 
-/// Which VM, and what became of asking.
+/// Name of a VM, and the result of querying its move.
 pub(crate) type Asked = (String, Result<Told, FetchError>);
 
-/// Asks all processes that move VMs, all at once; those that have ended meanwhile are left out.
+/// Queries all processes that move VMs, concurrently; those that have exited meanwhile are left out.
 pub(crate) fn ask_all() -> Vec<Asked> {
     let all = find::moves();
     let asked: Vec<_> = std::thread::scope(|scope| {
@@ -23,7 +23,7 @@ pub(crate) fn ask_all() -> Vec<Asked> {
             .iter()
             .map(|(_, _, control)| scope.spawn(move || fetch_migration(control)))
             .collect();
-        // A panic ends the process.
+        // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
     let asked = all.into_iter().map(|(vm, ..)| vm).zip(asked);
@@ -32,13 +32,13 @@ pub(crate) fn ask_all() -> Vec<Asked> {
         .collect()
 }
 
-/// The moves of one VM, as far as there is an answer.
+/// Returns the moves of one VM whose processes answer.
 pub(crate) fn of_vm(name: &str) -> Vec<Told> {
     let asked = ask_all().into_iter().filter(|(vm, _)| vm == name);
     asked.filter_map(|(_, asked)| asked.ok()).collect()
 }
 
-/// The move whose QEMU listens there, if this user sees one.
+/// Returns the running move whose QEMU listens at `qmp`, if this user can see one.
 pub(crate) fn of_qemu(qmp: &Path) -> Option<MigrationState> {
     let resolved = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let wanted = resolved(qmp);
@@ -47,7 +47,7 @@ pub(crate) fn of_qemu(qmp: &Path) -> Option<MigrationState> {
     states.find(|state| !state.phase.is_over() && resolved(Path::new(&state.qemu)) == wanted)
 }
 
-/// A move, in a line.
+/// Formats a move as one line.
 pub(crate) fn line(state: &MigrationState) -> String {
     let peer = state.peer.as_deref().unwrap_or("another host");
     let way = match state.direction {
@@ -88,7 +88,7 @@ pub(crate) fn line(state: &MigrationState) -> String {
     parts.join(", ")
 }
 
-/// All moves, a line for each.
+/// Formats all moves, one line each.
 pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
     let told = all.into_iter().map(|(vm, asked)| match asked {
         Ok((_, state)) => line(&state),
@@ -97,7 +97,7 @@ pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
     told.collect()
 }
 
-/// Why nothing is known of a move, in a line.
+/// Formats, as one line, the reason why a move's state is unknown.
 pub(crate) fn trouble(vm: &str, error: &FetchError) -> String {
     match error {
         FetchError::Dead { path } => format!(

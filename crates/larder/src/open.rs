@@ -10,7 +10,8 @@ use crate::cli::OpenArguments;
 use crate::signals;
 
 pub(crate) fn run(arguments: &OpenArguments) -> anyhow::Result<ExitCode> {
-    // It ends when its server has: the server is told to end by the same signals, and may need a file until then.
+    // The signals are ignored: they also reach the server, which may need a file until it has ended. This process
+    // ends with it.
     let _signals = signals::block()?;
     let channel = std::io::stdin().as_fd().try_clone_to_owned()?;
     let file = match &arguments.file {

@@ -1,4 +1,4 @@
-//! What the commands print: their results, on standard output.
+//! Output of the commands' results, on standard output.
 
 use std::fmt::{Display, Write as _};
 use std::io::{self, ErrorKind, Write};
@@ -6,11 +6,11 @@ use std::io::{self, ErrorKind, Write};
 use anyhow::Context;
 use larder_block::{printable, printable_lines};
 
-/// Prints all of `text`, its control characters escaped. Where the reader has gone (`| head`) the rest is not wanted, and the command ends as it would
-/// have.
+/// Prints all of `text`, with control characters escaped. If the reader has closed the pipe (`| head`), the rest is
+/// dropped, and the command ends as it would have otherwise.
 ///
 /// # Errors
-/// It cannot be written, as on a full file system.
+/// Standard output cannot be written, as on a full file system.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout
@@ -22,43 +22,43 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Lines of a name and what there is to say.
+/// Text of lines with a name and a value each.
 #[derive(Default)]
 pub(crate) struct Lines(String);
 
 impl Lines {
-    /// What is said under this name.
+    /// Adds a value under a name.
     pub(crate) fn line(&mut self, name: &str, value: impl Display) {
         let value = printable(&value.to_string());
         let _ = writeln!(self.0, "{:<18}{value}", format!("{name}:"));
     }
 
-    /// A line of a table, or of a list.
+    /// Adds a line of a table or list.
     pub(crate) fn row(&mut self, text: impl Display) {
         let _ = writeln!(self.0, "  {}", printable(&text.to_string()));
     }
 
-    /// All of them.
+    /// Returns the text of all lines.
     pub(crate) fn into_text(self) -> String {
         self.0
     }
 }
 
-/// Columns under their names: text to the left, numbers to the right.
+/// Table whose columns have headings: text is aligned left, numbers right.
 pub(crate) struct Table<const N: usize>(Vec<[String; N]>);
 
 impl<const N: usize> Table<N> {
-    /// A table with these columns.
+    /// Creates a table with these column headings.
     pub(crate) fn new(names: [&str; N]) -> Self {
         Self(vec![names.map(str::to_owned)])
     }
 
-    /// A line more.
+    /// Adds a row.
     pub(crate) fn row(&mut self, row: [String; N]) {
         self.0.push(row.map(|cell| printable(&cell)));
     }
 
-    /// All of it.
+    /// Returns the text of the whole table.
     pub(crate) fn into_text(self) -> String {
         let is_number = |cell: &str| cell.parse::<f64>().is_ok();
         let column = |at: usize| self.0.iter().map(move |row| row[at].as_str());

@@ -1,6 +1,6 @@
-//! `--pidfile`: a file with this process's number, there while the disk is served.
+//! `--pidfile`: a file with this process's PID that exists while the disk is served.
 //!
-//! It is written under another name before anything is served, so that whatever is in the way is found then, and
+//! The file is written under a temporary name before anything is served, so that an obstacle is found early, and then
 //! appears complete.
 
 use std::fs::{self, OpenOptions};
@@ -11,26 +11,26 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use larder_block::small_file;
 
-/// The longest number, with the end of its line.
+/// Maximum length of a PID file's content, with its newline.
 const PID_BYTES_MAX: u64 = 32;
 
-/// A file that is written and has another name yet; gone if this is dropped.
+/// A PID file under its temporary name; removed on drop.
 pub(crate) struct Prepared {
     path: PathBuf,
     written: PathBuf,
 }
 
-/// The file, removed when this is dropped.
+/// The published PID file; removed on drop.
 pub(crate) struct PidFile(PathBuf);
 
 fn content() -> String {
     format!("{}\n", std::process::id())
 }
 
-/// Writes it.
+/// Writes the PID file under a temporary name.
 ///
 /// # Errors
-/// There cannot be such a file.
+/// The file cannot be written, or `path` is in use.
 pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
     check_free(path)?;
     let Some(name) = path.file_name() else {
@@ -63,7 +63,7 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
     Ok(prepared)
 }
 
-/// Whether there is nothing at `path` but what an earlier process may have left there.
+/// Checks that `path` is free, or has only an earlier process's PID file.
 fn check_free(path: &Path) -> anyhow::Result<()> {
     let left_alone = |what| {
         bail!(
@@ -82,16 +82,16 @@ fn check_free(path: &Path) -> anyhow::Result<()> {
                 false => left_alone("no pid file"),
             }
         }
-        // Writing it tells.
+        // Writing the file reports the error.
         Err(_) => Ok(()),
     }
 }
 
 impl Prepared {
-    /// Gives it its name.
+    /// Renames the file to its final name.
     ///
     /// # Errors
-    /// Something has come in the way since.
+    /// Another file has appeared at the path since.
     pub(crate) fn publish(self) -> anyhow::Result<PidFile> {
         check_free(&self.path)?;
         fs::rename(&self.written, &self.path)
@@ -102,14 +102,14 @@ impl Prepared {
 
 impl Drop for Prepared {
     fn drop(&mut self) {
-        // It has its name by now, or goes.
+        // By now the file has its final name, or is not wanted any more.
         let _ = fs::remove_file(&self.written);
     }
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        // It may be a successor's, or gone.
+        // The file may be a successor's, or may not exist.
         if small_file::read_text(&self.0, PID_BYTES_MAX).is_ok_and(|found| found == content()) {
             let _ = fs::remove_file(&self.0);
         }

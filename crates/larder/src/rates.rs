@@ -1,4 +1,4 @@
-//! What disks do in an interval.
+//! Activity of disks in an interval.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::output::Table;
 
-/// Of one disk.
+/// Activity of one disk.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct DiskRates {
     pub(crate) vm: String,
@@ -19,23 +19,23 @@ pub(crate) struct DiskRates {
     pub(crate) rates: Rates,
 }
 
-/// Looks at disks again and again.
+/// Turns successive states of disks into activity rates.
 #[derive(Default)]
 pub(crate) struct Sampler {
     before: HashMap<(String, String), DiskState>,
 }
 
-/// What was seen at a time.
+/// Result of one sampling.
 #[derive(Default)]
 pub(crate) struct Sample {
-    /// Of each disk what it did since the time before, or since the start of its server.
+    /// Activity of each disk since the previous sample, or since its server's start.
     pub(crate) rates: Vec<DiskRates>,
-    /// The disks, in the same order, and as they were before, if that is known.
+    /// The disks' states, in the same order, with their previous states if these are known.
     pub(crate) disks: Vec<(DiskState, Option<DiskState>)>,
 }
 
 impl Sampler {
-    /// What there is to say of the disks that each VM has now.
+    /// Samples the disks that each VM has now.
     pub(crate) fn sample(&mut self, asked: Vec<(String, Vec<DiskState>)>) -> Sample {
         let mut before = std::mem::take(&mut self.before);
         let mut sample = Sample::default();
@@ -45,7 +45,7 @@ impl Sampler {
                 let key = (vm.clone(), name);
                 let old = before.remove(&key);
                 let rates = old.as_ref().and_then(|old| Rates::between(old, &disk));
-                // A server that was started again begins anew.
+                // The counters of a restarted server begin at 0, so its old state does not count.
                 let old = old.filter(|_| rates.is_some());
                 sample.rates.push(DiskRates {
                     vm: key.0.clone(),
@@ -60,14 +60,14 @@ impl Sampler {
     }
 }
 
-/// Asks all at once: one that is stuck holds up no other. Those that are not served are left out.
+/// Queries all VMs concurrently, so that one that hangs does not delay the others. VMs without a server are left out.
 pub(crate) fn ask_all(vms: &[Found]) -> Vec<(String, Result<Vec<DiskState>, FetchError>)> {
     let asked: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = vms
             .iter()
             .map(|vm| scope.spawn(move || fetch_disks(&vm.control)))
             .collect();
-        // A panic ends the process.
+        // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
     let all = vms.iter().zip(asked).filter_map(|(vm, asked)| match asked {
@@ -78,7 +78,7 @@ pub(crate) fn ask_all(vms: &[Found]) -> Vec<(String, Result<Vec<DiskState>, Fetc
     all.collect()
 }
 
-/// There is nobody, which is as it may be.
+/// Returns true if no server listens at the socket, which need not be a problem.
 pub(crate) fn is_not_served(error: &FetchError) -> bool {
     matches!(error, FetchError::Missing { .. } | FetchError::Dead { .. })
 }
@@ -86,7 +86,7 @@ pub(crate) fn is_not_served(error: &FetchError) -> bool {
 const MIB: f64 = (1 << 20) as f64;
 const KIB: f64 = 1024.0;
 
-/// A table of them.
+/// Formats the activity as a table.
 pub(crate) fn table(disks: &[DiskRates]) -> String {
     let mut table = Table::new([
         "vm", "disk", "r/s", "rMiB/s", "r_await", "rareq-sz", "w/s", "wMiB/s", "w_await", "wareq-sz", "f/s", "f_await",

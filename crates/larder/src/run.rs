@@ -23,10 +23,11 @@ use crate::cli::RunArguments;
 use crate::cli::memory::Switch;
 use crate::output::print;
 
-/// This program, even if its file has been replaced since: a restarted server is of the version that the others are.
+/// Path of this program, even if its file has been replaced: a restarted server then has the same version as the
+/// others.
 const OURSELVES: &str = "/proc/self/exe";
 
-/// It would not work.
+/// Exit status of a dry run that found problems.
 const EXIT_NEGATIVE: u8 = 1;
 
 pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
@@ -58,12 +59,12 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     let disks: Vec<_> = plan.disks.iter().map(PlannedDisk::to_check).collect();
     let mut found = match arguments.dry_run {
         true => check(&disks),
-        // What the servers have to say of the images they say themselves.
+        // The servers log messages about the images themselves, so this check does not.
         false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&disks)),
     };
     if !found.left.is_empty() {
         plan = planned(&found.left)?;
-        // QEMU locks what stays with it.
+        // QEMU itself locks the images that it keeps.
         let is_served = |hold: &Hold| plan.disks.iter().any(|planned| planned.disk.image == hold.image);
         found.holds.retain(is_served);
     }
@@ -92,13 +93,13 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     }
     let server = ServerProgram {
         path: PathBuf::from(OURSELVES),
-        // Between the guest's console output only what went wrong is of interest.
+        // Amid the guest's console output only warnings and errors are of interest.
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
     Ok(ExitCode::from(supervise(&plan, &found.holds, &server, &say)?))
 }
 
-/// How the guest's memory is to be managed, if it is.
+/// Returns the options of memory management, if it is requested.
 fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
     let disk = |address: &Option<ImageAddress>, size| {
         let address = address.clone()?;
@@ -113,7 +114,7 @@ fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
     })
 }
 
-/// Prints commands that do by hand what a run does, and tells what would go wrong.
+/// Prints commands that do by hand what a run does, and reports problems that the run would have.
 fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<ExitCode> {
     for change in &plan.changes {
         say(change);
@@ -149,7 +150,8 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     })
 }
 
-/// What a run makes before it starts anything: the sockets' folder, and the RAM's files, for the user alone.
+/// Returns commands that create, for this user alone, the directory of the sockets and the files of the RAM, as a run
+/// does.
 fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
     if needs_nothing(plan) {
         return Vec::new();
@@ -175,7 +177,7 @@ fn needs_nothing(plan: &Plan) -> bool {
     plan.disks.is_empty() && plan.memory.is_none()
 }
 
-/// What is in the way of the disks for evicted pages.
+/// Returns the problems of the disks for evicted pages.
 fn memory_problems(plan: &Plan) -> Vec<String> {
     let wish = plan.memory.as_ref().map(|memory| &memory.wish);
     let disks = wish.into_iter().flat_map(|wish| [&wish.swap, &wish.slow]).flatten();
@@ -184,13 +186,13 @@ fn memory_problems(plan: &Plan) -> Vec<String> {
         .collect()
 }
 
-/// QEMU's command. Its pager is started with it, as it must know its number: that of a shell which becomes QEMU.
+/// Returns QEMU's command. The pager, which needs QEMU's PID, is started by a shell that becomes QEMU by `exec`.
 fn qemu_command(plan: &Plan) -> String {
     let qemu = command_line(&plan.qemu);
     let Some(memory) = &plan.memory else {
         return qemu;
     };
-    // The shell is to see the number, and the words as they are.
+    // `$$` must stay unquoted for the shell, while all other words are quoted.
     let pager = command_line(&pager_words(memory, "PID")).replacen("--pid PID", "--pid $$", 1);
     command_line(&["sh".into(), "-c".into(), format!("{pager} & exec {qemu}").into()])
 }
@@ -200,7 +202,7 @@ fn pager_words(memory: &PlannedMemory, pid: &str) -> Vec<OsString> {
     std::iter::once(program).chain(memory.attach_arguments(pid)).collect()
 }
 
-/// The command of each disk's server.
+/// Returns the command of each disk's server.
 fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) -> Vec<String> {
     let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
     let commands = plan.disks.iter().map(|planned| {
@@ -210,13 +212,13 @@ fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) ->
     commands.collect()
 }
 
-/// Tells the user, in one write: the guest's console may be on the same terminal. If nobody listens any more, the guest
-/// goes on.
+/// Prints a message in one write, because the guest's console may be on the same terminal. An error is ignored, so
+/// that the guest continues without a reader.
 fn say(line: &str) {
     let _ = std::io::stderr().write_all(format!("larder: {line}\n").as_bytes());
 }
 
-/// Adds to the complaint about a command line what is most likely meant.
+/// Adds a tip to a command line error where the likely mistake is known.
 pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     let is_of = |command: &str| words.first().is_some_and(|word| word == command);
@@ -227,7 +229,7 @@ pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
         {
             format!("put -- before the QEMU command: larder run -- {word} ...")
         }
-        // A word was taken for the name of a virtual machine.
+        // clap took the word for the name of a virtual machine.
         (ErrorKind::ArgumentConflict, _) if is_of("migrate") && error.get(ContextKind::InvalidSubcommand).is_some() => {
             "the subcommands are send, receive, status, limit and cancel".to_owned()
         }

@@ -1,18 +1,19 @@
-//! Signals that ask the program to end, taken by a thread instead of a handler.
+//! Signals that ask the program to end, received by a thread instead of a handler.
 
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Signals that come this soon after the first mean the same stop: `timeout` signals a process and its group, and a
-/// signal from a terminal may be passed on besides.
+/// Signals within this time of the first one belong to the same request: `timeout` signals a process and its group,
+/// and a signal from a terminal may be forwarded as well.
 const SAME_STOP: Duration = Duration::from_secs(1);
 
-/// Has a write past the size that a file of this process may have (RLIMIT_FSIZE) fail with EFBIG, which is reported as any
-/// other error, instead of ending the process by SIGXFSZ. It is a handler, which programs that this one starts do not
-/// inherit, as they would that the signal is ignored.
+/// Makes a write past the limit of a file's size (RLIMIT_FSIZE) fail with EFBIG, which is reported like any other
+/// error, instead of ending the process by SIGXFSZ. An empty handler does that, because child programs do not inherit
+/// it; they would inherit an ignored signal.
 pub(crate) fn fail_writes_past_size_limit() {
     extern "C" fn nothing(_: libc::c_int) {}
-    // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler does nothing, which any code may be interrupted by.
+    // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler does nothing, so it may interrupt any
+    // code.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
@@ -22,12 +23,13 @@ pub(crate) fn fail_writes_past_size_limit() {
     debug_assert_eq!(done, 0, "there is such a signal");
 }
 
-/// SIGINT, SIGTERM and SIGHUP, blocked in every thread that is started from now on.
+/// SIGINT, SIGTERM and SIGHUP, blocked in every thread that is started after [`block`].
 pub(crate) struct Signals(libc::sigset_t);
 
-/// Blocks the signals. Call it before any thread is started.
+/// Blocks the signals. It must be called before any thread is started.
 pub(crate) fn block() -> io::Result<Signals> {
-    // SAFETY: a zeroed set is a valid place for sigemptyset, which makes it a valid set; the rest only fill it.
+    // SAFETY: sigemptyset accepts any memory of a sigset_t, such as zeroed one, and makes it a valid set for the
+    // other calls.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -42,12 +44,13 @@ pub(crate) fn block() -> io::Result<Signals> {
 }
 
 impl Signals {
-    /// Has a thread call `stop` at the first signal, and end the process at a later one.
+    /// Starts a thread that calls `stop` at the first signal, and ends the process at a later one.
     pub(crate) fn stop_by(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.stop_by_all_but(None, || {}, stop)
     }
 
-    /// The same, but whenever `other` comes it calls `act`.
+    /// Starts a thread that calls `stop` at the first signal, ends the process at a later one, and calls `act` at
+    /// every signal `other`.
     pub(crate) fn stop_by_or(
         self,
         other: i32,
@@ -86,21 +89,21 @@ impl Signals {
         Ok(())
     }
 
-    /// Waits for one of them for so long, and says which.
+    /// Waits up to `limit` for one of the signals, and returns it.
     pub(crate) fn wait_for(&self, limit: Duration) -> Option<i32> {
         let limit = libc::timespec {
             tv_sec: limit.as_secs() as _,
             tv_nsec: limit.subsec_nanos() as _,
         };
-        // SAFETY: the set and the time are valid; nothing is written.
+        // SAFETY: the set and the time are valid, and the null pointer has no information stored.
         let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), &raw const limit) };
         (signal > 0).then_some(signal)
     }
 
-    /// Waits for one of them, and says which.
+    /// Waits for one of the signals, and returns it.
     pub(crate) fn wait(&self) -> i32 {
         let mut signal = 0;
-        // SAFETY: the set is valid and `signal` a place for the answer. It fails only for an invalid set.
+        // SAFETY: the set is valid, and `signal` can be written. sigwait fails only for an invalid set.
         unsafe { libc::sigwait(&raw const self.0, &raw mut signal) };
         signal
     }

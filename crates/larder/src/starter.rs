@@ -1,4 +1,4 @@
-//! Whoever has started this service (`$NOTIFY_SOCKET`, sd_notify(3)).
+//! Notifications to the service manager (`$NOTIFY_SOCKET`, sd_notify(3)).
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -9,27 +9,28 @@ use std::time::Duration;
 
 use sd_notify::NotifyState;
 
-/// How long he may take to hear the last word.
+/// Maximum time to deliver the last notification.
 const LAST_WORD: Duration = Duration::from_secs(1);
 
-/// What he is told.
+/// State that is reported to the service manager.
 pub(crate) enum News {
-    /// It does what it should: this.
+    /// The service works; the text becomes its status.
     Ready(String),
-    /// It reads its file again; [`News::Ready`] follows.
+    /// The service rereads its configuration; [`News::Ready`] follows.
     Reloading,
-    /// It ends.
+    /// The service is stopping.
     Stopping,
 }
 
-/// He, if he wants to know how far it is. A thread tells him: he may not listen.
+/// Sender of notifications. A separate thread sends them, so that a stalled service manager cannot block the service.
 pub(crate) struct Starter {
     news: Sender<News>,
     ended: Receiver<()>,
 }
 
 impl Starter {
-    /// Connects to the service manager, if there is one: a process that is confined later makes no sockets any more.
+    /// Connects to the service manager, if there is one. A process that will be confined must do that before, because
+    /// it cannot create sockets afterwards.
     pub(crate) fn new() -> io::Result<Self> {
         let manager = manager();
         let (news, to_tell) = mpsc::channel();
@@ -49,7 +50,7 @@ impl Starter {
     }
 
     pub(crate) fn tell(&self, news: News) {
-        // The thread is there as long as this is.
+        // The thread receives until the channel is closed in `end`, so sending does not fail.
         let _ = self.news.send(news);
     }
 
@@ -69,7 +70,8 @@ fn notify(manager: &UnixDatagram, news: &News) -> io::Result<()> {
     manager.send(lines.as_bytes()).map(drop)
 }
 
-/// Returns a socket that is connected to the service manager which has started this process (`$NOTIFY_SOCKET`), if there is one.
+/// Returns a socket that is connected to the service manager that started this process (`$NOTIFY_SOCKET`), if there
+/// is one.
 pub(crate) fn manager() -> Option<UnixDatagram> {
     let place = std::env::var_os("NOTIFY_SOCKET")?;
     let address = match place.as_bytes() {

@@ -58,9 +58,9 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if config.disks.is_empty() {
         return Ok(not_started(&VmError::no_disk(&path).into(), true));
     }
-    // First: a thread that is started before would take the signals.
+    // Signals are blocked first: a thread that was started before would receive them.
     let signals = signals::block()?;
-    // A confined process makes no more sockets.
+    // Connected early, because a confined process cannot create sockets.
     let starter = Starter::new()?;
     let (cancel, reload) = (Latch::default(), Latch::default());
     let orders = Arc::new(OnceLock::<VmOrders>::new());
@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     signals.stop_by_or(
         libc::SIGHUP,
         move || {
-            // In this order: one of the two threads sees what the other one has set.
+            // In this order, at least one of the two threads sees the other's update, so no reload is lost.
             wants_reload.set(());
             if let Some(orders) = to_reload.get() {
                 orders.reload();
@@ -112,7 +112,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         );
     }
     let orders = orders.get_or_init(|| vm.orders());
-    // Signals that came before there was anybody to order.
+    // Signals may have come before `orders` was set.
     if reload.get().is_some() {
         orders.reload();
     }
@@ -125,7 +125,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Has this process get at files by an opener, if it is to be confined.
+/// Connects this process to an opener for its files, if it will be confined.
 fn have_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
     match (&arguments.opener, arguments.confine) {
         (_, false) => Ok(()),
@@ -139,12 +139,12 @@ fn have_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// The file is wrong, and nobody waits for its disks: `EX_CONFIG` of sysexits(3), upon which `larder@.service` is not
-/// started again.
+/// Exit status if the file is invalid and no client waits for its disks: `EX_CONFIG` of sysexits(3), after which
+/// systemd does not restart `larder@.service`.
 const EXIT_CONFIG: u8 = 78;
 
-/// How long a service that cannot start waits before it ends, because it is started again at once: after a kill that is
-/// what a guest needs.
+/// Delay before a service that cannot start exits. systemd restarts the service at once, which a guest needs after a
+/// kill; the delay limits how often that repeats.
 const BEFORE_NEXT: Duration = Duration::from_secs(3);
 
 pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
@@ -159,10 +159,10 @@ pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode 
     }
 }
 
-/// Between two questions whether something has been done.
+/// Interval between two attempts of a step that is not done yet.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Has the server that runs read the file again, and says what has become of it.
+/// Has the running server reread the VM's file, and prints the result.
 fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
     control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
         true => anyhow!(
@@ -194,7 +194,7 @@ fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Without movers: the disks are this host's, or another one's until the VM comes from there.
+/// Moves the disks without movers: opens them on this host, or closes them until the VM arrives from another host.
 fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
     let step = if take { VmMove::Keep } else { VmMove::Expect };
     let is_served = match move_until_done(&config.control, step) {
@@ -218,7 +218,7 @@ fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks again while it goes on.
+/// Repeats a step until it is done.
 fn move_until_done(control: &Path, step: VmMove) -> Result<(), FetchError> {
     while !control::move_vm(control, step)?.done {
         std::thread::sleep(ASK_AGAIN);
@@ -233,7 +233,7 @@ fn disks(count: usize) -> String {
     }
 }
 
-/// Says whether all of it could be served. What its server serves already has been looked at, and is in use.
+/// Checks whether all disks could be served. Disks that the VM's server already serves are in use, and are skipped.
 fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
     let served = served(config);
@@ -278,7 +278,7 @@ fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns what the file of a VM has to say of its disks' other files to have them opened, where it says something else.
+/// Returns the lines that would have the VM's file allow the other files of its disks, where it does not yet.
 fn lines_to_add(config: &VmConfig, path: &Path) -> String {
     let Ok(on) = Loop::new(Duration::ZERO) else {
         return String::new();
@@ -288,7 +288,7 @@ fn lines_to_add(config: &VmConfig, path: &Path) -> String {
         let (ChainPolicy::Pinned { chain, .. }, Some(format)) = (&disk.wish.chain, disk.wish.format) else {
             continue;
         };
-        // Why a file cannot be read is among the problems.
+        // The reason why a file cannot be read is among the problems already.
         let Ok(named) = on.block_on(named_chain(&on, &disk.wish.image, format)) else {
             continue;
         };
@@ -304,7 +304,7 @@ fn lines_to_add(config: &VmConfig, path: &Path) -> String {
     text
 }
 
-/// The images that this VM's server has, if it runs.
+/// Returns the images that this VM's server serves, if it runs.
 fn served(config: &VmConfig) -> HashSet<String> {
     let is_its = control::fetch_server(&config.control).is_ok_and(|server| server.vm.as_ref() == Some(&config.name));
     let disks = is_its.then(|| control::fetch_disks(&config.control).ok()).flatten();
@@ -312,11 +312,11 @@ fn served(config: &VmConfig) -> HashSet<String> {
     disks.into_iter().map(|disk| disk.image).collect()
 }
 
-/// What systemd, or another one who starts services, has handed to this process.
+/// Returns the sockets that systemd, or another service manager, has passed to this process.
 fn inherited() -> anyhow::Result<Inherited> {
     let named = sd_notify::listen_fds_with_names().context("$LISTEN_FDS")?;
     let files = named.map(|(number, name)| {
-        // SAFETY: they were handed over to this process, whose number is in $LISTEN_PID, and nothing else in it takes
+        // SAFETY: $LISTEN_PID names this process, so the descriptors were passed to it; no other code here takes
         // them.
         (name, unsafe { OwnedFd::from_raw_fd(number) })
     });
@@ -331,7 +331,7 @@ fn news(progress: Progress) -> News {
     }
 }
 
-/// The error, and what the user can do about it.
+/// Adds advice for the user to an error.
 fn explain(error: VmError, config: &VmConfig) -> anyhow::Error {
     match &error {
         VmError::Disk {
@@ -339,7 +339,7 @@ fn explain(error: VmError, config: &VmConfig) -> anyhow::Error {
             source: DiskError::Image(source),
         } => {
             let wish = config.disks.iter().find(|it| it.name == *disk);
-            // What he can write into the file to have it otherwise.
+            // The advice names keys of the VM's file.
             let advice = wish.map_or("", |it| advice(source, &it.wish, GivenBy::File));
             anyhow!("{error}{advice}")
         }

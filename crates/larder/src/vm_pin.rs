@@ -1,4 +1,4 @@
-//! `larder vm NAME --pin`: adds to a VM's file what it does not say of its disks.
+//! `larder vm NAME --pin`: adds to a VM's file the settings of its disks that it leaves open.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -14,7 +14,7 @@ use larder_vm::vm::config::{Unsaid, VmConfig, read_text, unsaid, with_lines};
 
 use crate::output::print;
 
-/// Adds the format that each image begins like, and the files that headers name, where the file at `path` does not say them.
+/// Adds the detected format of each image, and the files that headers name, where the file at `path` lacks them.
 pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
     let text = read_text(path).with_context(|| path.display().to_string())?;
     let config = VmConfig::parse(path, &text)?;
@@ -38,7 +38,7 @@ pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
         told = format!("{}: nothing is to be added\n", config.name);
     } else {
         let with_lines = with_lines(&text, &added).with_context(|| format!("{}:\n{told}", path.display()))?;
-        // Whatever was added, the file is still right.
+        // Checks that the file is still valid with the additions.
         VmConfig::parse(path, &with_lines)?;
         replace(path, &with_lines).with_context(|| path.display().to_string())?;
     }
@@ -71,7 +71,7 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
     Ok(lines)
 }
 
-/// Puts a text in the place of a file, durably, with the same owner and rights; a symbolic link stays one.
+/// Replaces a file's content durably, keeping its owner and permissions; a symbolic link is followed.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     let path = path.canonicalize()?;
     let before = path.metadata()?;
@@ -86,7 +86,7 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
         fs::rename(&new, &path)
     })();
     if written.is_err() {
-        // It may not be there.
+        // The temporary file may not exist.
         let _ = fs::remove_file(&new);
     }
     written?;

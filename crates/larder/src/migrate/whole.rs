@@ -1,4 +1,4 @@
-//! `larder migrate VM --to HOST` and `larder migrate receive --qmp`: the whole move.
+//! `larder migrate VM --to HOST` and `larder migrate receive --qmp`: a complete move, with both QEMUs.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -28,14 +28,17 @@ use crate::cli::migrate::MoveArguments;
 use crate::disk_image::human;
 use crate::output::{Lines, print};
 
-/// How long a receiver stays, whose VM's fate its source may not have heard of. One that is started later answers, too.
+/// Time that a receiver keeps running while its source may not know where the VM runs. A receiver that is started
+/// later also answers the source.
 const ASKED_MAX: Duration = Duration::from_secs(300);
-/// The same, of one that is started when the VM runs here: it keeps QEMU's monitor from others.
+/// The same time for a receiver that is started when the VM runs here already; shorter, because it occupies QEMU's
+/// monitor.
 const ASKED_AGAIN_MAX: Duration = Duration::from_secs(60);
-/// Between two looks whether to stop, and at QEMU.
+/// Interval at which the stop flag is checked.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Interval at which QEMU's state is checked.
 const LOOK_AT_QEMU_EVERY: Duration = Duration::from_secs(1);
-/// Between two lines of how it goes.
+/// Interval between two progress lines.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
@@ -83,7 +86,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     ended
 }
 
-/// Where the VM is after a move that has failed.
+/// Returns where the VM is after a failed move.
 const fn place(error: &MoveError) -> &'static str {
     match error {
         MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
@@ -94,7 +97,7 @@ const fn place(error: &MoveError) -> &'static str {
     }
 }
 
-/// Says how it ended.
+/// Reports the result of a move.
 fn tell(
     result: Result<Done, MoveError>,
     progress: &Progress,
@@ -122,7 +125,7 @@ fn tell(
         ))?;
     }
     match error {
-        // It works, and the answer is no.
+        // The command worked, and its answer is negative.
         MoveError::Here { .. } | MoveError::Cancelled | MoveError::Preflight(_) => {
             crate::report(&error.into());
             Ok(ExitCode::from(EXIT_NEGATIVE))
@@ -148,7 +151,7 @@ fn take_back(qmp: &Path, records: &Path, output: Output) -> anyhow::Result<ExitC
     }
 }
 
-/// Where the VM's QEMU listens.
+/// Returns the path of the QMP socket of the VM's QEMU.
 fn qmp_of(arguments: &MoveArguments) -> anyhow::Result<PathBuf> {
     if let Some(path) = &arguments.qmp {
         return Ok(path.clone());
@@ -166,7 +169,7 @@ fn qmp_of(arguments: &MoveArguments) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// How it goes, in a line that is written over on a terminal, or in one line after the other.
+/// Progress display: one line that is overwritten on a terminal, or successive lines elsewhere.
 #[derive(Default)]
 struct Shown {
     last: Option<Instant>,
@@ -198,12 +201,12 @@ impl Shown {
             ratio(&report.totals),
             report.processors,
         );
-        // What the first moments promise is nothing to go by.
+        // Estimates from the first second are unreliable.
         if let Some(seconds) = report.expected_seconds.filter(|_| report.seconds >= 1.0) {
             text = format!("{text}; {seconds:.0} s to go");
         }
         let mut stderr = std::io::stderr().lock();
-        // Nobody may be looking.
+        // A failed write to stderr must not fail the move.
         let _ = if stderr.is_terminal() {
             self.open_line = true;
             write!(stderr, "\r\x1b[K{text}").and_then(|()| stderr.flush())
@@ -231,7 +234,7 @@ fn told(done: &Done, progress: &Progress) -> String {
     format!("{}{}", lines.into_text(), summary(progress))
 }
 
-/// Takes in one VM, over as many sessions as its source needs.
+/// Receives one VM, over as many sessions as its source needs.
 pub(super) fn receive(
     port: &receive::Port,
     options: &receive::Options,
@@ -239,7 +242,7 @@ pub(super) fn receive(
     destination: &Destination,
     output: Output,
 ) -> anyhow::Result<ExitCode> {
-    // Since when it is clear what becomes of the VM, but perhaps not to its source.
+    // Time since which the VM's fate is decided here, though the source may not know it.
     let mut settled = None;
     let mut asked_max = ASKED_MAX;
     if destination.look_now() == (State::Running { whole: true }) {
@@ -325,7 +328,8 @@ pub(super) fn receive(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for a source, and takes in what it carries, until it has ended, or nobody is to be waited for any more.
+/// Waits for a source, and receives its stream, until the session ends, the user stops it, or waiting has no point
+/// any more.
 fn one_session(
     port: &receive::Port,
     options: &receive::Options,
@@ -336,7 +340,7 @@ fn one_session(
     let (ended, stop_session) = (AtomicBool::new(false), AtomicBool::new(false));
     let is_in_vain = || match give_up {
         Some(give_up) => Instant::now() > give_up,
-        // Nobody else would see that QEMU has ended.
+        // No other code would detect that QEMU has exited.
         None => matches!(destination.look(), Some(State::Never { .. } | State::Ended)),
     };
     std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! All VMs of the host, a line for each disk, one for each whose memory is managed, and one for each that is moved.
+//! All VMs of the host: a line for each disk, for each VM whose memory is managed, and for each move.
 
 use std::process::ExitCode;
 
@@ -15,7 +15,7 @@ use crate::output::{Table, print};
 use crate::rates::is_not_served;
 use crate::{memories, moves};
 
-/// What became of asking a VM.
+/// Result of querying a VM.
 type Asked = Result<(ServerState, Value, Disks), FetchError>;
 
 pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
@@ -42,7 +42,7 @@ pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// What is said where there is no VM.
+/// Returns the message for a host without VMs.
 fn no_vm() -> String {
     let folder = config::folder();
     let of_host = match rustix::process::geteuid().is_root() {
@@ -55,7 +55,7 @@ fn no_vm() -> String {
     )
 }
 
-/// Asks all at once: one that is stuck holds up no other.
+/// Queries all VMs concurrently, so that one that hangs does not delay the others.
 fn ask_all(vms: &[Found]) -> Vec<Asked> {
     let ask = |vm: &Found| {
         let server = fetch_server(&vm.control)?;
@@ -64,7 +64,7 @@ fn ask_all(vms: &[Found]) -> Vec<Asked> {
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || ask(vm))).collect();
-        // A panic ends the process.
+        // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     })
 }

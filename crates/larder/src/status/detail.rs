@@ -1,4 +1,4 @@
-//! Everything that a control socket tells of a disk, for people.
+//! The complete state of a disk as its control socket reports it, for people.
 
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ fn disk_text(disk: &DiskState) -> String {
     lines.into_text()
 }
 
-/// What the guest has asked for.
+/// Formats the guest's requests.
 fn requests_text(lines: &mut Lines, requests: &RequestsState) {
     let kinds = [
         ("guest's reads", &requests.read),

@@ -1,4 +1,4 @@
-//! `larder status`: what running servers are doing, as their control sockets tell.
+//! `larder status`: the activity of running servers, as their control sockets report it.
 
 mod all;
 mod detail;
@@ -23,7 +23,7 @@ use crate::output::print;
 use crate::rates::is_not_served;
 use crate::{memories, memory, migrate, moves};
 
-/// The longest interval.
+/// Maximum interval.
 const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
 
 pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
@@ -44,7 +44,7 @@ pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Tells of one VM: its disks, its memory, if that is managed, and how it moves, if it does.
+/// Prints one VM's disks, its memory if that is managed, and its moves.
 fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
     let asked = fetch_disks(&vm.control);
     let disks = asked.as_ref().map_or(&[][..], |(_, disks)| &disks.disks[..]);
@@ -55,11 +55,11 @@ fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
     let moves = moves::of_vm(&vm.name);
     let (mut said, disks) = match (asked, &memory) {
         (Ok(told), _) => told,
-        // It is only moved.
+        // The VM is only moved.
         (Err(error), None) if is_not_served(&error) && !moves.is_empty() => {
             (json!({"disks": []}), Disks { disks: Vec::new() })
         }
-        // Only its memory is Larder's.
+        // Only the VM's memory is managed by Larder.
         (Err(error), Some(_)) if is_not_served(&error) => (json!({"disks": []}), Disks { disks: Vec::new() }),
         (Err(error), _) => return Err(explain(error, vm)),
     };
@@ -85,7 +85,7 @@ fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
     }
 }
 
-/// What is wished.
+/// Parsed arguments.
 struct Wish {
     vm: Option<Found>,
     every: Option<Duration>,
@@ -93,7 +93,7 @@ struct Wish {
 }
 
 impl Wish {
-    /// The words are told apart by what they are: `larder status 1 10` is of all VMs, unless there is one called `1`.
+    /// Tells the words apart by their form: `larder status 1 10` is about all VMs, unless there is a VM called `1`.
     fn read(words: [Option<OsString>; 3]) -> anyhow::Result<Self> {
         let is_number = |word: &OsString| {
             word.to_str()
@@ -119,7 +119,7 @@ impl Wish {
     }
 }
 
-/// Why a VM that was asked for cannot be told of.
+/// Explains why a requested VM has no state to show.
 fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
     match vm.name.contains('/') || !is_not_served(&error) {
         true => error.into(),
@@ -127,7 +127,7 @@ fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
     }
 }
 
-/// What is said of a VM that is not served, and what can be done.
+/// Returns the message for a VM that is not served, with advice.
 pub(crate) fn not_served(name: &str, control: &Path) -> String {
     let why = format!("{name} is not served: nobody listens on {}", control.display());
     let file = path_of(Path::new(name)).ok();
@@ -145,7 +145,7 @@ pub(crate) fn not_served(name: &str, control: &Path) -> String {
     }
 }
 
-/// What serves a VM of this user, for him to type.
+/// Returns the command that serves a VM of this user.
 fn server_of(name: &str) -> String {
     match rustix::process::geteuid().is_root() && Path::new("/run/systemd/system").exists() {
         true => format!("`systemctl start larder@{name}` serves it"),
@@ -153,13 +153,13 @@ fn server_of(name: &str) -> String {
     }
 }
 
-/// Whether this user may not look where a VM of that name may be.
+/// Returns true if the host has a VM of that name that this user may not inspect.
 fn is_of_host(name: &str) -> bool {
     let file = Path::new(OF_HOST).join(format!("{name}.toml"));
     !rustix::process::geteuid().is_root() && file.exists()
 }
 
-/// The VM of that name, or what listens at that path.
+/// Returns the VM of that name, or the server at that path.
 fn vm_of(word: &OsString) -> Found {
     let name = word.to_string_lossy().into_owned();
     let control = match name.contains('/') {

@@ -1,4 +1,4 @@
-//! What disks and memory do in an interval, again and again, with the words of iostat.
+//! Activity of disks and memory at intervals, with iostat's column names.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::moves;
 use crate::output::print;
 use crate::rates::{Sampler, ask_all, is_not_served, table};
 
-/// Tells of one VM, or of all that there are, `every` so often, `count` times.
+/// Reports one VM, or all VMs, `count` times at the interval `every`.
 pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, output: Output) -> anyhow::Result<ExitCode> {
     let mut sampler = Sampler::default();
     let mut memory_sampler = MemorySampler::default();
@@ -53,17 +53,19 @@ pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, outpu
         if count.is_some_and(|count| round >= count) {
             return Ok(ExitCode::SUCCESS);
         }
-        // What it takes to ask does not add up.
+        // The next time is computed from the start, so that the duration of the queries does not add up.
         let next = begun + every.mul_f64(round as f64);
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
     }
 }
 
-/// Disks by their VMs, and memory likewise.
+/// Disks and memory states, both by VM.
 type Told = (Vec<(String, Vec<DiskState>)>, Vec<(String, MemoryState)>);
 
-/// The disks and the memory of one VM, or of all that are served. That one is not there, or any more, is an error if it was
-/// asked for.
+/// Returns the disks and the memory of one VM, or of all served VMs.
+///
+/// # Errors
+/// The requested VM is not served, or not any more.
 fn ask(vm: Option<&Found>) -> anyhow::Result<Told> {
     if let Some(vm) = vm {
         let asked = fetch_disks(&vm.control);

@@ -1,4 +1,4 @@
-//! The view as it is drawn.
+//! Drawing of the view.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use crate::memories::trouble;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// The histogram's bars are so long at most.
+/// Maximum length of the histogram's bars, in characters.
 const BAR_MAX: usize = 40;
 
-/// Moves that are told of at a time.
+/// Maximum number of moves that are shown.
 const MOVES_MAX: usize = 4;
 
 const HELP: &str = "\
@@ -147,7 +147,7 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         };
         TableRow::new(cells(view, row).map(Cell::from)).style(style)
     });
-    // What is said at the end has what room is left.
+    // The last column takes the remaining width.
     let mut widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 9, 6, 0].map(Constraint::Max);
     widths[13] = Constraint::Fill(1);
     let bold = Style::new().add_modifier(Modifier::BOLD);
@@ -155,7 +155,7 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     frame.render_widget(Table::new(lines, widths).header(header), area);
 }
 
-/// A number's name is above the number.
+/// Returns a column's heading, aligned like the column: text left, numbers right.
 pub(super) fn aligned(name: &'static str) -> Text<'static> {
     match name {
         "vm" | "disk" | "" => Text::from(name),
@@ -218,7 +218,7 @@ fn time(seconds: f64) -> String {
     }
 }
 
-/// One disk: what it is, how long requests took since the last look, and its caches at work.
+/// Formats the detail page of a disk: its properties, the latencies since the last update, and its caches' activity.
 fn disk_text(view: &View, place: usize) -> Vec<Line<'static>> {
     let (rates, (disk, before)) = (&view.seen.sample.rates[place].rates, &view.seen.sample.disks[place]);
     let mut lines = vec![
@@ -267,7 +267,7 @@ fn rates_line(rates: &Rates) -> String {
     )
 }
 
-/// How many requests took how long, by powers of two.
+/// Formats histograms of the latencies of reads and writes, with bounds at powers of two.
 fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> {
     let power = |bucket: &LatencyBucket| bucket.below_ns.map_or(64, |below| below.next_power_of_two().ilog2());
     let powers = || reads.iter().chain(writes).filter(|bucket| bucket.count > 0).map(power);

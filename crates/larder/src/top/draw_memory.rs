@@ -1,4 +1,4 @@
-//! The memory of VMs as it is drawn.
+//! Drawing of the VMs' memory.
 
 use larder_vm::control::memory_rates::FaultRates;
 use ratatui::Frame;
@@ -30,7 +30,7 @@ const COLUMNS: [&str; 12] = [
     "",
 ];
 
-/// A line for each VM whose memory is managed; whether it is chosen stands beside it.
+/// Draws a row for each VM whose memory is managed; the flag beside a row marks the selected one.
 pub(super) fn table(frame: &mut Frame<'_>, view: &View, rows: &[(bool, Row)], area: Rect) {
     let lines = rows.iter().filter_map(|(is_chosen, row)| {
         let Row::Memory(place) = row else { return None };
@@ -70,7 +70,7 @@ fn cells(seen: &MemorySeen) -> [Text<'static>; 12] {
     ]
 }
 
-/// All of the memory that is looked at.
+/// Formats the detail page of a VM's memory.
 pub(super) fn text(view: &View) -> Vec<Line<'static>> {
     let Page::Memory(vm) = &view.page else {
         return Vec::new();

@@ -22,18 +22,18 @@ use crate::rates::{Sample, Sampler, ask_all};
 use crate::status::rates;
 use view::{Key, View};
 
-/// How long a key waits at most.
+/// Interval at which keys and new samples are polled.
 const KEY_TIME: Duration = Duration::from_millis(50);
 
-/// What is seen of the host at a time.
+/// Sample of the whole host.
 #[derive(Default)]
 struct Seen {
     sample: Sample,
-    /// The memory of VMs, as far as it is managed.
+    /// Memory of the VMs for which it is managed.
     memories: Vec<MemorySeen>,
-    /// VMs that are moved, a line for each.
+    /// Moves of VMs, one line each.
     moves: Vec<String>,
-    /// VMs that give no answer, and what is said of that.
+    /// VMs that do not answer, with the error.
     troubles: Vec<(String, String)>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
     let (sender, seen) = mpsc::channel();
     let (more, wanted) = mpsc::channel();
     let thread = std::thread::Builder::new().name("larder-sampler".to_owned());
-    // Its own thread, because a VM that is stuck is waited for.
+    // Sampling has its own thread, because it waits for a VM that hangs.
     thread.spawn(move || look_again_and_again(every, &sender, &wanted))?;
     let mut terminal = ratatui::init();
     let ended = show(&mut terminal, &seen, &more, arguments.count);
@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Looks `every` so often, and whenever more is wanted at once, as long as somebody wants to see it.
+/// Samples the host at the interval `every`, and whenever a sample is requested, until the display ends.
 fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receiver<()>) {
     let mut sampler = Sampler::default();
     let mut memory_sampler = MemorySampler::default();
@@ -90,7 +90,7 @@ fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receive
     }
 }
 
-/// Shows what is seen until the user has seen enough, or so many times.
+/// Runs the display until the user quits, or until `count` samples were shown.
 fn show(
     terminal: &mut DefaultTerminal,
     seen: &Receiver<Seen>,
@@ -126,7 +126,7 @@ fn show(
             KeyCode::Char('q') => return Ok(()),
             KeyCode::Char('c') if control => return Ok(()),
             KeyCode::Char(' ') => {
-                // The thread ends with the program.
+                // The sampler ends only with the program, so sending does not fail.
                 let _ = more.send(());
                 continue;
             }

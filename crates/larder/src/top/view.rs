@@ -1,4 +1,4 @@
-//! What is on the screen: which rows, in which order, which of them is chosen, and what a key changes.
+//! State of the display: its rows, their order, the selected row, and the effect of keys.
 
 use larder_vm::control::rates::Rates;
 use larder_vm::control::state::DiskState;
@@ -6,7 +6,7 @@ use larder_vm::control::state::DiskState;
 use super::Seen;
 use crate::memories::MemorySeen;
 
-/// What a user wants.
+/// Meaning of a pressed key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Up,
@@ -25,7 +25,7 @@ pub(super) enum Key {
     Help,
 }
 
-/// What is looked at.
+/// Page that is displayed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum Page {
     /// All VMs.
@@ -37,11 +37,11 @@ pub(super) enum Page {
     Disk(String, String),
     /// The memory of all VMs.
     Memories,
-    /// That of one VM.
+    /// The memory of one VM.
     Memory(String),
 }
 
-/// What rows are sorted by, the largest first but for names.
+/// Sort key of the rows: names in ascending order, values in descending order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Order {
     #[default]
@@ -70,7 +70,7 @@ impl Order {
         Self::ALL[(place + 1) % Self::ALL.len()]
     }
 
-    /// The larger, the earlier.
+    /// Returns the value to sort by; larger values come first.
     fn weight(self, of: &Totals) -> f64 {
         match self {
             Self::Name => 0.0,
@@ -82,7 +82,7 @@ impl Order {
     }
 }
 
-/// What disks do together in a second.
+/// Total activity of several disks per second.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub(super) disks: usize,
@@ -91,13 +91,13 @@ pub(super) struct Totals {
     pub(super) read_bytes: f64,
     pub(super) written_bytes: f64,
     pub(super) errors: f64,
-    /// Requests under way on average.
+    /// Average number of requests in flight.
     pub(super) queue: f64,
-    /// Of the busiest one.
+    /// Utilization of the busiest disk, from 0 to 1.
     pub(super) utilization: f64,
-    /// Bytes that only caches have.
+    /// Bytes of dirty data, which only caches have.
     pub(super) dirty: u64,
-    /// Caches that have failed.
+    /// Number of failed caches.
     pub(super) failed: usize,
 }
 
@@ -124,7 +124,7 @@ impl Totals {
         }
     }
 
-    /// By Little's law.
+    /// Returns the average time of a request in seconds, by Little's law.
     pub(super) fn await_seconds(&self) -> f64 {
         match self.reads + self.writes {
             none if none <= 0.0 => 0.0,
@@ -133,14 +133,14 @@ impl Totals {
     }
 }
 
-/// A line of a table: of a VM, or of one of its disks, by its place among all that is seen.
+/// A row of a table. The number is an index into the sample's disks, memories or troubles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Row {
     Vm(String),
     Disk(usize),
-    /// The memory of a VM, likewise.
+    /// The memory of a VM.
     Memory(usize),
-    /// A VM that gives no answer.
+    /// A VM that does not answer.
     Trouble(usize),
 }
 
@@ -150,15 +150,16 @@ pub(super) struct View {
     pub(super) page: Page,
     pub(super) order: Order,
     pub(super) helps: bool,
-    /// The line that is chosen, and the first one that is shown.
+    /// Index of the selected row.
     pub(super) chosen: usize,
+    /// Index of the first visible row.
     pub(super) top: usize,
-    /// Lines that there is room for, as of the last time that it was drawn.
+    /// Number of visible rows at the last drawing.
     pub(super) room: usize,
 }
 
 impl View {
-    /// Something new is seen. What was chosen stays so, if it is still there.
+    /// Takes a new sample. The selected VM or disk stays selected, if it still exists.
     pub(super) fn see(&mut self, seen: Seen) {
         let chosen = self.rows().get(self.chosen).map(|row| self.name_of(row));
         self.seen = seen;
@@ -169,7 +170,7 @@ impl View {
         }
     }
 
-    /// The VM of a row, and its disk.
+    /// Returns the names of a row's VM and disk.
     pub(super) fn name_of(&self, row: &Row) -> (String, String) {
         match row {
             Row::Vm(vm) => (vm.clone(), String::new()),
@@ -182,7 +183,7 @@ impl View {
         }
     }
 
-    /// What the disks of a row do together.
+    /// Returns the total activity of a row's disks.
     pub(super) fn totals(&self, row: &Row) -> Totals {
         let mut totals = Totals::default();
         for (place, (rates, (disk, _))) in self.seen.sample.rates.iter().zip(&self.seen.sample.disks).enumerate() {
@@ -198,7 +199,7 @@ impl View {
         totals
     }
 
-    /// The rows of this page in their order.
+    /// Returns the rows of this page, in order.
     pub(super) fn rows(&self) -> Vec<Row> {
         let rates = &self.seen.sample.rates;
         let mut rows: Vec<Row> = match &self.page {
@@ -227,7 +228,7 @@ impl View {
             rows.sort_by_key(|row| self.name_of(row));
         } else {
             let weight = |row: &Row| match row {
-                // Of memory it is the time that is lost.
+                // Memory is sorted by the share of time lost.
                 Row::Memory(place) => self.seen.memories[*place].rates.some,
                 row => self.order.weight(&self.totals(row)),
             };
@@ -236,12 +237,12 @@ impl View {
         rows
     }
 
-    /// The memory of the VM `vm`, if it is managed.
+    /// Returns the memory of the VM `vm`, if it is managed.
     pub(super) fn memory_of(&self, vm: &str) -> Option<&MemorySeen> {
         self.seen.memories.iter().find(|memory| memory.vm == vm)
     }
 
-    /// The place of the disk that is looked at, if it is still there.
+    /// Returns the index of the displayed disk, if it still exists.
     pub(super) fn disk(&self) -> Option<usize> {
         let Page::Disk(vm, disk) = &self.page else { return None };
         let mut all = self.seen.sample.rates.iter();
@@ -250,7 +251,7 @@ impl View {
 
     pub(super) fn press(&mut self, key: Key) {
         if self.helps {
-            // Any key takes it away.
+            // Any key closes the help.
             self.helps = false;
             return;
         }
@@ -287,7 +288,7 @@ impl View {
         }
     }
 
-    /// Looks at what is chosen more closely; `at_once` at a disk.
+    /// Opens the selected row's page; with `at_once`, a VM's row opens the page of its first disk.
     fn enter(&mut self, at_once: bool) {
         let Some(row) = self.rows().get(self.chosen).cloned() else {
             return;
@@ -301,7 +302,7 @@ impl View {
                     self.go(Page::Disk(vm, disk));
                 }
             }
-            // A VM without disks has memory.
+            // A VM without disks is listed because of its memory.
             Row::Vm(_) if !self.seen.sample.rates.iter().any(|rates| rates.vm == vm) => self.go(Page::Memory(vm)),
             Row::Vm(_) => self.go(Page::Disks(Some(vm))),
             Row::Memory(_) => self.go(Page::Memory(vm)),
