@@ -1,4 +1,4 @@
-//! The control socket against its own description, by schemathesis: requests of all kinds that the OpenAPI document allows,
+//! The control socket against its OpenAPI document, by schemathesis: requests of all kinds that the document allows,
 //! and many that it does not.
 
 mod support;
@@ -11,11 +11,11 @@ use larder_bench::campaign::process::{Process, mortal};
 use serde_json::Value;
 use support::{LIMIT, larder, on_disk, on_tmpfs, run, tool};
 
-/// Requests of each kind and phase.
+/// Number of requests of each kind and phase.
 const EXAMPLES: &str = "60";
 
 #[test]
-fn the_control_socket_is_as_it_is_described() {
+fn control_socket_matches_openapi_document() {
     let (images, folder) = (on_disk(), on_tmpfs());
     let path = |name: &str| folder.path().join(name);
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
@@ -30,7 +30,7 @@ fn the_control_socket_is_as_it_is_described() {
     let raw = std::fs::File::create(images.path().join("disk.qcow2.raw"));
     raw.and_then(|raw| raw.set_len(8 << 20)).expect("an image");
     let mut command = Command::new(larder());
-    // Confined, so that no cache is made where such a request may want it.
+    // Confined, so that generated requests cannot create caches anywhere.
     command.args(["vm", "--confine"]).arg(path("web.toml"));
     let mut server = Process::start(command).expect("larder starts");
     server.wait_for(" ready ", LIMIT).expect("it serves");
@@ -46,7 +46,7 @@ fn the_control_socket_is_as_it_is_described() {
     };
     io(&["write -P 7 0 8M", "flush"]);
 
-    // schemathesis knows TCP only.
+    // schemathesis supports TCP only.
     let free = TcpListener::bind("127.0.0.1:0").and_then(|port| port.local_addr());
     let port = free.expect("a port").port();
     let mut socat = mortal("socat");
@@ -57,16 +57,16 @@ fn the_control_socket_is_as_it_is_described() {
     proxy.wait_for("listening on", LIMIT).expect("it listens");
 
     let wheels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testbed/wheels.sh");
-    // What pip warns of follows.
+    // pip's warnings follow the first line.
     let said = tool(&text(&wheels), &["api-tools"]);
     let tools = said.lines().next().expect("a folder");
     let mut schemathesis = Command::new(Path::new(tools).join("schemathesis"));
     schemathesis.current_dir(folder.path()).args(["run", "--no-color"]);
-    // Events have no end.
+    // The stream of events does not end.
     schemathesis.args([
         "--exclude-path",
         "/v1/events",
-        // Its steps belong together, and after some of them there is no disk to be asked for, or no server.
+        // The steps of a move depend on each other; after some of them there is no disk to query, or no server.
         "--exclude-path",
         "/v1/move",
         "--seed",
@@ -79,7 +79,7 @@ fn the_control_socket_is_as_it_is_described() {
     assert_eq!(code, Some(0), "{said}\n{}", server.output());
     drop(proxy);
 
-    // After all that the disk is as it was, and the server well.
+    // The disk is unchanged after all requests, and the server works.
     io(&["read -P 7 0 8M", "write -P 9 4M 1M", "read -P 9 4M 1M"]);
     let told = tool(
         "curl",

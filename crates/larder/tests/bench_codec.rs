@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 
 const PAGE: usize = 4096;
 const METHODS: [&str; 6] = ["lz4", "lz4-fast", "words-lz4", "zstd-fast", "zstd", "deflate"];
-/// A measurement that is short, and says nothing.
+/// Options of a short measurement, whose numbers are meaningless.
 const SHORT: [&str; 6] = ["--sample", "1MiB", "--seconds", "0.001", "--batch", "1,64"];
 
-/// Exit code, standard output, standard error.
+/// Runs the command; returns exit status, standard output and standard error.
 fn bench(arguments: &[&str]) -> (i32, String, String) {
     let mut command = Command::new(support::larder());
     let output = command.args(["bench", "codec"]).args(arguments).output();
@@ -34,7 +34,7 @@ fn bench_json(arguments: &[&str]) -> Value {
     serde_json::from_str(&out).expect("JSON")
 }
 
-/// The memory in `path`.
+/// Returns the measurement of the memory in `path`.
 fn of_file(path: &Path, sample: &str) -> Value {
     let path = path.to_str().expect("a path of text");
     let arguments = [
@@ -70,14 +70,14 @@ fn result<'a>(memory: &'a Value, method: &str, batch: impl Into<Value>) -> &'a V
     found.unwrap_or_else(|| panic!("{method}, {batch} is in {memory}"))
 }
 
-/// Pages, each of one word of its own.
+/// Returns pages that each consist of one repeated word, a different one for each page.
 fn numbered(pages: usize) -> Vec<u8> {
     (1..=pages as u64)
         .flat_map(|page| (page << 40 | page).to_le_bytes().repeat(PAGE / 8))
         .collect()
 }
 
-/// Bytes that no method makes fewer.
+/// Returns incompressible bytes.
 fn random(bytes: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {
@@ -89,8 +89,9 @@ fn random(bytes: usize) -> Vec<u8> {
     (0..bytes / 8).flat_map(|_| next().to_le_bytes()).collect()
 }
 
+/// Every method is measured with every kind of memory and every batch size.
 #[test]
-fn each_method_is_measured_with_each_kind_of_memory_and_each_size_of_batch() {
+fn methods_kinds_and_batches_are_measured() {
     let report = bench_json(&SHORT);
     let memories = list(&report["memories"]);
     let names: Vec<&Value> = memories.iter().map(|memory| &memory["name"]).collect();
@@ -134,8 +135,9 @@ fn each_method_is_measured_with_each_kind_of_memory_and_each_size_of_batch() {
     }
 }
 
+/// Each accelerator is either measured or listed as missing, with the reason.
 #[test]
-fn each_accelerator_is_measured_or_said_to_be_missing_with_the_reason() {
+fn accelerator_is_measured_or_missing() {
     let arguments = [&SHORT[..], &["--kind", "text", "--method", "deflate"]].concat();
     let report = bench_json(&arguments);
     let names = |of: &Value, key| -> BTreeSet<String> {
@@ -149,7 +151,7 @@ fn each_accelerator_is_measured_or_said_to_be_missing_with_the_reason() {
     for name in ["igzip", "qat", "iaa"] {
         assert!(there.contains(name) != missing.contains(name), "{name}: {report}");
     }
-    // Where igzip is missing, its method is not.
+    // Without igzip its method is still measured, by another implementation.
     assert!(there.contains("igzip") != there.contains("zlib-rs"), "{report}");
 
     let (code, out, err) = bench(&arguments);
@@ -180,7 +182,7 @@ fn each_accelerator_is_measured_or_said_to_be_missing_with_the_reason() {
 }
 
 #[test]
-fn people_get_a_table_of_what_they_ask_for() {
+fn text_table_has_requested_methods() {
     let (code, out, err) = bench(&[
         "--kind",
         "text",
@@ -220,13 +222,14 @@ fn people_get_a_table_of_what_they_ask_for() {
     );
 }
 
+/// A sample covers a memory file evenly, and leaves out a partial page at its end.
 #[test]
-fn a_file_of_memory_is_sampled_from_all_over_it() {
+fn memory_file_is_sampled_evenly() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("web.mem");
     let mut bytes = numbered(1024);
     bytes.extend(random(1024 * PAGE));
-    // Whoever wrote it was stopped within a page.
+    // The file ends within a page, as after an interrupted dump.
     bytes.extend([1; 100]);
     std::fs::write(&path, &bytes).expect("a file");
 
@@ -259,7 +262,7 @@ fn a_file_of_memory_is_sampled_from_all_over_it() {
         path.display()
     );
     assert_eq!((code, out.lines().next()), (0, Some(head.trim_end())));
-    // Other memory beside it only if that is wanted.
+    // Generated memory is measured in addition only on request.
     let arguments = [
         "--memory",
         path.to_str().expect("text"),
@@ -275,7 +278,7 @@ fn a_file_of_memory_is_sampled_from_all_over_it() {
     assert_eq!(both["memories"][1]["name"], "json");
 }
 
-/// QEMU with numbered pages from 1 MiB on in a guest of 16 MiB that has not begun, and what it wrote of it.
+/// Dumps, in each format, the memory of a QEMU with numbered pages from 1 MiB on in a stopped guest of 16 MiB.
 fn dumps(folder: &Path) {
     let pattern = folder.join("pattern");
     std::fs::write(&pattern, numbered(1024)).expect("a file");
@@ -311,7 +314,7 @@ fn dumps(folder: &Path) {
         json!({ "execute": "pmemsave", "arguments": { "val": 0, "size": 16 << 20, "filename": file("raw") } }),
         json!({ "execute": "quit" }),
     ] {
-        // In one piece: QEMU carries it out before the end of the line.
+        // Written in one piece, because QEMU executes a command before the end of its line.
         to.write_all(format!("{command}\n").as_bytes()).expect("QEMU reads");
         loop {
             let line = lines.next().expect("QEMU answers").expect("text");
@@ -325,16 +328,17 @@ fn dumps(folder: &Path) {
     assert!(qemu.wait().expect("QEMU ends").success());
 }
 
+/// Raw and ELF dumps that QEMU writes yield the same pages, aligned as in the guest.
 #[test]
-fn the_memory_in_qemus_dumps_is_the_guests() {
+fn qemu_dumps_yield_guest_memory() {
     let folder = support::on_tmpfs();
     dumps(folder.path());
     let raw = of_file(&folder.path().join("raw"), "1GiB");
     assert_eq!(raw["file-bytes"], 16 << 20);
-    // Ahead of the numbered pages the firmware is the only other thing that there may be.
+    // Apart from the numbered pages only the firmware may be non-uniform.
     let others = 4096.0 - number(&raw["uniform-pages"]);
     assert!(others < 256.0, "{raw}");
-    // A dump has the same pages, and the firmware's elsewhere; pages that were cut elsewhere would not be of one word.
+    // The dump has the same pages, with the firmware at other offsets. Pages at wrong offsets would not be uniform.
     let elf = of_file(&folder.path().join("elf"), "1GiB");
     assert!(number(&elf["file-bytes"]) >= f64::from(16 << 20), "{elf}");
     let others = number(&elf["file-bytes"]) / PAGE as f64 - number(&elf["uniform-pages"]);
@@ -348,7 +352,7 @@ fn the_memory_in_qemus_dumps_is_the_guests() {
     );
 }
 
-/// An ELF file of this class and type with two segments of `pages` each, which begin where no page does.
+/// Returns an ELF file of this class and type with two segments of `pages` pages each, at unaligned offsets.
 fn elf(class: u8, kind: u16, load: u32, pages: usize) -> Vec<u8> {
     let offsets = [777, 777 + pages * PAGE + 5];
     let mut file = b"\x7fELF".to_vec();
@@ -375,8 +379,9 @@ fn elf(class: u8, kind: u16, load: u32, pages: usize) -> Vec<u8> {
     file
 }
 
+/// A core dump's pages are read at the offsets of its segments; another ELF file is read as plain bytes.
 #[test]
-fn the_pages_of_a_core_dump_are_those_of_its_segments() {
+fn core_dump_pages_come_from_segments() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("core");
     std::fs::write(&path, elf(2, 4, 1, 100)).expect("a file");
@@ -385,13 +390,13 @@ fn the_pages_of_a_core_dump_are_those_of_its_segments() {
         assert_eq!(dump["file-bytes"], 200 * PAGE);
         assert_eq!(number(&dump["uniform-pages"]) * PAGE as f64, number(&dump["bytes"]));
     }
-    // A program is no dump: its pages are as they lie.
+    // An executable is no dump, so its bytes are read as they are.
     std::fs::write(&path, elf(2, 2, 1, 100)).expect("a file");
     assert_eq!(of_file(&path, "1GiB")["uniform-pages"], 0);
 }
 
 #[test]
-fn what_is_no_memory_is_refused() {
+fn file_without_memory_is_refused() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("memory");
     let name = path.to_str().expect("text");
@@ -459,7 +464,7 @@ fn what_is_no_memory_is_refused() {
 }
 
 #[test]
-fn wrong_options_are_told_what_there_is() {
+fn wrong_option_error_lists_valid_values() {
     for (arguments, expected) in [
         (
             ["--kind", "txt"],

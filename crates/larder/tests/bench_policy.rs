@@ -9,7 +9,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Exit code, standard output, standard error.
+/// Runs the command; returns exit status, standard output and standard error.
 fn bench(arguments: &[&str], trace: &Path) -> (i32, String, String) {
     let mut command = Command::new(support::larder());
     let output = command.args(["bench", "policy"]).args(arguments).arg(trace).output();
@@ -22,7 +22,7 @@ fn bench(arguments: &[&str], trace: &Path) -> (i32, String, String) {
     )
 }
 
-/// 2,000 blocks, each read ten times, as one request of four and six of one each time.
+/// Returns a trace of 2,000 blocks, each read ten times, in requests of four blocks and of one block.
 fn loop_trace() -> String {
     let mut text = String::new();
     for round in 0..10 {
@@ -40,8 +40,9 @@ fn result<'a>(size: &'a Value, policy: &str) -> &'a Value {
     found.unwrap_or_else(|| panic!("{policy} is in {size}"))
 }
 
+/// Larder's policy keeps part of a loop that is larger than the cache, where LRU has no hits.
 #[test]
-fn a_loop_is_kept_in_part_where_lru_keeps_nothing() {
+fn loop_hits_where_lru_thrashes() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("loop.lis");
     std::fs::write(&path, loop_trace()).expect("a trace");
@@ -58,14 +59,14 @@ fn a_loop_is_kept_in_part_where_lru_keeps_nothing() {
     assert_eq!(half["bytes"], 1_000 * 4096);
     assert_eq!(result(half, "LRU")["hits"], 0);
     assert_eq!(result(half, "LRU")["written-bytes"], 20_000 * 4096);
-    // All that fits is 9 of 10 reads of half of the lines.
+    // The optimum: 9 of 10 reads of half of the lines hit.
     let best = 9_000;
     let hits = result(half, "Larder")["hits"].as_u64().expect("a number");
     assert!((best / 2..=best).contains(&hits), "{hits} hits");
     for policy in ["LRU", "SIEVE", "S3-FIFO", "ARC"] {
         assert_eq!(result(whole, policy)["hits"], 18_000, "{policy}");
     }
-    // The curve knows at which size an LRU cache begins to hit.
+    // The curve shows from which size an LRU cache has hits.
     let curve = trace["miss-ratio-curve"].as_array().expect("points");
     let last = curve.last().expect("a point");
     assert!(
@@ -75,7 +76,7 @@ fn a_loop_is_kept_in_part_where_lru_keeps_nothing() {
 }
 
 #[test]
-fn people_get_tables() {
+fn text_output_has_tables() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("loop.lis");
     std::fs::write(&path, loop_trace()).expect("a trace");
@@ -97,7 +98,7 @@ fn people_get_tables() {
 }
 
 #[test]
-fn what_is_no_trace_is_refused() {
+fn invalid_trace_is_refused() {
     let folder = support::on_tmpfs();
     let path = folder.path().join("trace");
     let cases: [(&[u8], &[&str], &str); 5] = [

@@ -1,4 +1,4 @@
-//! Servers of disks with a cache are killed at random moments. `larder-bench kill --cache-mode` does the same for longer.
+//! Kills of servers of cached disks at random moments. `larder-bench kill --cache-mode` runs the same for longer.
 
 mod support;
 
@@ -13,9 +13,9 @@ use support::{larder, on_disk, on_tmpfs};
 
 const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, CacheMode::Wb];
 
-/// After a kill the next server serves what another program has written meanwhile, and all that was acknowledged, or refuses a
-/// write-back cache with data that the disk has not. Where nobody has written, it uses the cache at once.
-/// `larder-bench foreign-writes` does the same for longer.
+/// After a kill the next server serves all acknowledged writes and the writes that another program made meanwhile, or
+/// refuses a write-back cache with data that the disk lacks. Without foreign writes it uses the cache at once.
+/// `larder-bench foreign-writes` runs the same for longer.
 #[test]
 fn foreign_write_after_kill_is_served() {
     let (on_disk, in_memory) = (on_disk(), on_tmpfs());
@@ -39,7 +39,7 @@ fn foreign_write_after_kill_is_served() {
     );
 }
 
-/// A cache that is too small for all that the load touches.
+/// Returns a server whose cache is too small for the load's working set.
 fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
     Victim {
         cache: Some(CacheChoice {
@@ -50,8 +50,9 @@ fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
     }
 }
 
+/// No read returns stale data, and no acknowledged write is lost, in any cache mode.
 #[test]
-fn no_read_is_old_and_nothing_is_lost_when_the_server_of_a_disk_with_a_cache_is_killed() {
+fn killed_cached_disk_loses_nothing() {
     for (seed, mode) in (1..).zip(MODES) {
         let (folder, sockets) = (on_disk(), on_tmpfs());
         let image = folder.path().join("disk.raw");
@@ -71,8 +72,9 @@ fn no_read_is_old_and_nothing_is_lost_when_the_server_of_a_disk_with_a_cache_is_
     }
 }
 
+/// No read returns stale data after kills of a server with all layers: qcow2, cache and read-ahead.
 #[test]
-fn no_read_is_old_when_the_server_of_all_layers_together_is_killed() {
+fn killed_full_stack_returns_current_data() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.qcow2");
     let victim = Victim {
@@ -87,8 +89,9 @@ fn no_read_is_old_when_the_server_of_all_layers_together_is_killed() {
     assert_eq!(report.kills, 2);
 }
 
+/// fio verifies its writes after the server of a cached disk was killed, in every cache mode.
 #[test]
-fn fio_finds_what_it_had_written_when_the_server_of_a_disk_with_a_cache_is_killed() {
+fn fio_verifies_after_cached_server_kill() {
     for (seed, mode) in (1..).zip(MODES) {
         let (folder, sockets) = (on_disk(), on_tmpfs());
         let image = folder.path().join("disk.raw");
@@ -99,8 +102,9 @@ fn fio_finds_what_it_had_written_when_the_server_of_a_disk_with_a_cache_is_kille
     }
 }
 
+/// Guests whose disks have caches notice only a pause when their servers are killed.
 #[test]
-fn guests_whose_disks_have_caches_notice_only_a_pause_when_their_servers_are_killed() {
+fn guest_survives_kills_of_cached_server() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.raw");
     let (victim, mut random) = (cached(CacheMode::Wt, guest_kills::WORKING_SET), Random::new(2));

@@ -1,5 +1,5 @@
-//! The files that an image's header names: a service opens those that its VM's file names and no others; a command line follows
-//! the header, as far as the caller's rights go, and can write down where it led.
+//! The files that an image's header names. A service opens those that its VM's file names, and no others. A command
+//! line follows the header, as far as the caller's rights go, and can record the chain.
 
 mod support;
 
@@ -36,14 +36,14 @@ impl Place {
         self.images.path().join(name)
     }
 
-    /// A raw image of 1 MiB that is full of `byte`.
+    /// Creates a raw image of 1 MiB that is full of `byte`.
     fn raw(&self, name: &str, byte: u8) -> PathBuf {
         let path = self.image(name);
         fs::write(&path, vec![byte; 1 << 20]).expect("room");
         path
     }
 
-    /// A qcow2 image of 1 MiB whose header names `backing`, which need not be there.
+    /// Creates a qcow2 image of 1 MiB whose header names `backing`, which need not exist.
     fn overlay(&self, name: &str, backing: &str, format: &str) -> PathBuf {
         let path = self.image(name);
         let options = [
@@ -63,7 +63,7 @@ impl Place {
         path
     }
 
-    /// A qcow2 image of 1 MiB with an external data file.
+    /// Creates a qcow2 image of 1 MiB with an external data file.
     fn with_data_file(&self, name: &str, data_file: &Path) -> PathBuf {
         let path = self.image(name);
         let option = format!("data_file={}", text(data_file));
@@ -74,7 +74,7 @@ impl Place {
         path
     }
 
-    /// `larder vm` for a VM with one disk, of which `lines` say more than where it is served.
+    /// Returns a `larder vm` command for a VM with one disk, which `lines` configure apart from its sockets.
     fn vm(&self, lines: &str) -> Command {
         let file = self.sockets.path().join("web.toml");
         let all = format!("control = \"control\"\n[[disk]]\nsocket = \"vda\"\n{lines}\n");
@@ -85,7 +85,7 @@ impl Place {
     }
 }
 
-/// The command must end with an error that has all of `words`.
+/// Asserts that the command fails with an error that contains all of `words`; returns the output.
 fn refused(command: Command, words: &[&str]) -> String {
     let (code, said) = run(command);
     assert_eq!(code, Some(2), "{said}");
@@ -95,7 +95,7 @@ fn refused(command: Command, words: &[&str]) -> String {
     said
 }
 
-/// The command must serve; what it has said when it was told to end.
+/// Asserts that the command serves; stops it, and returns its output.
 fn serves(command: Command) -> String {
     let mut process = Process::start(command).expect("starts");
     process.wait_for("serving", LIMIT).expect("serves");
@@ -104,7 +104,8 @@ fn serves(command: Command) -> String {
     process.output()
 }
 
-/// Whatever a header names, a service opens what its VM's file names, and says which line would allow more.
+/// Whatever a header names, a service opens only files that its VM's file names, and reports the line that would
+/// allow more.
 #[test]
 fn service_opens_only_files_of_its_vm_file() {
     let place = Place::new();
@@ -144,13 +145,13 @@ fn service_opens_only_files_of_its_vm_file() {
     let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&secret));
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"\n{line}", text(&by_file));
     serves(place.vm(&lines));
-    // A line that no header calls for.
+    // A line for a backing file that the header does not name.
     tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
     refused(
         place.vm(&lines),
         &["its header names no backing file, and the VM's file names"],
     );
-    // Special files are refused even where they are named.
+    // Special files are refused even if the VM's file names them.
     let lines = format!(
         "image = \"{}\"\nformat = \"qcow2\"\nbacking = [{{ image = \"/dev/zero\", format = \"raw\" }}]",
         text(&by_device)
@@ -158,7 +159,7 @@ fn service_opens_only_files_of_its_vm_file() {
     refused(place.vm(&lines), &["/dev/zero is a character device"]);
 }
 
-/// The format is the VM's file's to say, for the image and for its backing file.
+/// The VM's file must give the format of the image and of its backing file.
 #[test]
 fn service_never_guesses_a_format() {
     let place = Place::new();
@@ -182,7 +183,7 @@ fn service_never_guesses_a_format() {
     serves(place.vm(&line("raw")));
 }
 
-/// `--check` prints what the file of a VM has to say of a whole chain.
+/// `--check` prints the lines that allow a whole chain in the VM's file.
 #[test]
 fn check_prints_lines_that_allow_the_chain() {
     let place = Place::new();
@@ -206,9 +207,9 @@ fn check_prints_lines_that_allow_the_chain() {
     serves(place.vm(&all));
 }
 
-/// `--pin` adds what a file of an earlier version lacks, and only that.
+/// `--pin` adds the lines that a file of an earlier version lacks, and nothing else.
 #[test]
-fn pin_adds_what_the_file_of_a_vm_lacks() {
+fn pin_adds_missing_lines() {
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let image = place.overlay("top.qcow2", "base.raw", "raw");
@@ -242,7 +243,7 @@ fn pin_adds_what_the_file_of_a_vm_lacks() {
     let (code, said) = run(pin_again);
     assert!(code == Some(0) && said.contains("nothing is to be added"), "{said}");
     assert_eq!(fs::read_to_string(&file).expect("is there"), now);
-    // A format that no header says is for a person to say.
+    // A format that no header names has to be added by the user.
     tool(
         "qemu-img",
         &[
@@ -263,19 +264,19 @@ fn pin_adds_what_the_file_of_a_vm_lacks() {
     refused(pin(), &["no header says the format", "format = \"?\""]);
 }
 
-/// Makes a qcow2 image's header name its backing file without a format: by taking the type of the extension that says it.
+/// Removes the format of the backing file from a qcow2 image's header, by changing the type of its extension.
 fn without_backing_format(image: &Path) {
     let mut bytes = fs::read(image).expect("is read");
     let at = bytes
         .windows(4)
         .position(|word| word == 0xe279_2aca_u32.to_be_bytes())
         .expect("the extension of the backing format");
-    // One that readers pass over.
+    // An unknown type, which readers skip.
     bytes[at..at + 4].copy_from_slice(&0x1234_5678_u32.to_be_bytes());
     fs::write(image, bytes).expect("is written");
 }
 
-/// A backing file without a format is not guessed by a service, and messages do not invent one.
+/// A service does not guess the format of a backing file that no header names, and its messages do not invent one.
 #[test]
 fn service_does_not_guess_formats_of_backing_files() {
     let place = Place::new();
@@ -291,7 +292,7 @@ fn service_does_not_guess_formats_of_backing_files() {
     serves(place.vm(&format!("{lines}\n{line}")));
 }
 
-/// What the file says of a raw image's other files makes no sense, and is refused.
+/// Lines about other files are refused for a raw image.
 #[test]
 fn raw_images_lead_to_no_other_file() {
     let place = Place::new();
@@ -308,9 +309,9 @@ fn raw_images_lead_to_no_other_file() {
     );
 }
 
-/// `--check` and the lines that it prints open what is on this host, and connect nowhere.
+/// `--check`, and the lines that it prints, open files of this host only, and make no connections.
 #[test]
-fn check_connects_to_nobody() {
+fn check_makes_no_connections() {
     let place = Place::new();
     let server = place.sockets.path().join("nbd");
     let listener = UnixListener::bind(&server).expect("binds");
@@ -329,7 +330,7 @@ fn check_connects_to_nobody() {
     assert!(listener.accept().is_err(), "nobody connected");
 }
 
-/// A command line follows the headers, and says where they lead; or does not; or does as they led before.
+/// A command line follows the headers and reports the chain; or refuses it; or holds it to the recorded one.
 #[test]
 fn command_line_follows_reports_and_pins_chains() {
     let place = Place::new();
@@ -370,7 +371,7 @@ fn command_line_follows_reports_and_pins_chains() {
         disk_serve(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
         &["it is of", text(&image)],
     );
-    // The file is another's to write, or cannot be one.
+    // The file of the chain is writable by others, or is invalid.
     fs::set_permissions(&pin, fs::Permissions::from_mode(0o666)).expect("is ours");
     refused(command(&["--pin-chain", text(&pin)]), &["other users may write to it"]);
     let link = place.image("link.chain");
@@ -392,9 +393,9 @@ fn command_line_follows_reports_and_pins_chains() {
     assert!(place.image("relative.chain").exists());
 }
 
-/// What another user's image names is opened by root only if root says so.
+/// Root opens the files that another user's image names only with `--trust-image`.
 #[test]
-fn root_does_not_open_what_another_users_image_names() {
+fn root_distrusts_other_users_image() {
     need_root("image of another user");
     let place = Place::new();
     let base = place.raw("base.raw", 7);
@@ -425,16 +426,16 @@ fn root_does_not_open_what_another_users_image_names() {
     let (_, said) = run(disk(&["check", text(&image), "--trust-image"]));
     assert!(!said.contains("not looked at"), "{said}");
 
-    // Nor if anybody could have written the header.
+    // The same holds if anybody could have written the header.
     std::os::unix::fs::chown(&image, Some(0), None).expect("we are root");
     fs::set_permissions(&image, fs::Permissions::from_mode(0o666)).expect("is ours");
     all.pop();
     refused(disk_serve(&all), &["any user may write to it", "--trust-image"]);
 }
 
-/// A cache of another user says where root would write: root has to say the same.
+/// Another user's cache names the image to which root would write, so root has to name the same image.
 #[test]
-fn root_writes_no_cache_back_to_where_another_user_says() {
+fn foreign_cache_flush_needs_confirmation() {
     need_root("cache of another user");
     let place = Place::new();
     let image = place.raw("disk.raw", 7);
@@ -443,7 +444,7 @@ fn root_writes_no_cache_back_to_where_another_user_says() {
     let server = serve(&image, place.sockets.path(), &options);
     let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
     works(&mut guest, 1);
-    // This kills it.
+    // Dropping the server kills it.
     drop(server);
     std::os::unix::fs::chown(&cache, Some(65534), None).expect("we are root");
     let flush = |options: &[&str]| {
@@ -461,7 +462,7 @@ fn root_writes_no_cache_back_to_where_another_user_says() {
     assert_eq!(code, Some(0), "{said}");
 }
 
-/// `disk info` reads an image's own header, and connects nowhere.
+/// `disk info` reads an image's own header, and makes no connections.
 #[test]
 fn disk_info_opens_the_image_alone() {
     let place = Place::new();

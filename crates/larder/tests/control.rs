@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use support::{LIMIT, disk_serve, image, larder, on_disk, on_tmpfs, run, tool};
 use tempfile::TempDir;
 
-/// A server with its sockets in a folder of its own.
+/// A server with its sockets in its own directory.
 struct Served {
     folder: TempDir,
     process: Process,
@@ -34,7 +34,8 @@ impl Served {
         Self { folder, process }
     }
 
-    /// A qcow2 image of 64 MiB full of data in `folder`, on a disk: nothing is fetched that is in the host's memory.
+    /// Serves a qcow2 image of 64 MiB full of data in `folder`, which is on a disk: data in the host's memory is not
+    /// prefetched.
     fn of_data(folder: &TempDir) -> Self {
         let image = folder.path().join("disk.qcow2");
         tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
@@ -46,7 +47,7 @@ impl Served {
         control(self.folder.path())
     }
 
-    /// What `larder status` says of the only disk.
+    /// Returns the state of the only disk from `larder status`.
     fn disk(&self) -> Value {
         let (code, said) = status(&self.control(), &["--output", "json"]);
         assert_eq!(code, Some(0), "{said}");
@@ -55,7 +56,7 @@ impl Served {
         all["disks"][0].clone()
     }
 
-    /// What has been done, once the fetches that are on their way have ended.
+    /// Returns the read-ahead statistics, once the fetches in flight have ended.
     fn prefetch(&self) -> Prefetch {
         let now = || self.disk()["prefetch"].clone();
         let mut told = now();
@@ -86,17 +87,17 @@ impl Served {
         tool("qemu-io", &[all.as_slice(), &[&uri]].concat());
     }
 
-    /// Sends what is no proper request; the answer.
+    /// Sends an invalid request, and returns the answer.
     fn send(&self, bytes: &[u8]) -> String {
         let mut client = UnixStream::connect(self.control()).expect("connects");
-        // The server may have had enough before it has all, and close.
+        // The server may close the connection before it has read everything.
         let _ = client.write_all(bytes);
         let mut answer = Vec::new();
         let _ = client.read_to_end(&mut answer);
         String::from_utf8(answer).expect("text")
     }
 
-    /// What curl gets: the headers, and the body.
+    /// Returns curl's result: the headers, and the body.
     fn curl(&self, arguments: &[&str]) -> (String, String) {
         let control = self.control();
         let all = ["--silent", "--include", "--unix-socket", text(&control)];
@@ -106,7 +107,7 @@ impl Served {
     }
 }
 
-/// What a disk's read-ahead has done.
+/// Read-ahead statistics of a disk.
 struct Prefetch(Value);
 
 impl Prefetch {
@@ -116,7 +117,7 @@ impl Prefetch {
             .unwrap_or_else(|| panic!("no {name} in {}", self.0))
     }
 
-    /// Reads of 4 KiB or so that have passed it.
+    /// Returns the number of reads of about 4 KiB that read-ahead has handled.
     fn reads(&self) -> u64 {
         ["hits", "partial_hits", "waits", "misses"]
             .map(|name| self.get(name))
@@ -137,7 +138,7 @@ fn control(folder: &Path) -> PathBuf {
     folder.join("c")
 }
 
-/// Exit code and what was said.
+/// Runs `larder status`; returns the exit status and the output.
 fn status(control: &Path, options: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(larder());
     command.arg("status").arg(control).args(options);
@@ -145,7 +146,7 @@ fn status(control: &Path, options: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
+fn prefetch_statistics_match_client_reads() {
     let disk = on_disk();
     let served = Served::of_data(&disk);
     let at_first = served.prefetch();
@@ -164,22 +165,23 @@ fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
         serde_json::json!({"now": 1, "forward": 1, "backward": 0, "strided": 0})
     );
 
-    // In no order, and one too long.
+    // Random reads, and one that is too long.
     served.io(&["read 40M 4k", "read 20M 4k", "read 50M 4k", "read 10M 256k"]);
     let without = served.prefetch();
     assert_eq!(without.get("misses"), in_order.get("misses") + 3);
     assert_eq!(without.get("bypassed"), in_order.get("bypassed") + 1);
     assert_eq!(without.get("fetched"), in_order.get("fetched"));
 
-    // Over what lies ready for the reader.
+    // A write over data that was prefetched for the reader.
     served.io(&["write -P 8 4096000 4k"]);
     let written = served.prefetch();
     assert_eq!(written.get("wasted"), 4096);
     assert_eq!(written.get("unread"), without.get("unread") - 4096);
 }
 
+/// Prefetched data is dropped between clients, so that other programs' writes to an export are seen.
 #[test]
-fn what_others_write_to_an_export_is_seen_by_the_next_client() {
+fn next_client_sees_foreign_writes() {
     let (disk, sockets) = (on_disk(), on_tmpfs());
     let image = disk.path().join("disk.raw");
     tool("qemu-img", &["create", "-q", "-f", "raw", text(&image), "64M"]);
@@ -207,13 +209,13 @@ fn what_others_write_to_an_export_is_seen_by_the_next_client() {
     let after = served.prefetch();
     assert!(after.get("fetched") > after.get("used"), "{}", after.0);
     assert_eq!(after.get("unread"), 0, "{}", after.0);
-    // Behind what was read, where more had been fetched.
+    // The write is after the data that was read, within the prefetched range.
     tool("qemu-io", &["-f", "raw", "-c", "write -P 9 1M 64k", &export]);
     served.io(&["read -P 9 1M 4k", "read -P 9 1028k 4k", "read -P 9 1032k 4k"]);
 }
 
 #[test]
-fn people_are_told_what_programs_are() {
+fn text_output_matches_json() {
     let disk = on_disk();
     let mut served = Served::of_data(&disk);
     served.read_in_order(256);
@@ -245,7 +247,7 @@ fn people_are_told_what_programs_are() {
 }
 
 #[test]
-fn a_disk_is_told_as_it_is_served() {
+fn status_reports_disk_options() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &["--prefetch", "off", "--block-size", "4096"]);
@@ -271,7 +273,7 @@ fn a_disk_is_told_as_it_is_served() {
 }
 
 #[test]
-fn a_wrong_request_is_told_what_is_wrong() {
+fn invalid_request_gets_explanation() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
@@ -292,7 +294,7 @@ fn a_wrong_request_is_told_what_is_wrong() {
     }
     let (head, body) = served.curl(&["--head", "http://localhost/v1/disks"]);
     assert!(head.starts_with("HTTP/1.1 200 ") && body.is_empty(), "{head} {body}");
-    // Who has said all may close its end; older clients name no host.
+    // A client may shut down its write side after the request; HTTP/1.0 clients send no host.
     let mut client = UnixStream::connect(served.control()).expect("connects");
     client.write_all(b"GET /v1/disks HTTP/1.0\r\n\r\n").expect("takes it");
     client.shutdown(std::net::Shutdown::Write).expect("can be closed");
@@ -321,7 +323,7 @@ fn a_wrong_request_is_told_what_is_wrong() {
 }
 
 #[test]
-fn a_change_that_cannot_be_made_is_refused_with_the_reason() {
+fn impossible_patch_is_refused_with_reason() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
@@ -396,7 +398,7 @@ fn a_change_that_cannot_be_made_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_a_guest_asks_for_is_counted_to_the_byte() {
+fn guest_requests_are_counted_exactly() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 16 << 20);
     let served = Served::start(folder, &disk, &[]);
@@ -421,16 +423,16 @@ fn what_a_guest_asks_for_is_counted_to_the_byte() {
     assert_eq!(of("write"), (1, 64 << 10));
     assert_eq!(of("write_zeroes"), (1, 1 << 20));
     assert_eq!(of("discard"), (1, 2 << 20));
-    // qemu-io flushes when it ends, too.
+    // qemu-io also flushes when it exits.
     assert!(of("flush").0 >= 1, "{requests}");
     assert_eq!(requests["under_way"], 0);
-    // Whatever has waited for the disk is timed.
+    // Only requests that waited for the disk are timed.
     let (write, busy) = (&requests["write"]["latency"], &requests["busy_ns"]);
     assert!(write["sum_ns"].as_u64() <= busy.as_u64(), "{requests}");
 }
 
 #[test]
-fn limits_and_read_ahead_change_while_the_disk_is_used() {
+fn limits_and_prefetch_change_at_runtime() {
     let disk = on_disk();
     let served = Served::of_data(&disk);
     let patch = |body: Value| {
@@ -465,8 +467,9 @@ fn limits_and_read_ahead_change_while_the_disk_is_used() {
     assert_eq!((again.get("memory_limit"), again.get("ahead")), (8 << 20, 64 << 10));
 }
 
+/// Events are streamed as they happen; a client that reconnects gets the ones it missed, without duplicates.
 #[test]
-fn events_are_told_as_they_happen_and_those_before_to_who_comes_later() {
+fn events_are_streamed_and_resumed() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let mut served = Served::start(folder, &disk, &[]);
@@ -505,12 +508,12 @@ fn events_are_told_as_they_happen_and_those_before_to_who_comes_later() {
     let (event, last) = until(&mut first, "iops-total=1000");
     assert_eq!(event["about"]["disk"], text(&disk));
     set("2000");
-    // Who comes again hears what was in between, and nothing twice.
+    // A client that reconnects gets the events in between, and none twice.
     let mut again = listen(&last);
     let (_, next) = until(&mut again, "iops-total=");
     let number = |id: &str| id.rsplit_once('-').and_then(|(_, number)| number.parse::<u64>().ok());
     assert_eq!(number(&next), number(&last).map(|number| number + 1));
-    // Those who take nothing, and those who are too many, do no harm.
+    // Subscribers that do not read, and too many of them, do no harm.
     let crowd: Vec<_> = (0..40).map(|_| listen("")).collect();
     set("3000");
     until(&mut first, "iops-total=3000");
@@ -522,13 +525,14 @@ fn events_are_told_as_they_happen_and_those_before_to_who_comes_later() {
     drop(crowd);
 }
 
+/// Hostile clients of the control socket block neither queries of the disk nor the server's exit.
 #[test]
-fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
+fn hostile_clients_block_nothing() {
     let disk = on_disk();
     let mut served = Served::of_data(&disk);
     let connect = || UnixStream::connect(served.control()).expect("connects");
     let mut crowd: Vec<UnixStream> = (0..300).map(|_| connect()).collect();
-    // The last 64 have a place.
+    // The last 64 connections are kept.
     for client in &mut crowd[..236] {
         assert!(matches!(client.read(&mut [0]), Ok(0) | Err(_)), "it is still there");
     }
@@ -540,14 +544,14 @@ fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
             2 => b"GET ",
             _ => b"",
         };
-        // It may have been turned away.
+        // The connection may have been closed by the server.
         let _ = client.write_all(rubbish);
     }
     served.io(&["read -P 7 0 1M", "write -P 9 32M 1M", "read -P 9 32M 1M"]);
     served.disk();
     drop(crowd);
     served.disk();
-    // These are there at its end.
+    // These clients are connected when the server exits.
     let mut crowd: Vec<UnixStream> = (0..10)
         .map(|_| UnixStream::connect(served.control()).expect("connects"))
         .collect();
@@ -559,8 +563,9 @@ fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
     assert!(!served.control().exists());
 }
 
+/// Idle clients do not keep others from an answer: they are disconnected for newer ones, or after a timeout.
 #[test]
-fn idle_clients_keep_nobody_from_an_answer_and_lose_their_places() {
+fn idle_clients_are_disconnected() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
@@ -569,7 +574,7 @@ fn idle_clients_keep_nobody_from_an_answer_and_lose_their_places() {
     for _ in 0..20 {
         served.disk();
     }
-    // Twenty of them have made room, the others are too late by and by.
+    // Twenty of them were disconnected for newer clients, the others by the timeout.
     for mut client in idle {
         let mut said = String::new();
         let _ = client.read_to_string(&mut said);
@@ -577,8 +582,9 @@ fn idle_clients_keep_nobody_from_an_answer_and_lose_their_places() {
     }
 }
 
+/// `larder status` retries when the server closes the connection without an answer, and in the end reports that.
 #[test]
-fn who_is_hung_up_on_asks_again_and_says_so_in_the_end() {
+fn status_retries_closed_connection() {
     let folder = on_tmpfs();
     let path = control(folder.path());
     let listener = UnixListener::bind(&path).expect("binds");
@@ -586,7 +592,7 @@ fn who_is_hung_up_on_asks_again_and_says_so_in_the_end() {
         for number in 0..times {
             let (mut client, _) = listener.accept().expect("a client");
             if number % 2 == 0 {
-                // After the request, and before it.
+                // The connection is closed alternately after the request and before it.
                 let _ = client.read(&mut [0; 1024]);
             }
         }
@@ -598,7 +604,7 @@ fn who_is_hung_up_on_asks_again_and_says_so_in_the_end() {
             let _ = client.read(&mut [0; 1024]).expect("a request");
             let answer = "HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{\"disks\":[]}";
             client.write_all(answer.as_bytes()).expect("takes it");
-            // It is asked for memory, too.
+            // The client also queries the memory.
             let (mut client, _) = listener.accept().expect("a client");
             let _ = client.read(&mut [0; 1024]).expect("a request");
             let none = r#"{"error":"there is no /v1/memory"}"#;
@@ -619,7 +625,7 @@ fn who_is_hung_up_on_asks_again_and_says_so_in_the_end() {
 }
 
 #[test]
-fn only_its_user_may_use_the_socket_whatever_the_umask() {
+fn socket_is_private_whatever_the_umask() {
     for umask in ["0", "022", "077"] {
         let folder = on_tmpfs();
         let disk = image(folder.path(), 1 << 20);
@@ -642,8 +648,9 @@ fn only_its_user_may_use_the_socket_whatever_the_umask() {
     }
 }
 
+/// A file at the socket's path is left alone, unless it is the socket of a server that has exited.
 #[test]
-fn what_is_in_the_socket_s_place_is_left_alone_unless_it_is_a_dead_server_s() {
+fn only_dead_servers_socket_is_replaced() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let path = control(folder.path());
@@ -675,7 +682,7 @@ fn what_is_in_the_socket_s_place_is_left_alone_unless_it_is_a_dead_server_s() {
 }
 
 #[test]
-fn who_asks_in_the_wrong_place_is_told_where_to_ask() {
+fn wrong_socket_error_names_right_one() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let dead = folder.path().join("dead");

@@ -214,7 +214,7 @@ pub(crate) struct LibvirtHookArguments {
     /// Operation that libvirt performs on the domain: prepare, release or reconnect; any other does nothing
     #[arg(value_name = "OPERATION", allow_hyphen_values = true)]
     pub(crate) operation: String,
-    /// Whether the operation begins or ends
+    /// Phase of the operation: begin or end
     #[arg(value_name = "MOMENT", allow_hyphen_values = true)]
     pub(crate) moment: String,
     /// Ignored
@@ -501,7 +501,7 @@ impl From<FormatName> for Format {
 /// Other files that an image may have opened.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackingChain {
-    /// Those that its header names, as QEMU does
+    /// Files that its header names, as QEMU does
     Follow,
     /// None: an image that names any is refused
     None,

@@ -1,13 +1,13 @@
-//! Whether one more VM would fit, told by the exit code. Each looks at a host of its own, a PID namespace, where there are
-//! no other VMs.
+//! `larder advise --would-fit`: whether one more VM fits, as reported by the exit status. Each test measures its own
+//! PID namespace, so that no other VMs are seen.
 
 use std::process::Command;
 
 use crate::support::{larder, need_root, run};
 use crate::{FAKE, STARTED};
 
-/// `larder advise --for 200ms` with these words, where one VM runs that has these words, or none; exit code, and what was
-/// said.
+/// Runs `larder advise --for 200ms` with `words`, while one VM with the command line `vm` runs, or none. Returns the
+/// exit status and the output.
 fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
     need_root("to see no other processes in a PID namespace");
     let script = r#"
@@ -28,7 +28,7 @@ fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
     run(command)
 }
 
-/// The words of a VM with twice the memory of the host.
+/// Returns the command line of a VM with twice the memory of the host.
 fn twice_the_host() -> String {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("procfs");
     let total = meminfo
@@ -38,13 +38,15 @@ fn twice_the_host() -> String {
     format!("-name web,debug-threads=on -m {}k", kib * 2)
 }
 
+/// The exit status tells apart a VM that fits, one that does not, one that fits with over-commit, and an unknown
+/// answer.
 #[test]
-fn exit_codes_tell_whether_a_vm_fits() {
+fn exit_status_reports_whether_vm_fits() {
     let small = Some("-name web,debug-threads=on -m 64M");
     let twice = twice_the_host();
     let large = Some(twice.as_str());
     let untold = Some("-name web,debug-threads=on -readconfig vm.cfg");
-    // The stall of the host is what it is: all of it is accepted.
+    // The host may be under load, so any stall is accepted.
     let cases = [
         (None, "1MiB", 0, "a VM of 1 MiB: fits: "),
         (small, "1MiB", 0, "a VM of 1 MiB: fits: "),
@@ -64,8 +66,9 @@ fn exit_codes_tell_whether_a_vm_fits() {
     }
 }
 
+/// A VM does not fit if all VMs together would exceed `--overcommit`.
 #[test]
-fn no_more_is_given_than_the_operator_says() {
+fn fit_respects_overcommit_limit() {
     let (code, said) = ask(Some(&twice_the_host()), "--would-fit 1MiB --stall 100%");
     assert!(
         code == Some(1) && said.contains(" in all is not given (150 %)"),
@@ -73,8 +76,9 @@ fn no_more_is_given_than_the_operator_says() {
     );
 }
 
+/// The memory of `--reserve` is not given to VMs.
 #[test]
-fn the_reserve_is_not_for_vms() {
+fn fit_excludes_reserve() {
     let (code, said) = ask(None, "--would-fit 1MiB --reserve 8000000TiB");
     assert!(
         code == Some(1) && said.contains("without a reserve of "),
@@ -82,8 +86,9 @@ fn the_reserve_is_not_for_vms() {
     );
 }
 
+/// A VM does not fit if more of the host's memory would be active than `--active-share` allows.
 #[test]
-fn what_may_be_active_is_what_the_operator_says() {
+fn fit_respects_active_share() {
     let (code, said) = ask(
         Some(&twice_the_host()),
         "--would-fit 1MiB --stall 100% --active-share 0% --overcommit 1000%",
@@ -95,7 +100,7 @@ fn what_may_be_active_is_what_the_operator_says() {
 }
 
 #[test]
-fn programs_are_told_the_same() {
+fn json_output_matches_exit_status() {
     let (code, said) = ask(
         Some(&twice_the_host()),
         "--would-fit 1MiB --stall 100% --overcommit 1000% --output json",

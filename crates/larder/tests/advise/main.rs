@@ -1,4 +1,4 @@
-//! `larder advise`, looking at processes that are called as QEMU's are and do what is to be seen, and at QEMU.
+//! `larder advise`, measuring processes that look like QEMU and behave as the tests need, and QEMU itself.
 
 mod fits;
 mod seen;
@@ -16,19 +16,19 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::Value;
 use support::{LIMIT, larder, run};
 
-/// How the program below is told what it does.
+/// Variable that makes this test program act as a fake QEMU; its value selects the behaviour.
 const FAKE: &str = "LARDER_TEST_FAKE_QEMU";
 
-/// What it says when it does that.
+/// Output of the fake QEMU once it has started.
 const STARTED: &str = "the fake has started";
 
-/// No test, but the program that looks like QEMU.
+/// Program that looks like QEMU. It is no test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn fake_qemu() {
     let Ok(kind) = std::env::var(FAKE) else { return };
     match kind.as_str() {
-        // Three vCPUs that work on one CPU, and one that does nothing.
+        // Three vCPUs that are busy on one CPU, and an idle one.
         "contended" => {
             let all = sched_getaffinity(None).expect("CPUs to run on");
             let first = (0..CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).expect("one at least");
@@ -48,7 +48,7 @@ fn fake_qemu() {
             std::thread::sleep(Duration::from_millis(300));
             return;
         }
-        // Its memory is managed.
+        // A process whose memory is managed.
         "memory" => {
             let arguments = verifier::Arguments {
                 mib: 64,
@@ -68,7 +68,7 @@ fn fake_qemu() {
     }
 }
 
-/// A thread that is called like that of a vCPU, and has begun.
+/// Starts a thread with the name of a vCPU's thread.
 fn vcpu(number: u32, work: impl Fn() + Send + 'static) {
     let thread = std::thread::Builder::new().name(format!("CPU {number}/TCG"));
     let (begun, wait) = mpsc::channel();
@@ -82,7 +82,7 @@ fn vcpu(number: u32, work: impl Fn() + Send + 'static) {
     wait.recv().expect("begins");
 }
 
-/// A process that looks like a QEMU with these words, and does that.
+/// Returns a command that starts a fake QEMU with these arguments and this behaviour.
 fn fake_command(kind: &str, words: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
@@ -99,32 +99,32 @@ fn fake(kind: &str, words: &str) -> Process {
     process
 }
 
-/// `larder advise` with these words; the exit code, and what was said.
+/// Runs `larder advise` with these arguments; returns the exit status and the output.
 fn advise(words: &str) -> (Option<i32>, String) {
     let mut command = Command::new(larder());
     command.arg("advise").args(words.split(' '));
     run(command)
 }
 
-/// What it tells programs.
+/// Returns the JSON output of `larder advise`.
 fn advise_json(words: &str) -> Value {
     let (code, said) = advise(&format!("{words} --output json"));
     assert_eq!(code, Some(0), "{said}");
     serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"))
 }
 
-/// What was measured of the VM whose process that is.
+/// Returns the measurements of the VM with this process.
 fn vm(advice: &Value, pid: u32) -> &Value {
     found(advice, pid).unwrap_or_else(|| panic!("no {pid} in {advice:#}"))
 }
 
-/// If it was seen.
+/// Returns the measurements of the VM with this process, if it was detected.
 fn found(advice: &Value, pid: u32) -> Option<&Value> {
     let vms = advice["measured"]["vms"].as_array().expect("a list");
     vms.iter().find(|vm| vm["pid"] == pid)
 }
 
-/// The findings about it, by their codes.
+/// Returns the codes and texts of the findings about a VM.
 fn findings(advice: &Value, pid: u32) -> Vec<(&str, &str)> {
     let whose = format!("PID {pid}");
     let findings = advice["findings"].as_array().expect("a list").iter();
@@ -135,7 +135,7 @@ fn findings(advice: &Value, pid: u32) -> Vec<(&str, &str)> {
         .collect()
 }
 
-/// Why something was not measured of it.
+/// Returns the reason why a quantity of a VM was not measured.
 fn gap<'a>(advice: &'a Value, pid: u32, what: &str) -> Option<&'a str> {
     let whose = format!("PID {pid}");
     let gaps = advice["measured"]["gaps"].as_array().expect("a list").iter();

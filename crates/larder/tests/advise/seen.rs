@@ -1,4 +1,4 @@
-//! What is seen of VMs, and said of it.
+//! VMs that `larder advise` measures, and the findings about them.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::{STARTED, advise, advise_json, fake, fake_command, findings, found, g
 const READY: &str = "the ready time of each vCPU";
 
 #[test]
-fn vcpus_that_share_one_cpu_are_told_to_be_contended() {
+fn vcpus_sharing_cpu_are_reported_contended() {
     let fake = fake("contended", "-name guest=web,debug-threads=on -m 512M -smp 4");
     let pid = fake.id();
     let advice = advise_json("--for 1s");
@@ -30,7 +30,7 @@ fn vcpus_that_share_one_cpu_are_told_to_be_contended() {
         .map(|vcpu| vcpu["thread"].as_str().expect("a name"))
         .collect();
     assert_eq!(names, ["CPU 0/TCG", "CPU 1/TCG", "CPU 2/TCG", "CPU 3/TCG"]);
-    // One of them runs at a time, at most, and two wait.
+    // At most one of the three runs at a time, and two wait.
     let sum = |what: &str| -> f64 { vcpus[..3].iter().map(|vcpu| number(&vcpu[what])).sum() };
     assert!(sum("busy") <= 1.1 && sum("ready") >= 1.5, "{seen:#}");
     assert!(
@@ -55,8 +55,9 @@ fn vcpus_that_share_one_cpu_are_told_to_be_contended() {
     );
 }
 
+/// An idle VM is reported as too large only if it was measured for long enough.
 #[test]
-fn an_idle_vm_is_too_large_if_it_was_looked_at_for_long_enough() {
+fn long_idle_vm_is_oversized() {
     let fake = fake("idle", "-name a)b(c,debug-threads=on -m 8G -smp 1");
     let pid = fake.id();
     let codes = |advice: &serde_json::Value| -> Vec<String> {
@@ -65,7 +66,7 @@ fn an_idle_vm_is_too_large_if_it_was_looked_at_for_long_enough() {
     };
     let short = advise_json("--for 500ms");
     assert_eq!(vm(&short, pid)["name"], "a)b(c");
-    // On a busy host its thread may have waited for a CPU before it went to sleep.
+    // On a busy host the thread may have waited for a CPU before it became idle.
     let is_one_of = |advice, wanted: &[&str]| codes(advice).iter().any(|code| wanted.contains(&code.as_str()));
     assert!(
         is_one_of(&short, &["vcpus-not-judged", "cpu-waits", "cpu-contended"]),
@@ -81,8 +82,9 @@ fn an_idle_vm_is_too_large_if_it_was_looked_at_for_long_enough() {
     );
 }
 
+/// Without `debug-threads=on` vCPU threads cannot be told apart, and the output explains that.
 #[test]
-fn threads_without_names_are_not_told_apart_and_that_is_said() {
+fn unnamed_vcpu_threads_are_a_gap() {
     let fake = fake("unnamed", "-name web -m 512M -smp 2");
     let pid = fake.id();
     let advice = advise_json("--for 200ms");
@@ -93,8 +95,9 @@ fn threads_without_names_are_not_told_apart_and_that_is_said() {
     assert!(gap(&advice, pid, "which of its memory is active").is_some());
 }
 
+/// A VM that exits during the measurement is reported as a gap, and nothing fails.
 #[test]
-fn a_vm_that_ends_meanwhile_is_no_trouble() {
+fn vm_exit_during_measurement_is_tolerated() {
     let fake = fake("ends", "-name short -m 512M");
     let pid = fake.id();
     let advice = advise_json("--for 2s");
@@ -103,8 +106,9 @@ fn a_vm_that_ends_meanwhile_is_no_trouble() {
     assert_eq!(vm(&advice, pid)["memory"], serde_json::Value::Null);
 }
 
+/// Without pressure stall information in the kernel, the output names what was not measured.
 #[test]
-fn what_the_kernel_lacks_is_said() {
+fn missing_kernel_feature_is_reported() {
     need_root("to hide a part of /proc in a mount namespace");
     let mut command = Command::new("unshare");
     let script = "mount -t tmpfs none /proc/pressure && exec \"$@\"";
@@ -129,7 +133,7 @@ fn what_the_kernel_lacks_is_said() {
     );
 }
 
-/// A disk that a BIOS boots: it keeps the first vCPU busy.
+/// Creates a disk that a BIOS boots; its boot code keeps the first vCPU busy.
 fn busy_disk(folder: &Path) -> String {
     let path = folder.join("busy.raw");
     let mut sector = [0; 512];
@@ -142,8 +146,9 @@ fn busy_disk(folder: &Path) -> String {
     path.display().to_string()
 }
 
+/// A real QEMU is measured with its vCPUs, and its monitor is not occupied.
 #[test]
-fn qemu_is_seen_with_its_vcpus() {
+fn qemu_is_measured_with_its_vcpus() {
     let folder = on_tmpfs();
     let disk = busy_disk(folder.path());
     let qemu = |name: &str| {
@@ -178,7 +183,7 @@ fn qemu_is_seen_with_its_vcpus() {
             named.output(),
             unnamed.output()
         );
-        // Until it is booted.
+        // Repeated until the guest is booted.
         let all = [named.id(), unnamed.id()].map(|pid| found(&advice, pid).is_some_and(|vm| vm["memory"].is_object()));
         if all == [true; 2] && vm(&advice, named.id())["cpu"]["vcpus_used"].as_f64() > Some(0.1) {
             break advice;
@@ -193,13 +198,14 @@ fn qemu_is_seen_with_its_vcpus() {
     assert!(number(&one["memory"]["resident"]) > 1e6, "{one:#}");
     assert!(gap(&advice, unnamed.id(), READY).is_some(), "{advice:#}");
     assert!(number(&vm(&advice, unnamed.id())["cpu"]["used"]) > 0.0);
-    // Its monitor is still to be had: nobody has connected.
+    // The monitor still accepts a client, so `advise` has not connected.
     let mut monitor = larder_bench::campaign::guest::Monitor::connect(&folder.path().join("one")).expect("connects");
     monitor.run("query-status", "{}").expect("answers");
 }
 
+/// The advice about managed memory follows from its pager's statistics.
 #[test]
-fn a_managed_memory_is_judged_by_what_its_pager_tells() {
+fn pager_statistics_judge_managed_memory() {
     let folder = on_tmpfs();
     let command = fake_command("memory", "-name guest=small,debug-threads=on -m 64M -smp 2");
     let mut verifier = Verifier::start(command).expect("a program to manage");
@@ -207,7 +213,7 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
     let attach = Attach::new(larder(), folder.path(), pid, &["--budget", "32MiB"]);
     let pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
-    // It is found by its process.
+    // `advise` finds the pager by the managed process.
     let advice = advise_json("--for 2s --stall 0%");
     verifier.works().expect("it works");
     let managed = &vm(&advice, pid)["managed"];
@@ -231,7 +237,7 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
         "{text}"
     );
     assert_eq!(gap(&advice, pid, "which of its memory is active"), None);
-    // The more memory, the fewer faults.
+    // The curve falls: with more memory there are fewer faults.
     let curve = managed["curve"].as_array().expect("a list");
     let faults: Vec<f64> = curve.iter().map(|at| number(&at["faults_per_second"])).collect();
     assert!(
@@ -242,11 +248,11 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
         text.contains(" (from compressed RAM and disks ") && text.contains("/s with 32 MiB; of these there would be "),
         "{text}"
     );
-    // Each page that came back was counted once.
+    // Each refault was counted exactly once.
     let state = pager.state().expect("answers");
     let counted: u64 = state.refault_distances.iter().map(|distance| distance.count).sum();
     assert_eq!(counted, state.faults.compressed.count + state.faults.disk.count);
-    // 100 % is never more.
+    // The stall never exceeds 100 %.
     let advice = advise_json("--for 1s --stall 100%");
     let codes: Vec<_> = findings(&advice, pid).into_iter().map(|it| it.0).collect();
     assert!(codes.contains(&"budget-enough"), "{advice:#}");
@@ -254,7 +260,7 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
 }
 
 #[test]
-fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
+fn slow_disk_is_reported_as_bottleneck() {
     let folder = on_tmpfs();
     let uri = format!("nbd+unix:///?socket={}", folder.path().join("n").display());
     let (image, control) = (image(folder.path(), 64 << 20), folder.path().join("c"));
@@ -279,7 +285,7 @@ fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
         let advice = advise_json("--for 2s");
         assert!(Instant::now() < give_up, "its disk does nothing: {advice:#}");
         let disks = vm(&advice, fake.id())["disks"].as_array().expect("a list").clone();
-        // Until it is under load all the time.
+        // Repeated until the disk is under constant load.
         if disks.first().is_some_and(|disk| number(&disk["utilization"]) > 0.9) {
             break advice;
         }
@@ -291,22 +297,23 @@ fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
     let [(code, text)] = storage[..] else {
         panic!("{told:#}")
     };
-    // The one vCPU does nothing; but on a busy host it may have been ready for a moment and had no CPU.
+    // The only vCPU is idle; but on a busy host it may have waited briefly for a CPU.
     assert!(["disk-disguised", "disk-and-cpus"].contains(code), "{told:#}");
     assert!(text.contains(&format!("its disk {} took ", image.display())), "{text}");
     assert!(
         text.contains("(with what its limits make them wait: iops-total=20)"),
         "{text}"
     );
-    // Somebody else is not told of it.
+    // The finding does not appear for another VM.
     let other = crate::fake("idle", "-name other,debug-threads=on -m 64M");
     let advice = advise_json("--for 200ms");
     assert_eq!(vm(&advice, other.id())["disks"], serde_json::json!([]));
     assert!(fake.output().contains(STARTED));
 }
 
+/// A control socket that does not answer is listed, and named among the gaps.
 #[test]
-fn a_larder_that_does_not_answer_is_told_of() {
+fn silent_server_is_reported() {
     let folder = on_tmpfs();
     let nobody = folder.path().join("nobody").display().to_string();
     let advice = advise_json(&format!("--for 200ms --control {nobody}"));

@@ -9,7 +9,7 @@ use crate::write_back::killed;
 use crate::{MIB, Place, text};
 
 #[test]
-fn info_tells_what_a_cache_holds() {
+fn info_shows_cache_contents() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(
@@ -27,7 +27,7 @@ fn info_tells_what_a_cache_holds() {
         "{said}"
     );
     served.kill();
-    // What the journal has, what the pages have once it was closed, and what both have.
+    // The data is first in the journal only, then, after it was closed, in the pages, then in both.
     for closed in [false, true, true] {
         let told = place.info(&cache);
         for (name, value) in [
@@ -60,7 +60,7 @@ fn info_tells_what_a_cache_holds() {
 }
 
 #[test]
-fn what_is_no_cache_is_said_to_be_none_and_left_alone() {
+fn file_without_cache_is_left_alone() {
     let place = Place::new();
     let image = place.image("disk.raw", 4);
     for arguments in [&["info"][..], &["drop"], &["drop", "--lose-dirty"], &["mode"]] {
@@ -81,7 +81,7 @@ fn what_is_no_cache_is_said_to_be_none_and_left_alone() {
 }
 
 #[test]
-fn a_cache_in_use_is_left_to_its_server() {
+fn cache_in_use_cannot_be_changed() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -102,7 +102,7 @@ fn a_cache_in_use_is_left_to_its_server() {
 }
 
 #[test]
-fn a_mode_is_changed_while_nobody_uses_the_cache() {
+fn mode_changes_while_cache_is_unused() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -125,8 +125,9 @@ fn a_mode_is_changed_while_nobody_uses_the_cache() {
     assert_eq!(served.count("misses"), 0, "all is there still");
 }
 
+/// A cache that cannot be read is dropped only with `--lose-dirty`, since it may have newer data.
 #[test]
-fn a_cache_that_cannot_be_read_is_dropped_when_all_in_it_may_be_lost() {
+fn unreadable_cache_drop_needs_lose_dirty() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     place.serve(&image, &cache, &["--cache-size", "8M"]).stop();
@@ -159,7 +160,7 @@ fn a_cache_that_cannot_be_read_is_dropped_when_all_in_it_may_be_lost() {
 }
 
 #[test]
-fn a_cache_of_another_size_has_what_it_had_as_far_as_there_is_room() {
+fn resized_cache_keeps_contents_that_fit() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     for line in ["4k", "32k"] {
@@ -193,7 +194,7 @@ fn a_cache_of_another_size_has_what_it_had_as_far_as_there_is_room() {
         resize("4M");
         let held = place.info(&cache)["occupancy"].as_u64().expect("a number");
         assert!((2 * MIB..4 * MIB).contains(&held), "{held}");
-        // What is brought in meanwhile is of the first 6 MiB, too.
+        // Lines that are filled meanwhile are of the first 6 MiB, too.
         let served = place.serve(&image, &cache, &["--cache-mode", "wa"]);
         served.read_all(6);
         assert!(served.count("hits") > 0 && served.count("misses") > 0);
@@ -206,7 +207,7 @@ fn a_cache_of_another_size_has_what_it_had_as_far_as_there_is_room() {
 }
 
 #[test]
-fn a_cache_that_cannot_have_another_size_stays_as_it_is() {
+fn impossible_resize_changes_nothing() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -235,7 +236,7 @@ fn a_cache_that_cannot_have_another_size_stays_as_it_is() {
 }
 
 #[test]
-fn a_cache_on_an_export_is_used_by_one_at_a_time() {
+fn cache_on_export_has_one_user() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Fast::start(&place);
@@ -266,7 +267,7 @@ fn a_cache_on_an_export_is_used_by_one_at_a_time() {
 }
 
 #[test]
-fn what_a_resize_that_was_killed_has_left_is_in_nobodys_way() {
+fn killed_resize_leaves_no_obstacle() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -289,7 +290,7 @@ fn what_a_resize_that_was_killed_has_left_is_in_nobodys_way() {
 }
 
 #[test]
-fn disk_info_tells_of_a_cache_that_has_newer_data() {
+fn disk_info_reports_dirty_cache() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let info = || {

@@ -1,4 +1,4 @@
-//! A cache whose bookkeeping is damaged, one byte at a time: no old byte is read, and nobody ends.
+//! Damage of a cache's metadata, one byte at a time: no stale byte is read, and no server crashes.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -17,10 +17,10 @@ use crate::{MIB, Place, Served, qemu_io, text};
 const IMAGE_MIB: u64 = 16;
 const CACHE: u64 = 4 * MIB;
 
-/// Bytes that are damaged in each part, after each way to end.
+/// Number of bytes that are damaged in each part, after each way to end.
 const FLIPS: usize = 10;
 
-/// Writes and reads all over the disk, some again and again, so that lines come, change and leave.
+/// Returns writes and reads all over the disk, some repeated, so that lines are filled, changed and evicted.
 fn work(random: &mut Random) -> Vec<String> {
     let step = |at: u64| {
         let hot = random.below(2) == 0;
@@ -34,7 +34,8 @@ fn work(random: &mut Random) -> Vec<String> {
     (0..600).map(step).collect()
 }
 
-/// Whether a server that was started reads as `expected`: it must, or say that something is damaged.
+/// Returns true if the disk of a started server has the content of `expected`, and false if the server reported
+/// damage.
 fn is_right(served: &Served, expected: &Path) -> bool {
     let mut compare = Command::new("qemu-img");
     compare.args([
@@ -56,7 +57,7 @@ fn is_right(served: &Served, expected: &Path) -> bool {
     code == Some(0)
 }
 
-/// Disk, cache and note as they were left, to be damaged again and again.
+/// Disk, cache and note in the state that is damaged again and again.
 struct Left {
     cache: Vec<u8>,
     image: Vec<u8>,
@@ -98,7 +99,7 @@ fn journal_len(cache: &Path) -> u64 {
     u64::from_le_bytes(len)
 }
 
-/// How many sectors the journal has, and of which sectors of it something is needed, of a cache that was closed.
+/// Returns, for a cache that was closed, the number of the journal's sectors, and the sectors that are still needed.
 fn journal_of(cache: &Path) -> (u64, Vec<u64>) {
     let bytes = fs::read(cache).expect("is there");
     let long = |at: u64| u64::from_le_bytes(bytes[at as usize..at as usize + 8].try_into().expect("eight"));
@@ -111,8 +112,8 @@ fn journal_of(cache: &Path) -> (u64, Vec<u64>) {
     )
 }
 
-/// Somebody has written to a closed cache: to its journal, where nothing of that is needed, and to its pages. Perhaps not
-/// to what was written last: that is so if it was in use.
+/// Simulates a foreign write to a closed cache: into the unneeded part of its journal, and into its pages. If the
+/// cache was in use, the blocks of its last writes are spared.
 fn overwrite(cache: &Path, in_use: bool, random: &mut Random) {
     let (sectors, mut needed) = journal_of(cache);
     if in_use {
@@ -130,10 +131,11 @@ fn overwrite(cache: &Path, in_use: bool, random: &mut Random) {
     }
 }
 
+/// Writes to a cache that was damaged while it was closed survive a kill of the server.
 #[test]
-fn what_is_written_to_a_closed_cache_that_was_damaged_outlives_a_kill() {
+fn damaged_closed_cache_keeps_new_writes() {
     let mut random = Random::new(7);
-    // So that the journal ends anywhere in a block.
+    // The counts make the journal end at every position within a block.
     for (in_use, count) in [true, false]
         .into_iter()
         .flat_map(|in_use| (1..=8).map(move |count| (in_use, count)))
@@ -168,7 +170,7 @@ fn what_is_written_to_a_closed_cache_that_was_damaged_outlives_a_kill() {
 }
 
 #[test]
-fn info_tells_that_a_cache_is_damaged() {
+fn info_reports_damaged_cache() {
     let mut random = Random::new(7);
     let mut noise = |cache: &Path, at: u64, len: u64| {
         let noise: Vec<u8> = (0..len).map(|_| random.below(256) as u8).collect();
@@ -205,8 +207,9 @@ fn info_tells_that_a_cache_is_damaged() {
     }
 }
 
+/// A single damaged byte of the metadata never makes the disk serve stale or wrong data.
 #[test]
-fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
+fn damaged_metadata_byte_yields_correct_reads() {
     for (mode, stops) in [("wt", true), ("wt", false), ("wb", false)] {
         let mut random = Random::new(7);
         let place = Place::new();
@@ -235,10 +238,10 @@ fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
         assert!(hits(&served) > 0, "nothing to be believed");
         served.kill();
 
-        // Superblocks, journal, pages.
+        // The parts: superblocks, journal, pages.
         let journal = JOURNAL_AT;
         let pages = journal + (CACHE / 4096).max(16 << 10);
-        // What the shape leaves over lies behind the data, so where that begins is known roughly only.
+        // Space that the shape leaves over comes after the data, so the start of the data is known only roughly.
         let parts = [0..journal, journal..pages, pages..(pages + CACHE - capacity) / 2];
         let (mut warm, mut unread) = (0, 0);
         for at in parts.into_iter().flat_map(|part| vec![part; FLIPS]) {
@@ -247,7 +250,7 @@ fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
             left.restore(&place, &image, &cache, damage);
             let process = Process::start(place.serve_command(&image, text(&cache), &[])).expect("larder starts");
             if let Err(said) = process.wait_for("serving", LIMIT) {
-                // What only the cache has is not guessed.
+                // Data that only the cache has is refused instead of guessed.
                 let said = said.to_string();
                 assert!(mode == "wb" && said.contains("damaged"), "{said}");
                 unread += 1;
@@ -259,7 +262,7 @@ fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
             unread += usize::from(!is_right);
             warm += usize::from(hits(&served) > 0);
             if is_right {
-                // And whatever comes after it.
+                // Later reads are right as well.
                 let mut reads = work(&mut random);
                 reads.retain(|step| step.starts_with("read"));
                 served.io(&reads);

@@ -1,4 +1,4 @@
-//! A cache device that fails: the guest sees no error, and no byte that is not the disk's, then and later.
+//! Failures of a cache's device: the guest sees no error, and no byte that differs from the disk's, then and later.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::support::{LIMIT, LoopDevice, Mount, fill, tmpfs, tool, wait_for_listener, wait_until};
 use crate::{Place, Served, text};
 
-/// An NBD server with room for a cache, whose requests fail while a file is there.
+/// An NBD server with room for a cache, whose requests fail while a trigger file exists.
 pub(crate) struct Fast {
     pub(crate) uri: String,
     trigger: PathBuf,
@@ -22,12 +22,12 @@ impl Fast {
         Self::with(place, &["error-rate=1"])
     }
 
-    /// The same, whose reads take so many milliseconds.
+    /// Starts a server whose reads take this many milliseconds.
     fn with_delay(place: &Place, millis: u32) -> Self {
         Self::with(place, &["error-rate=1", &format!("rdelay={millis}ms")])
     }
 
-    /// The same with settings of `nbdkit-error-filter` and `nbdkit-delay-filter`.
+    /// Starts a server with settings of `nbdkit-error-filter` and `nbdkit-delay-filter`.
     pub(crate) fn with(place: &Place, settings: &[&str]) -> Self {
         let (socket, trigger) = (place.socket("fast"), place.path("fail"));
         let mut command = mortal("nbdkit");
@@ -61,7 +61,7 @@ impl Fast {
 }
 
 #[test]
-fn what_a_failed_cache_has_is_never_believed_again() {
+fn failed_cache_is_never_trusted_again() {
     for stops in [true, false] {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
@@ -89,7 +89,7 @@ fn what_a_failed_cache_has_is_never_believed_again() {
             true => drop(served.stop()),
             false => served.kill(),
         }
-        // It works again, with all that it had.
+        // The device works again, with all its old data.
         fast.work();
         let served = serve();
         served.process.wait_for("begins anew", LIMIT).expect("told");
@@ -103,8 +103,9 @@ fn what_a_failed_cache_has_is_never_believed_again() {
     }
 }
 
+/// A cache whose NBD server is gone is given up much sooner than a disk would be.
 #[test]
-fn a_cache_whose_server_has_gone_is_not_waited_for_as_long_as_a_disk() {
+fn lost_cache_server_is_not_awaited() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let mut fast = Fast::start(&place);
@@ -123,13 +124,14 @@ fn a_cache_whose_server_has_gone_is_not_waited_for_as_long_as_a_disk() {
     crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
 }
 
+/// A cache that is slower than the disk is not used for a while.
 #[test]
-fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
+fn slow_cache_is_bypassed_temporarily() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Fast::with_delay(&place, 50);
     let served = place.start(place.serve_command(&image, &fast.uri, &[]));
-    // Not until all is there: what is missing when it turns out to be slow stays so.
+    // The wait is not for a full cache: lines that are missing when the device proves slow stay missing.
     served.read_all(1);
     served.settle();
     let reads: Vec<String> = (0..128).map(|at| format!("read -P 7 {}k 4k", 4 * at)).collect();
@@ -153,14 +155,14 @@ fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
     assert_eq!((latency["count"].as_u64(), slow), (Some(hits), hits), "{status}");
     let said = tool(text(crate::larder()), &["status", text(&served.control)]);
     assert!(said.contains("went past it"), "{said}");
-    // What is written goes there all the same, and what it has is right when it is used again.
+    // Writes still go to the cache, and its data is right when it is used again.
     served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k"]);
     served.stop();
     crate::qemu_io("raw", text(&image), &["read -P 9 64k 4k", "read -P 7 68k 956k"]);
 }
 
 #[test]
-fn a_cache_that_is_not_there_at_the_start_keeps_the_disk_from_being_served() {
+fn missing_cache_at_start_refuses_disk() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Fast::start(&place);
@@ -224,14 +226,14 @@ impl Stoppable {
 
 impl Drop for Stoppable {
     fn drop(&mut self) {
-        // What still waits for an answer gets an error.
+        // Requests that still wait for an answer get an error.
         self.server.kill();
         self.fuse.kill();
     }
 }
 
 #[test]
-fn a_cache_whose_device_gives_no_answer_is_not_waited_for() {
+fn unresponsive_cache_device_is_given_up() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Stoppable::start(&place);
@@ -253,14 +255,14 @@ fn a_cache_whose_device_gives_no_answer_is_not_waited_for() {
     served.stop();
     crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
     fast.go_on();
-    // What it was asked before may have been done by now, and is not believed.
+    // The device may have executed its old requests by now, so the cache is not trusted.
     let served = serve();
     served.process.wait_for("begins anew", LIMIT).expect("told");
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
 }
 
-/// A client whose read of 4 KiB at 64 KiB waits for the cache device. On a slow machine that device may just have been slow, and
-/// a read then goes to the disk.
+/// Returns a client whose read of 4 KiB at 64 KiB waits for the cache device. On a slow machine the device may just
+/// have been slow, and such a read goes to the disk.
 fn waiting_reader(served: &Served, fast: &Stoppable) -> Process {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -275,8 +277,9 @@ fn waiting_reader(served: &Served, fast: &Stoppable) -> Process {
     }
 }
 
+/// A read that the cache device never answers delays neither other requests nor the server's exit.
 #[test]
-fn a_read_that_gets_no_answer_holds_up_neither_others_nor_the_end() {
+fn unanswered_read_delays_nothing_else() {
     for goes_on in [true, false] {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
@@ -300,7 +303,7 @@ fn a_read_that_gets_no_answer_holds_up_neither_others_nor_the_end() {
             served.process.signal(libc::SIGTERM);
             let said = served.process.wait_for("requests are left that wait", LIMIT);
             said.expect("it ends without it");
-            // Its last moment is the kernel's, which may wait.
+            // The process can exit only once the kernel has an answer.
             fast.go_on();
         }
         crate::qemu_io("raw", text(&image), &["read -P 9 64k 4k", "read -P 7 0 64k"]);
@@ -317,7 +320,8 @@ fn has_waiting_worker(process: u32) -> bool {
     })
 }
 
-/// The kernel lets no thread exit whose worker waits for a device, and a worker makes each flush.
+/// A server stops although a flush gets no answer. The kernel lets no thread exit whose worker waits for a device,
+/// and a worker executes each flush.
 #[test]
 fn unanswered_flush_does_not_hold_up_stop() {
     let place = Place::new();
@@ -325,7 +329,8 @@ fn unanswered_flush_does_not_hold_up_stop() {
     let fast = Stoppable::start(&place);
     let mut served = place.start(place.serve_command(&image, text(&fast.device.0), &[]));
     let process = served.process.id();
-    // Lines are flushed up to five seconds after they are filled. On a slow machine that may be before the device is stopped.
+    // Lines are flushed up to five seconds after they are filled. On a slow machine that may be before the device is
+    // stopped.
     let has_flush = (0..8).any(|at| {
         served.io(&[format!("read -P 7 {at}M 64k")]);
         wait_until("the lines are filled", || served.count("occupancy") == (at + 1) << 16);
@@ -354,7 +359,7 @@ fn unanswered_flush_does_not_hold_up_stop() {
     crate::qemu_io("raw", text(&image), &["read -P 9 0 4k", "read -P 7 4k 60k"]);
 }
 
-/// The locks of a killed server last until its last I/O has ended. Its successor waits for that, not for a time.
+/// A successor waits for a killed server's locks, which last until its last I/O has ended, and not for a fixed time.
 #[test]
 fn successor_waits_while_killed_server_exists() {
     let place = Place::new();
@@ -382,10 +387,10 @@ fn successor_waits_while_killed_server_exists() {
     wait_until("the write is under way", || slow.has_requests());
     killed.signal(libc::SIGKILL);
     let next = Process::start(command()).expect("larder");
-    // For the killed process, or for its last I/O, whichever the kernel keeps.
+    // Whether the process or its last I/O is waited for depends on the kernel.
     next.wait_for("waiting until", LIMIT)
         .expect("it says what it waits for");
-    // The reason is repeated after longer than the wait for a server that runs on.
+    // The message is repeated after more than the time that a running server is waited for.
     let said = next.lines();
     next.wait_for_after(said, "waiting until", LIMIT)
         .expect("it still waits");
@@ -395,7 +400,8 @@ fn successor_waits_while_killed_server_exists() {
         .expect("it serves when the other one has ended");
 }
 
-/// The guest works while `harm` is done to the cache's file, and the disk is right afterwards.
+/// Checks that the guest can use the disk while `harm` is done to the cache's file, and that the disk is right
+/// afterwards.
 fn survives(place: &Place, cache: &Path, harm: impl Fn()) {
     let image = place.image("disk.raw", 16);
     let served = place.serve(&image, cache, &["--cache-size", "4M"]);
@@ -413,7 +419,7 @@ fn survives(place: &Place, cache: &Path, harm: impl Fn()) {
 }
 
 #[test]
-fn a_guest_does_not_notice_that_the_caches_file_is_removed_or_cut_off() {
+fn guest_survives_removed_or_truncated_cache() {
     let place = Place::new();
     let cache = place.path("cache");
     survives(&place, &cache, || fs::remove_file(&cache).expect("was there"));
@@ -425,8 +431,9 @@ fn a_guest_does_not_notice_that_the_caches_file_is_removed_or_cut_off() {
     });
 }
 
+/// The space of a cache's file is allocated, so that it also works when its file system is full.
 #[test]
-fn a_cache_has_its_room_when_the_file_system_is_full() {
+fn cache_works_on_full_file_system() {
     let place = Place::new();
     let small = tmpfs(&place.path("small"), "size=6M");
     let cache = small.0.join("cache");
@@ -439,7 +446,7 @@ fn a_cache_has_its_room_when_the_file_system_is_full() {
         (&json!("works"), 2 << 20)
     );
     served.stop();
-    // It is forgotten, and needs no new room.
+    // The cache is discarded, and restarts without new space.
     crate::qemu_io("raw", text(&image), &["write -P 9 0 64k"]);
     let served = place.serve(&image, &cache, &[]);
     served.process.wait_for("begins anew", LIMIT).expect("told");

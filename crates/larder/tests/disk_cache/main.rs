@@ -25,7 +25,7 @@ pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
-/// Where images, caches and sockets of a test lie, and what Larder notes of its caches.
+/// Directory of a test's images, caches, sockets, and of Larder's notes about its caches.
 pub(crate) struct Place {
     pub(crate) folder: TempDir,
     sockets: TempDir,
@@ -56,7 +56,7 @@ impl Place {
         self.sockets.path().join(name)
     }
 
-    /// A raw image of so many MiB full of 7.
+    /// Creates a raw image of `mib` MiB full of 7.
     pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
         let path = self.path(name);
         tool(
@@ -71,7 +71,8 @@ impl Place {
         format!("nbd+unix:///?socket={}", text(&self.socket("n")))
     }
 
-    /// `larder disk serve` of an image with a cache. Nothing is read ahead, so that the guest's reads are the cache's.
+    /// Returns `larder disk serve` for an image with a cache. Read-ahead is off, so that the guest's reads reach the
+    /// cache.
     pub(crate) fn serve_command(&self, image: &Path, cache: &str, options: &[&str]) -> Command {
         let control = self.socket("c");
         let mut command = disk_serve(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]);
@@ -79,7 +80,7 @@ impl Place {
         self.with_state(command)
     }
 
-    /// `larder disk serve` of an image without its cache.
+    /// Returns `larder disk serve` for an image without its cache.
     pub(crate) fn without_cache(&self, image: &Path) -> Command {
         let control = self.socket("c");
         self.with_state(disk_serve(&[
@@ -91,12 +92,13 @@ impl Place {
         ]))
     }
 
-    /// Waits until it is noted that the server has written to the image.
+    /// Waits until the note records the server's write to the image.
     pub(crate) fn noted(&self, image: &Path) {
         newer_than(image, &[self.note()]);
     }
 
-    /// The same, where it is noted without waiting, in the host's memory.
+    /// Waits until the note in the host's memory, which is updated without delay, records the server's write to the
+    /// image.
     pub(crate) fn noted_lately(&self, image: &Path) {
         let name = self.note().file_name().expect("a name").to_owned();
         let user = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default() + "/larder";
@@ -107,7 +109,7 @@ impl Place {
         );
     }
 
-    /// The note of the only cache.
+    /// Returns the path of the only cache's note.
     pub(crate) fn note(&self) -> PathBuf {
         let notes = std::fs::read_dir(self.path("state/caches")).expect("notes");
         let mut notes = notes.map(|note| note.expect("is there").path());
@@ -129,7 +131,7 @@ impl Place {
         self.served(process)
     }
 
-    /// One that serves.
+    /// Returns a server once it serves.
     pub(crate) fn served(&self, process: Process) -> Served {
         Served {
             process,
@@ -138,29 +140,29 @@ impl Place {
         }
     }
 
-    /// A server that must not start, and say all of `words`.
+    /// Asserts that a server does not start, and reports all of `words`.
     pub(crate) fn refused(&self, image: &Path, cache: &str, options: &[&str], words: &[&str]) -> String {
         assert_fails(self.serve_command(image, cache, options), words)
     }
 
-    /// What `larder disk cache info` says.
+    /// Returns the output of `larder disk cache info`.
     pub(crate) fn info(&self, cache: &Path) -> Value {
         let (code, said) = self.cache_command(&["info", text(cache), "--output", "json"]);
         assert_eq!(code, Some(0), "{said}");
         serde_json::from_str(&said).expect("JSON")
     }
 
-    /// Waits until what a killed server had under way has ended, and the cache is free.
+    /// Waits until a killed server's I/O has ended, and the cache is free.
     pub(crate) fn left(&self, cache: &Path) {
         wait_until("the cache is free", || self.info(cache)["in_use"] == false);
     }
 
-    /// `larder disk cache`, and its exit code with what it said.
+    /// Runs `larder disk cache`; returns the exit status and the output.
     pub(crate) fn cache_command(&self, arguments: &[&str]) -> (Option<i32>, String) {
         run(self.disk_command(&[&["cache"], arguments].concat()))
     }
 
-    /// `larder disk` with these arguments.
+    /// Returns `larder disk` with these arguments.
     pub(crate) fn disk_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(larder());
         command.arg("disk").args(arguments);
@@ -168,7 +170,7 @@ impl Place {
     }
 }
 
-/// The command must fail with all of `words` in what it says.
+/// Asserts that the command fails with all of `words` in its output.
 pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
     let shown = format!("{command:?}");
     let (code, said) = run(command);
@@ -179,7 +181,7 @@ pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
     said
 }
 
-/// Runs commands of qemu-io on an image, which must all succeed, with what they verify.
+/// Runs commands of qemu-io on an image, all of which must succeed and verify.
 pub(crate) fn qemu_io(format: &str, image: &str, commands: &[impl AsRef<str>]) {
     let commands = commands.iter().flat_map(|command| ["-c", command.as_ref()]);
     let all: Vec<&str> = ["-f", format].into_iter().chain(commands).chain([image]).collect();
@@ -199,14 +201,14 @@ impl Served {
         qemu_io("raw", &self.uri, commands);
     }
 
-    /// Reads the first `mib` MiB, 4 KiB at a time, one after the other.
+    /// Reads the first `mib` MiB sequentially, 4 KiB at a time.
     pub(crate) fn read_all(&self, mib: u64) {
         let count = (mib * 256).to_string();
         let options = ["bench", "-f", "raw", "-s", "4096", "-d", "1", "-c", &count, &self.uri];
         tool("qemu-img", &options);
     }
 
-    /// Has the cache have all of them: what comes while much is under way may not be kept at once.
+    /// Reads until the cache has the first `mib` MiB: lines that are read under load may not be cached at once.
     pub(crate) fn warm_up(&self, mib: u64) {
         wait_until("the cache has all", || {
             let before = self.count("misses");
@@ -215,7 +217,7 @@ impl Served {
         });
     }
 
-    /// What `larder status` says of the cache.
+    /// Returns the cache's state from `larder status`.
     pub(crate) fn cache(&self) -> Value {
         let said = tool(text(larder()), &["status", text(&self.control), "--output", "json"]);
         let all: Value = serde_json::from_str(&said).expect("JSON");
@@ -227,17 +229,17 @@ impl Served {
         cache[name].as_u64().unwrap_or_else(|| panic!("no {name} in {cache}"))
     }
 
-    /// Waits until the disk has all that the cache has.
+    /// Waits until the disk has all data of the cache.
     pub(crate) fn cleaned(&self) {
         wait_until("nothing is dirty", || self.count("dirty") == 0);
     }
 
-    /// Waits until a crash would leave all that the cache has.
+    /// Waits until all contents of the cache would survive a crash.
     pub(crate) fn settle(&self) {
         wait_until("all is settled", || self.count("unsettled") == 0);
     }
 
-    /// Stops it; what it said.
+    /// Stops the server, and returns its output.
     pub(crate) fn stop(mut self) -> String {
         self.process.signal(libc::SIGTERM);
         let status = self.process.wait(LIMIT).expect("ends");

@@ -1,4 +1,4 @@
-//! What is refused, and what is said then.
+//! Caches that are refused, and the messages.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -7,8 +7,9 @@ use std::process::Command;
 use crate::support::{LoopDevice, larder, raid_member, tmpfs};
 use crate::{Place, assert_fails, qemu_io, text};
 
+/// A file that cannot become a cache is refused, and not changed.
 #[test]
-fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
+fn unsuitable_cache_file_is_left_alone() {
     let place = Place::new();
     let image = place.image("disk.raw", 8);
     let cache = place.path("cache");
@@ -26,7 +27,7 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         &["too small", "lines of 4 KiB"],
     );
     assert!(!cache.exists(), "nothing is left behind");
-    // More than any file system has.
+    // A size that no file system has room for.
     place.refused(
         &image,
         text(&cache),
@@ -68,10 +69,10 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         place.refused(&image, text(&cache), size, &["no cache, and not empty", "remove it"]);
     }
     assert!(fs::read(&cache).expect("is there") == garbage);
-    // The disk itself is none either.
+    // The disk itself is refused as its cache.
     place.refused(&image, text(&image), &[], &["already in use here"]);
     qemu_io("raw", text(&image), &["read -P 7 0 8M"]);
-    // What is not the cache's first MiB says nothing.
+    // Only the first MiB identifies a cache.
     garbage.swap((1 << 20) - 1, 1 << 20);
     fs::write(&cache, &garbage).expect("a file");
     place.refused(
@@ -94,8 +95,9 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
     assert!(!said.contains("becomes a cache"), "{said}");
 }
 
+/// A cache in use is refused to other servers, and a closed one to other disks.
 #[test]
-fn an_open_cache_is_nobody_elses_and_a_closed_one_no_other_disks() {
+fn cache_serves_only_its_own_disk() {
     let place = Place::new();
     let (image, other) = (place.image("disk.raw", 8), place.image("other.raw", 8));
     let cache = place.path("cache");
@@ -127,7 +129,7 @@ fn an_open_cache_is_nobody_elses_and_a_closed_one_no_other_disks() {
         &["--format", "qcow2"],
         &["not a qcow2 image (it begins with the bytes 08 08 08 08)"],
     );
-    // A copy under its name is another disk, and the disk under another name is the same.
+    // A copy under the disk's old name is another disk; the disk under a new name is the same.
     fs::rename(&image, place.path("moved.raw")).expect("moves");
     fs::copy(place.path("moved.raw"), &image).expect("copies");
     place.refused(&image, text(&cache), &[], &["belongs to another disk"]);
@@ -143,7 +145,7 @@ fn an_open_cache_is_nobody_elses_and_a_closed_one_no_other_disks() {
 }
 
 #[test]
-fn a_cache_for_which_there_is_no_room_is_refused_and_not_left_there() {
+fn cache_without_space_leaves_no_file() {
     let place = Place::new();
     let image = place.image("disk.raw", 8);
     let small = tmpfs(&place.path("small"), "size=6M");
@@ -162,7 +164,7 @@ fn a_cache_for_which_there_is_no_room_is_refused_and_not_left_there() {
 }
 
 #[test]
-fn options_that_do_not_go_together_are_refused() {
+fn conflicting_options_are_refused() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 8), place.path("cache"));
     place.refused(
@@ -187,8 +189,9 @@ fn options_that_do_not_go_together_are_refused() {
     }
 }
 
+/// `larder run` detects problems of a cache before it starts anything.
 #[test]
-fn larder_run_finds_what_is_wrong_with_a_cache_before_it_starts_anything() {
+fn run_checks_caches_before_start() {
     let place = Place::new();
     let (image, other) = (place.image("disk.raw", 8), place.image("other.raw", 8));
     let cache = place.path("cache");
@@ -221,7 +224,7 @@ fn larder_run_finds_what_is_wrong_with_a_cache_before_it_starts_anything() {
     );
 }
 
-/// A device that is claimed, and one that belongs to a RAID by a label at its end, is not made a cache, nor changed.
+/// A claimed device, or one that a label at its end marks as a RAID member, is not turned into a cache, nor changed.
 #[test]
 fn device_in_use_becomes_no_cache() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! A cache that another one takes the place of, or that comes back, while its disk is used.
+//! Replacement of a cache, and return of a failed cache, while its disk is used.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::support::{LIMIT, io_without_flush, tool, wait_for_listener};
 use crate::write_back::{READS, WRITE_BACK, WRITES, fails, killed};
 use crate::{MIB, Place, Served, qemu_io, text};
 
-/// `larder disk cache replace` of a cache that a server uses; what it said.
+/// Runs `larder disk cache replace` on a cache that a server uses; returns the exit status and the output.
 fn replace(place: &Place, served: &Served, cache: &str, options: &[&str]) -> (Option<i32>, String) {
     let control = text(&served.control);
     place.cache_command(&[&["replace", cache, "--control", control], options].concat())
@@ -23,7 +23,7 @@ fn replaced(place: &Place, served: &Served, cache: &str, options: &[&str]) {
     assert_eq!(served.cache()["state"], json!("works"));
 }
 
-/// It must not be, and all of `words` be said.
+/// Asserts that the cache is not replaced, and that all of `words` are reported.
 fn not_replaced(place: &Place, served: &Served, cache: &str, options: &[&str], words: &[&str]) {
     let (code, said) = replace(place, served, cache, options);
     assert_eq!(code, Some(2), "{said}");
@@ -51,7 +51,7 @@ fn caches_are_replaced_under_load() {
             let now = served.cache();
             assert_eq!((&now["file"], &now["mode"]), (&json!(text(new)), &json!(mode)));
             assert_eq!((&now["size"], &now["line_size"]), (&json!(16 * MIB), &json!(8192)));
-            // The old one is closed, and nobody's.
+            // The old cache is closed, and belongs to no disk.
             let info = place.info(old);
             assert_eq!(
                 (&info["closed"], &info["in_use"]),
@@ -63,7 +63,7 @@ fn caches_are_replaced_under_load() {
         let status = fio.wait(LIMIT).expect("ends");
         assert!(status.success(), "{}", fio.output());
         served.stop();
-        // What is left in either is right.
+        // Both caches can be used again with right data.
         for cache in &caches {
             let served = place.serve(&image, cache, &[]);
             assert_eq!(file_of(&served), text(cache));
@@ -78,7 +78,7 @@ fn caches_are_replaced_under_load() {
 }
 
 #[test]
-fn a_cache_that_had_failed_is_used_again_when_its_device_works() {
+fn failed_cache_returns_when_device_works() {
     for is_restarted in [false, true] {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
@@ -134,7 +134,7 @@ fn a_cache_that_had_failed_is_used_again_when_its_device_works() {
 }
 
 #[test]
-fn what_only_a_failed_cache_has_is_lost_only_if_that_is_said() {
+fn dirty_failed_cache_needs_lose_dirty() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Fast::start(&place);
@@ -149,7 +149,7 @@ fn what_only_a_failed_cache_has_is_lost_only_if_that_is_said() {
     served.io(&["read -P 7 0 2M", "write -P 4 1M 4k"]);
     served.kill();
     fast.work();
-    // Nothing of what the old one has is taken for the disk's any more; and it is not asked for.
+    // The old cache is neither trusted nor opened any more.
     let served = place.start(place.serve_command(&image, &fast.uri, &[]));
     assert_eq!(file_of(&served), text(&new));
     served.io(&["read -P 4 1M 4k", "read -P 7 1028k 1M"]);
@@ -164,8 +164,9 @@ fn what_only_a_failed_cache_has_is_lost_only_if_that_is_said() {
     );
 }
 
+/// A server that is started with the replaced cache's path uses the replacement.
 #[test]
-fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
+fn old_cache_option_finds_replacement() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let [one, two, three] = ["one", "two", "three"].map(|name| place.path(name));
@@ -174,7 +175,7 @@ fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
     replaced(&place, &served, text(&two), &["--with", text(&three), "--size", "4M"]);
     served.io(&WRITES);
     served.kill();
-    // What it is on is not mounted for a while.
+    // The device of the replacement is not mounted for a while.
     let away = place.path("away");
     std::fs::rename(&three, &away).expect("moves");
     place.refused(&image, text(&one), &WRITE_BACK, &[text(&three), "is not there now"]);
@@ -189,7 +190,7 @@ fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
     assert_eq!(file_of(&served), text(&one));
     replaced(&place, &served, text(&one), &["--with", text(&two)]);
     served.stop();
-    // Whoever says the new one means it, and the old one from then on, too.
+    // The new cache may be named, and after that the old one, too.
     for cache in [&two, &one] {
         let served = place.serve(&image, cache, &[]);
         assert_eq!(file_of(&served), text(cache));
@@ -205,7 +206,7 @@ fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
 }
 
 #[test]
-fn what_cannot_take_a_caches_place_does_not() {
+fn unsuitable_replacement_is_refused() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let (cache, full) = (place.path("cache"), place.image("full", 4));
@@ -261,8 +262,9 @@ fn what_cannot_take_a_caches_place_does_not() {
     assert!(said.starts_with("HTTP/1.1 409 ") && said.contains("it works"), "{said}");
 }
 
+/// A disk is not served without its cache while that cache, whose server was killed, has data that the disk lacks.
 #[test]
-fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
+fn disk_needs_its_dirty_killed_cache() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     place.left(&cache);
@@ -305,7 +307,7 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
 }
 
 #[test]
-fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
+fn repair_refuses_image_with_dirty_cache() {
     let place = Place::new();
     let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
@@ -323,7 +325,7 @@ fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
     }
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
-    // Who asks while it is served is told that.
+    // A server without the cache is refused while the disk is served with it.
     crate::assert_fails(place.without_cache(&image), &["in use"]);
     let mut shared = place.without_cache(&image);
     shared.args(["--read-only", "--share"]);
@@ -335,10 +337,10 @@ fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
     served.io(&READS);
 }
 
-/// Another program has written to the image after a kill: what only the cache has is not lost with the journal, which does not fit
-/// the image any more.
+/// After another program has written to the image of a killed server, giving up the journal, which no longer fits the
+/// image, does not lose data that only the cache has.
 #[test]
-fn a_killed_caches_data_outlives_a_journal_that_is_given_up() {
+fn dirty_cache_survives_discarded_journal() {
     let place = Place::new();
     let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
@@ -369,7 +371,7 @@ fn a_killed_caches_data_outlives_a_journal_that_is_given_up() {
 }
 
 #[test]
-fn an_older_copy_of_a_cache_is_not_taken_for_it() {
+fn older_copy_of_cache_is_refused() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let old = place.path("old");
@@ -384,8 +386,8 @@ fn an_older_copy_of_a_cache_is_not_taken_for_it() {
 }
 
 #[test]
-fn a_cache_that_comes_back_has_nothing_of_what_was_before() {
-    // Of a raw image, whose file has times, and of an export, which has none.
+fn returning_cache_serves_no_stale_data() {
+    // A raw image has a file with timestamps; an export has none.
     for is_remote in [false, true] {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
@@ -419,8 +421,9 @@ fn a_cache_that_comes_back_has_nothing_of_what_was_before() {
     }
 }
 
+/// A disk is not served while its killed write-back cache, which has newer data, is missing.
 #[test]
-fn a_disk_whose_killed_cache_is_not_there_is_not_served_without_what_that_has() {
+fn disk_waits_for_missing_dirty_cache() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     place.left(&cache);
@@ -434,7 +437,7 @@ fn a_disk_whose_killed_cache_is_not_there_is_not_served_without_what_that_has() 
         assert!(!path.exists());
     }
     std::fs::rename(&away, &cache).expect("moves");
-    // Also if it is only read, which leaves everything as it is.
+    // Serving it read-only in between changes nothing.
     for _ in 0..2 {
         let served = place.serve(&image, &cache, &["--read-only"]);
         tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);

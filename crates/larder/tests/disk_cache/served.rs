@@ -1,4 +1,4 @@
-//! What a guest sees of a disk with a cache, and what becomes of the cache.
+//! Reads and writes of a guest whose disk has a cache, and the cache's state after stops and kills.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,11 +10,12 @@ use serde_json::json;
 use crate::support::{LIMIT, LoopDevice, disk_serve, larder, tool};
 use crate::{MIB, Place, qemu_io, text};
 
-/// Reads of [`crate::Served::read_all`] for a MiB.
+/// Number of reads of [`crate::Served::read_all`] per MiB.
 const READS: u64 = 256;
 
+/// A cache is warm after a stop and after a kill.
 #[test]
-fn a_cache_is_warm_after_a_stop_and_after_a_kill() {
+fn restarted_cache_is_warm() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "32M"]);
@@ -48,7 +49,7 @@ fn a_cache_is_warm_after_a_stop_and_after_a_kill() {
 }
 
 #[test]
-fn without_the_note_of_its_user_a_cache_that_was_not_closed_begins_anew() {
+fn unclosed_cache_without_note_starts_empty() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -62,7 +63,7 @@ fn without_the_note_of_its_user_a_cache_that_was_not_closed_begins_anew() {
     assert!(served.count("misses") >= 2 * READS, "it is empty");
     served.warm_up(2);
     served.stop();
-    // One that was closed needs none, and leaves none.
+    // A closed cache needs no note, and its note is removed.
     let mut notes = std::fs::read_dir(place.path("state/caches")).expect("a folder");
     assert!(notes.next().is_none());
     let served = place.serve(&image, &cache, &[]);
@@ -71,7 +72,7 @@ fn without_the_note_of_its_user_a_cache_that_was_not_closed_begins_anew() {
 }
 
 #[test]
-fn what_others_did_to_the_disk_since_its_server_was_killed_is_seen() {
+fn foreign_writes_after_kill_are_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -79,7 +80,7 @@ fn what_others_did_to_the_disk_since_its_server_was_killed_is_seen() {
     served.io(&["write -P 8 0 64k"]);
     served.settle();
     served.kill();
-    // A server without it, and an hour of work.
+    // A server without the cache works for an hour.
     let control = place.socket("c");
     let nbd = place.nbd();
     let without = crate::support::disk_serve(&[text(&image), "--nbd", &nbd, "--control", text(&control)]);
@@ -101,10 +102,10 @@ fn what_others_did_to_the_disk_since_its_server_was_killed_is_seen() {
 }
 
 #[test]
-fn a_cache_is_warm_after_a_kill_in_the_midst_of_writing() {
+fn kill_during_writes_leaves_cache_warm() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-    // The image's times are those of long ago, and change with the first write only.
+    // The image's timestamps are old, and only the first write changes them.
     tool("touch", &["-d", "-1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
     served.warm_up(2);
@@ -117,8 +118,9 @@ fn a_cache_is_warm_after_a_kill_in_the_midst_of_writing() {
     assert_eq!(served.count("misses"), 0);
 }
 
+/// A note that was not written in time, on a busy file system, neither empties the cache nor hides foreign writes.
 #[test]
-fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
+fn late_note_is_compensated() {
     for mode in ["wt", "wb"] {
         let place = Place::new();
         let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
@@ -135,7 +137,7 @@ fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
         served.settle();
         place.noted_lately(&image);
         served.kill();
-        // As if its file system had been busy all the time.
+        // The old note is restored, as if its file system had been busy all the time.
         std::fs::write(place.note(), before).expect("is written");
         let served = place.serve(&image, &cache, &[]);
         served.read_all(2);
@@ -145,7 +147,7 @@ fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
             served.io(&["read -P 9 9M 64k"]);
         }
         served.kill();
-        // And others are found out still.
+        // Foreign writes are still detected.
         tool("touch", &["-d", "+1 hour", text(&image)]);
         let words = "changed since without it";
         if mode == "wb" {
@@ -157,13 +159,14 @@ fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
     }
 }
 
+/// A server that is killed at its first write is recognised as the author of that write.
 #[test]
-fn a_server_that_is_killed_at_its_first_write_is_known_to_have_made_it() {
+fn kill_at_first_write_keeps_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     tool("touch", &["-d", "-1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &["--cache-size", "4M", "--cache-mode", "wb"]);
-    // More than the cache has room for.
+    // More data than the cache has room for.
     served.io(&["write -P 8 0 14M"]);
     served.kill();
     let served = place.serve(&image, &cache, &[]);
@@ -171,7 +174,7 @@ fn a_server_that_is_killed_at_its_first_write_is_known_to_have_made_it() {
 }
 
 #[test]
-fn what_others_did_to_the_disk_meanwhile_is_seen() {
+fn foreign_writes_while_stopped_are_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -189,8 +192,9 @@ fn what_others_did_to_the_disk_meanwhile_is_seen() {
     served.io(&["read -P 0 16M 8M"]);
 }
 
+/// A foreign write to any file of a backing chain is detected, and the server's own writes are not taken for one.
 #[test]
-fn a_change_to_any_file_of_a_chain_is_seen_and_the_servers_own_are_none() {
+fn foreign_change_in_chain_is_detected() {
     let place = Place::new();
     let base = place.image("base.raw", 16);
     let [middle, top] = ["middle.qcow2", "top.qcow2"].map(|name| place.path(name));
@@ -227,7 +231,7 @@ fn a_change_to_any_file_of_a_chain_is_seen_and_the_servers_own_are_none() {
     served.io(&["read -P 8 0 64k", "read -P 9 64k 192k", "read -P 7 256k 1M"]);
 }
 
-/// `fio` that writes to the disk at random and verifies all that it has written.
+/// Returns a `fio` command that writes to the disk at random, and verifies its writes.
 pub(crate) fn verify(uri: &str, options: &[&str]) -> Command {
     let mut command = larder_bench::campaign::process::mortal("fio");
     command.args([
@@ -257,7 +261,7 @@ fn run_to_its_end(command: Command) {
 }
 
 #[test]
-fn all_that_was_written_is_read_with_a_cache_that_is_small_for_the_disk() {
+fn small_cache_returns_all_writes() {
     for (line, mode) in [("4k", "wt"), ("64k", "wt"), ("16k", "wa"), ("4k", "pt")] {
         let place = Place::new();
         let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
@@ -276,7 +280,7 @@ fn all_that_was_written_is_read_with_a_cache_that_is_small_for_the_disk() {
 }
 
 #[test]
-fn the_mode_changes_under_load() {
+fn mode_changes_under_load() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "16M"]);
@@ -295,7 +299,7 @@ fn the_mode_changes_under_load() {
     assert!(status.success(), "{}", fio.output());
     set("wa");
     served.kill();
-    // It is kept, unless something else is said.
+    // The mode is kept across restarts, unless an option changes it.
     let served = place.serve(&image, &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("wa"));
     served.stop();
@@ -304,7 +308,7 @@ fn the_mode_changes_under_load() {
 }
 
 #[test]
-fn a_read_only_disk_has_a_cache_too() {
+fn read_only_disk_uses_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let options = ["--read-only", "--cache-size", "8M"];
@@ -317,8 +321,9 @@ fn a_read_only_disk_has_a_cache_too() {
     }
 }
 
+/// A block device is used in its whole size, both as a disk and as a cache.
 #[test]
-fn a_block_device_is_taken_whole_for_a_disk_and_for_a_cache() {
+fn block_device_is_disk_or_cache() {
     let place = Place::new();
     let (image, ssd) = (place.image("disk.raw", 16), place.path("ssd.raw"));
     tool("truncate", &["-s", "8M", text(&ssd)]);
@@ -343,7 +348,7 @@ fn a_block_device_is_taken_whole_for_a_disk_and_for_a_cache() {
 }
 
 #[test]
-fn what_a_server_without_the_cache_did_at_once_after_a_kill_is_seen() {
+fn uncached_writes_after_kill_are_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -363,8 +368,9 @@ fn what_a_server_without_the_cache_did_at_once_after_a_kill_is_seen() {
     served.io(&["read -P 9 0 64k", "read -P 7 64k 4M"]);
 }
 
+/// On a device without timestamps, foreign writes are seen where the guest wrote last.
 #[test]
-fn what_others_did_to_a_device_without_times_is_seen_where_the_guest_wrote_last() {
+fn foreign_writes_to_device_are_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let disk = LoopDevice::new(&image, 512);
@@ -374,7 +380,7 @@ fn what_others_did_to_a_device_without_times_is_seen_where_the_guest_wrote_last(
     served.io(&["write -P 8 5M 64k", "write -P 9 1M 4k"]);
     served.stop();
     for _ in 0..2 {
-        // Also if its guest only reads.
+        // The same holds if the guest only reads.
         let served = serve(&[]);
         served.read_all(2);
         assert_eq!(served.count("misses"), 0, "nobody has used it");
@@ -390,8 +396,8 @@ fn what_others_did_to_a_device_without_times_is_seen_where_the_guest_wrote_last(
     served.stop();
 }
 
-/// What a server without the cache did between two with it, each closed in order, to a disk of whose changes no time
-/// tells: it wrote where the guest had only read before.
+/// Checks writes that a server without the cache makes between two servers with it, all stopped in order, on a disk
+/// whose changes no timestamp records. The writes are to ranges that the guest had only read.
 fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     let cache = place.path("cache");
     let serve = |options: &[&str]| place.serve(Path::new(disk), &cache, options);
@@ -414,7 +420,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.read_all(4);
     assert_eq!(served.count("misses"), 0, "nobody has used it");
     served.stop();
-    // Also if it is killed, and the cache gets another size; what only reads the disk changes nothing.
+    // The same holds if that server is killed, and the cache is resized; a server that only reads changes nothing.
     let served = without();
     served.io(&["write -P 10 2M 64k"]);
     served.kill();
@@ -427,7 +433,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.io(&["read -P 10 2M 64k", "read -P 9 1M 64k"]);
     served.warm_up(4);
     served.stop();
-    // Nor is it believed if the note is lost.
+    // The cache is not trusted either if the note is lost.
     std::fs::remove_dir_all(place.path("state")).expect("there are notes");
     let served = without();
     served.io(&["write -P 11 3M 64k"]);
@@ -439,14 +445,14 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
 }
 
 #[test]
-fn what_a_server_without_the_cache_did_to_a_device_is_seen() {
+fn uncached_writes_to_device_are_seen() {
     let place = Place::new();
     let disk = LoopDevice::new(&place.image("disk.raw", 16), 512);
     changed_by_a_server_without_the_cache(&place, text(&disk.0));
 }
 
 #[test]
-fn what_a_server_without_the_cache_did_to_an_export_is_seen() {
+fn uncached_writes_to_export_are_seen() {
     let place = Place::new();
     let (image, socket) = (place.image("disk.raw", 16), place.socket("export"));
     let export = format!("nbd+unix:///?socket={}", text(&socket));
@@ -456,7 +462,7 @@ fn what_a_server_without_the_cache_did_to_an_export_is_seen() {
 }
 
 #[test]
-fn status_tells_of_the_cache() {
+fn status_reports_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
@@ -475,20 +481,20 @@ fn status_tells_of_the_cache() {
 }
 
 #[test]
-fn no_more_is_written_to_the_ssd_in_a_day_than_it_may() {
+fn daily_ssd_writes_are_limited() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let day = 64 * MIB;
     let options = ["--cache-size", "32M", "--cache-endurance", "64M"];
     let served = place.serve(&image, &place.path("cache"), &options);
     assert_eq!(served.count("endurance"), day);
-    // A 24th of the bytes of a day may be written at once, and further ones as time passes.
+    // A 24th of a day's bytes may be written at once, and more as time passes.
     let began = Instant::now();
     let may_be_written = || day / 24 + MIB / 8 + day * began.elapsed().as_secs() / (24 * 60 * 60);
     for _ in 0..3 {
         served.read_all(16);
     }
-    // A cache that seems slow, as on a busy machine, is left alone for a while.
+    // A cache that seems slow, as on a busy machine, is bypassed for a while.
     while served.count("occupancy") <= MIB {
         assert!(began.elapsed() < LIMIT, "{}", served.cache());
         served.read_all(16);
@@ -497,7 +503,7 @@ fn no_more_is_written_to_the_ssd_in_a_day_than_it_may() {
     served.settle();
     let written = served.count("cache_written");
     assert!(written <= may_be_written(), "{}", served.cache());
-    // What is there and is written leaves the cache, and what is not does not come.
+    // Written lines are dropped from the cache, and new ones are not admitted.
     served.io(&["write -P 9 0 8M", "read -P 9 0 8M", "read -P 7 8M 8M"]);
     assert!(served.count("cache_written") < written + MIB, "{}", served.cache());
     let said = tool(text(larder()), &["status", text(&served.control)]);
@@ -507,13 +513,14 @@ fn no_more_is_written_to_the_ssd_in_a_day_than_it_may() {
     served.io(&["read -P 9 0 8M", "read -P 7 8M 8M"]);
 }
 
+/// The status reports the miss ratio that caches of other sizes would have.
 #[test]
-fn what_a_cache_of_another_size_would_do_is_told() {
+fn miss_ratios_by_size_are_reported() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let served = place.serve(&image, &place.path("cache"), &["--cache-size", "8M"]);
     assert_eq!(served.cache()["miss_ratios"], serde_json::json!([]));
-    // Round and round: what does not hold all of it never has what is asked for next.
+    // A loop: under LRU, a cache that does not hold all of it never has the next line.
     for _ in 0..4 {
         served.read_all(4);
     }
