@@ -1,5 +1,5 @@
-//! Random requests to disks of random features, compared with a model and with QEMU (`docs/fuzzing.md`). `make fuzz` does
-//! the same for longer.
+//! Random requests to disks with random features, compared with a model and with QEMU (`docs/fuzzing.md`). `make
+//! fuzz` runs the same for longer.
 
 mod support;
 
@@ -8,7 +8,7 @@ use std::ops::Range;
 use larder_bench::fuzz_disks::short;
 use support::larder;
 
-/// The fuzzer finds nothing in the images of these seeds.
+/// Asserts that the fuzzer finds no error in the images of these seeds.
 fn finds_nothing(seeds: Range<u64>, data_files_only: bool, kills: bool) {
     let images = seeds.end - seeds.start;
     let report = short(larder(), seeds, data_files_only, kills).expect("the fuzzer runs");
@@ -17,19 +17,19 @@ fn finds_nothing(seeds: Range<u64>, data_files_only: bool, kills: bool) {
     assert!(report.skipped * 10 < images, "{report:?}");
 }
 
-/// Images of any features, as `larder-bench fuzz-disks` makes them.
+/// Images with any features, as `larder-bench fuzz-disks` creates them, behave as in QEMU.
 #[test]
 fn random_disks_agree_with_qemu() {
     finds_nothing(0..100, false, false);
 }
 
-/// The guest's data is in a file of its own.
+/// Images with an external data file behave as in QEMU.
 #[test]
 fn random_data_files_agree_with_qemu() {
     finds_nothing(0..30, true, false);
 }
 
-/// Each image has a server that is killed.
+/// Images whose servers are killed keep their data.
 #[test]
 fn random_disks_survive_kills() {
     finds_nothing(0..30, false, true);

@@ -1,4 +1,4 @@
-//! Clients of an NBD export that want to keep others out, or to harm its server.
+//! Hostile clients of an NBD export, which try to keep others out or to harm its server.
 
 mod support;
 
@@ -10,8 +10,8 @@ use support::{LIMIT, image, on_tmpfs, serve, tool, wait_until};
 
 const MIB: u64 = 1 << 20;
 
-/// A client from `address` that connects to an NBD server, finishes the handshake (NBD spec, "Fixed newstyle negotiation"), and
-/// then says nothing.
+/// Returns a client from `address` that connects to an NBD server, finishes the handshake (NBD spec, "Fixed newstyle
+/// negotiation"), and then sends nothing.
 fn silent_client(address: [u8; 4], port: u16) -> TcpStream {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
     let socket = socket.expect("a socket");
@@ -34,8 +34,8 @@ fn silent_client(address: [u8; 4], port: u16) -> TcpStream {
     client
 }
 
-/// Clients that connect and say nothing, as many as an export takes, keep nobody out: neither one from another address, at
-/// once, nor one from their own, after a while.
+/// Silent clients, as many as an export takes, keep no other client out: one from another address is accepted at
+/// once, one from their own address after a while.
 #[test]
 fn silent_nbd_clients_give_way() {
     const CLIENTS_MAX: usize = 64;

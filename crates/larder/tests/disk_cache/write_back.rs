@@ -1,4 +1,4 @@
-//! Write-back: what only the cache has is not lost, not believed where it is old, and reaches the disk.
+//! Write-back: data that only the cache has is not lost, not trusted where it is stale, and reaches the disk.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::{Place, Served, assert_fails, qemu_io, text};
 
 pub(crate) const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
 
-/// What is written in these tests, and how it is verified. The image has 7 everywhere else.
+/// Writes of these tests. The image has 7 everywhere else; [`READS`] verifies them.
 pub(crate) const WRITES: [&str; 3] = ["write -P 9 1M 64k", "write -P 10 5M 4k", "write -P 11 5244416 512"];
 pub(crate) const READS: [&str; 7] = [
     "read -P 7 0 1M",
@@ -25,7 +25,7 @@ pub(crate) const READS: [&str; 7] = [
     "read -P 7 5124k 2M",
 ];
 
-/// An image and a cache that has what the image has not, whose server was killed.
+/// Returns an image and its write-back cache with newer data, whose server was killed.
 pub(crate) fn killed(place: &Place) -> (std::path::PathBuf, std::path::PathBuf) {
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -34,14 +34,14 @@ pub(crate) fn killed(place: &Place) -> (std::path::PathBuf, std::path::PathBuf) 
     (image, cache)
 }
 
-/// A command that must succeed; what it said.
+/// Runs a command that must succeed; returns its output.
 fn cache_command(place: &Place, arguments: &[&str]) -> String {
     let (code, said) = place.cache_command(arguments);
     assert_eq!(code, Some(0), "{arguments:?}: {said}");
     said
 }
 
-/// A command that must fail, and say all of `words`.
+/// Runs a command that must fail and report all of `words`.
 fn refused(place: &Place, arguments: &[&str], words: &[&str]) {
     let (code, said) = place.cache_command(arguments);
     assert_eq!(code, Some(2), "{arguments:?}: {said}");
@@ -51,7 +51,7 @@ fn refused(place: &Place, arguments: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn a_stop_leaves_everything_on_the_disk() {
+fn stop_writes_everything_to_disk() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -73,14 +73,14 @@ fn a_stop_leaves_everything_on_the_disk() {
 }
 
 #[test]
-fn what_was_written_is_there_after_a_kill() {
+fn writes_survive_kill() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(false)));
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
-    // It does not flush, as qemu-io does at its end.
+    // nbdcopy does not flush, unlike qemu-io, which does at its end.
     let unflushed = place.path("unflushed");
     fs::write(&unflushed, [12; 64 << 10]).expect("a file");
     tool("nbdcopy", &[text(&unflushed), &served.uri]);
@@ -93,7 +93,7 @@ fn what_was_written_is_there_after_a_kill() {
 }
 
 #[test]
-fn an_older_copy_of_a_cache_that_has_newer_data_is_refused() {
+fn older_dirty_cache_copy_is_refused() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -110,11 +110,11 @@ fn an_older_copy_of_a_cache_that_has_newer_data_is_refused() {
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
     served.kill();
-    // In its place it is no better.
+    // The same copy at the cache's own path is refused as well.
     fs::rename(&cache, place.path("newer")).expect("moved");
     fs::copy(&older, &cache).expect("copied");
     is_refused(&cache);
-    // Given up, as it says.
+    // The cache is given up, as the message advises.
     cache_command(&place, &["drop", "--lose-dirty", text(&cache)]);
     let served = place.serve(&image, &older, &[]);
     served.io(&["read -P 8 1M 64k", "read -P 7 5M 4k"]);
@@ -122,8 +122,9 @@ fn an_older_copy_of_a_cache_that_has_newer_data_is_refused() {
     qemu_io("raw", text(&image), &["read -P 8 1M 64k"]);
 }
 
+/// After the cache's file was deleted under its server, the message says so, and following it loses no data.
 #[test]
-fn a_cache_that_is_deleted_under_its_server_is_told_of_as_one_and_nothing_need_be_lost() {
+fn deleted_cache_file_loses_nothing() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -140,7 +141,7 @@ fn a_cache_that_is_deleted_under_its_server_is_told_of_as_one_and_nothing_need_b
         assert!(told.contains(part), "no '{part}' in {told}");
     }
     assert!(!told.contains("/proc/"), "{told}");
-    // As it says.
+    // The steps that the message advises.
     let (other, control) = (place.path("other"), text(&served.control));
     cache_command(&place, &["flush", text(&cache), "--control", control]);
     assert_eq!(served.count("dirty"), 0);
@@ -159,7 +160,7 @@ fn a_cache_that_is_deleted_under_its_server_is_told_of_as_one_and_nothing_need_b
 }
 
 #[test]
-fn what_nobody_wants_anything_of_is_cleaned() {
+fn idle_dirty_lines_are_cleaned() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -178,7 +179,7 @@ fn what_nobody_wants_anything_of_is_cleaned() {
 }
 
 #[test]
-fn a_cache_is_flushed_by_command_while_its_server_runs_and_without() {
+fn flush_command_works_online_and_offline() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
@@ -205,7 +206,7 @@ fn a_cache_is_flushed_by_command_while_its_server_runs_and_without() {
         &["resize", text(&cache), "16M"],
         &["was not closed", "disk.raw"],
     );
-    // It is the same disk under another name.
+    // The disk was moved, and is the same under its new name.
     let moved = place.path("moved.raw");
     fs::rename(&image, &moved).expect("moves");
     refused(&place, &["flush", text(&cache)], &["disk.raw", "No such file"]);
@@ -217,8 +218,9 @@ fn a_cache_is_flushed_by_command_while_its_server_runs_and_without() {
     cache_command(&place, &["drop", text(&cache)]);
 }
 
+/// Dirty data of a cache that may be stale is neither dropped nor written to the disk unless the user decides.
 #[test]
-fn dirty_data_is_neither_lost_nor_put_over_something_newer_unasked() {
+fn unsure_dirty_data_needs_users_decision() {
     type Harm = fn(&Place, &Path);
     let harms: [(Harm, &str); 2] = [
         (
@@ -253,7 +255,7 @@ fn dirty_data_is_neither_lost_nor_put_over_something_newer_unasked() {
 }
 
 #[test]
-fn a_disk_that_is_only_read_leaves_in_the_cache_what_it_has_not() {
+fn read_only_disk_keeps_cache_dirty() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let served = place.serve(&image, &cache, &["--read-only"]);
@@ -262,7 +264,7 @@ fn a_disk_that_is_only_read_leaves_in_the_cache_what_it_has_not() {
     served.stop();
     let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(true)));
-    // It gets no other size, and is not put over what others have written.
+    // The cache cannot be resized, and is not flushed over foreign writes.
     refused(
         &place,
         &["resize", text(&cache), "16M"],
@@ -279,8 +281,9 @@ fn a_disk_that_is_only_read_leaves_in_the_cache_what_it_has_not() {
     qemu_io("raw", text(&image), &READS);
 }
 
+/// Write-back is refused for a remote cache, and where Larder cannot keep a note about the cache.
 #[test]
-fn write_back_needs_a_cache_that_its_host_keeps_and_a_note_of_it() {
+fn write_back_needs_local_noted_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let words = ["write-back (wb) needs its cache on this host", "wt (write-through)"];
@@ -304,7 +307,7 @@ fn write_back_needs_a_cache_that_its_host_keeps_and_a_note_of_it() {
     assert_eq!(served.cache()["mode"], json!("wt"));
 }
 
-/// A disk on a server that is started with these arguments.
+/// Starts a server of a disk with these arguments; returns it with the disk's URI.
 fn remote_disk(place: &Place, arguments: &[&str]) -> (Process, String) {
     let socket = place.socket("remote");
     let mut command = mortal("nbdkit");
@@ -315,13 +318,13 @@ fn remote_disk(place: &Place, arguments: &[&str]) -> (Process, String) {
 }
 
 #[test]
-fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
+fn slow_mode_change_is_awaited() {
     let place = Place::new();
-    // A disk whose writes take long.
+    // A disk whose writes are slow.
     let (_slow, uri) = remote_disk(&place, &["--filter=delay", "memory", "16M", "wdelay=100ms"]);
     let cache = place.path("cache");
     let served = place.serve(Path::new(&uri), &cache, &WRITE_BACK);
-    // Far from each other, so that each is a write of its own.
+    // Far apart, so that each is a separate write.
     let writes: Vec<String> = (0..400).map(|at| format!("write -P 9 {}k 4k", 16 * at)).collect();
     let reads: Vec<String> = (0..400).map(|at| format!("read -P 9 {}k 4k", 16 * at)).collect();
     served.io(&writes);
@@ -337,7 +340,7 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     assert!(head.starts_with("HTTP/1.1 202 "), "{said}");
     let state: Value = serde_json::from_str(body).expect("JSON");
     assert_eq!(state["cache"]["flush"]["running"], json!(true), "{said}");
-    // It is waited for by whoever wants it, and by whoever wants it besides.
+    // A second client waits for the same change.
     cache_command(&place, &["mode", text(&cache), "wt", "--control", text(&control)]);
     let status = served.cache();
     assert_eq!((&status["dirty"], &status["mode"]), (&json!(0), &json!("wt")));
@@ -357,7 +360,7 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     assert!(said.starts_with("HTTP/1.1 200 "), "{said}");
 }
 
-/// qemu-io's command must fail.
+/// Asserts that a command of qemu-io fails.
 pub(crate) fn fails(served: &Served, command: &str) {
     let mut io = std::process::Command::new("qemu-io");
     io.args(["-f", "raw", "-c", command, &served.uri]);
@@ -365,8 +368,9 @@ pub(crate) fn fails(served: &Served, command: &str) {
     assert!(said.contains("Input/output error"), "{command}: {said}");
 }
 
+/// While a cache has failed, only data that no other copy has cannot be read; it is readable again with the cache.
 #[test]
-fn only_what_only_a_failed_cache_has_cannot_be_read_and_it_comes_back_with_it() {
+fn failed_cache_hides_only_dirty_data() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Fast::start(&place);
@@ -388,8 +392,9 @@ fn only_what_only_a_failed_cache_has_cannot_be_read_and_it_comes_back_with_it() 
     qemu_io("raw", text(&image), &["read -P 9 1M 64k", "read -P 8 2M 64k"]);
 }
 
+/// A cache whose device fails only writes is flushed to the disk, and serves no stale data later.
 #[test]
-fn a_cache_that_can_only_be_read_gives_the_disk_what_it_has_and_does_not_get_old() {
+fn cache_failing_writes_flushes_to_disk() {
     for stops in [true, false] {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
@@ -424,7 +429,7 @@ fn a_cache_that_can_only_be_read_gives_the_disk_what_it_has_and_does_not_get_old
     }
 }
 
-/// A write that must fail with `error`, and leaves a cache that can be cleaned.
+/// Asserts that a write fails with `error`, and leaves a cache that can be cleaned.
 fn refused_at_once(place: &Place, served: Served, cache: &Path, write: &str, error: &str) {
     let mut command = Command::new("qemu-io");
     command.args(["-f", "raw", "-c", write, &served.uri]);
@@ -435,9 +440,9 @@ fn refused_at_once(place: &Place, served: Served, cache: &Path, write: &str, err
     served.stop();
 }
 
-/// A write of data behind the end of an export of an odd size fails at once, not when it is cleaned.
+/// A write of data past the end of an export of an odd size fails at once, not when it is cleaned.
 #[test]
-fn data_behind_odd_end_is_refused() {
+fn data_past_odd_end_is_refused() {
     let place = Place::new();
     // The last sector begins at 999936.
     let (_remote, uri) = remote_disk(&place, &["memory", "1000100"]);
@@ -468,7 +473,7 @@ fn other_formats_header_is_refused() {
     qemu_io("raw", text(&image), &READS);
 }
 
-/// What only a cache has is lost if the cache is served as a disk.
+/// A cache with dirty data is not served as a disk, which would lose that data.
 #[test]
 fn cache_that_its_disk_needs_is_no_image() {
     let place = Place::new();
@@ -494,7 +499,7 @@ fn cache_that_its_disk_needs_is_no_image() {
     let served = place.serve(&image, &cache, &[]);
     served.io(&["read -P 9 1M 64k", "read -P 7 0 1M"]);
     served.stop();
-    // One that is used by way of this very server.
+    // A cache that is used through this very server may be served.
     let socket = place.socket("export");
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
     let export = || {
@@ -512,7 +517,7 @@ fn cache_that_its_disk_needs_is_no_image() {
     served.io(&["read -P 10 2M 64k"]);
     served.stop();
     exported.kill();
-    // One of which nothing is needed: a guest may have a cache of its own on its disk.
+    // A cache without dirty data may be served: a guest may have a cache of its own on its disk.
     let served = place.start(place.without_cache(&cache));
     served
         .process
@@ -521,7 +526,7 @@ fn cache_that_its_disk_needs_is_no_image() {
     served.stop();
 }
 
-/// What the message advises works.
+/// The steps in the message for an overwritten dirty cache work.
 #[test]
 fn data_of_a_cache_that_is_overwritten_is_given_up() {
     let place = Place::new();

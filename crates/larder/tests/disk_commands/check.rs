@@ -1,4 +1,4 @@
-//! `larder disk check` finds what `qemu-img check` finds.
+//! `larder disk check` finds the errors that `qemu-img check` finds.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::made::{KINDS, Made};
 use crate::support::image;
 use crate::{larder, larder_json, qemu_img, text_of};
 
-/// What QEMU says of an image; `None` if it cannot say.
+/// Returns QEMU's report about an image; `None` if it fails.
 pub(crate) fn qemu_check(image: &Path) -> Option<Value> {
     let (code, out, _) = qemu_img(&["check", "-f", "qcow2", "--output=json", text_of(image)]);
     matches!(code, 0 | 2 | 3).then(|| serde_json::from_str(&out).expect("JSON"))
@@ -29,8 +29,9 @@ fn assert_same(ours: &Value, theirs: &Value, fields: &[&str], what: &str) {
     }
 }
 
+/// For each kind of image and damage, the check agrees with `qemu-img check`.
 #[test]
-fn whatever_is_damaged_the_verdict_is_that_of_qemu() {
+fn verdicts_match_qemu() {
     for kind in &KINDS {
         let made = Made::new(kind);
         let sound = Bytes::of(&made.image);
@@ -66,8 +67,9 @@ fn whatever_is_damaged_the_verdict_is_that_of_qemu() {
     }
 }
 
+/// A check of a randomly damaged image ends, and finds an error if QEMU does.
 #[test]
-fn random_damage_never_stops_a_check_and_is_found_when_qemu_finds_it() {
+fn random_damage_is_found_like_qemu() {
     let mut state = 0x1234_5678_9abc_def1_u64;
     let mut random = move |below: u64| {
         state ^= state << 13;
@@ -104,7 +106,7 @@ fn random_damage_never_stops_a_check_and_is_found_when_qemu_finds_it() {
 }
 
 #[test]
-fn the_words_name_what_is_wrong_and_how_to_go_on() {
+fn text_names_errors_and_next_steps() {
     let made = Made::new(&KINDS[0]);
     let (code, out, _) = larder(&["disk", "check"], &made.image);
     assert_eq!(code, 0, "{out}");
@@ -127,7 +129,7 @@ fn the_words_name_what_is_wrong_and_how_to_go_on() {
 }
 
 #[test]
-fn a_raw_image_is_no_qcow2_image_whatever_the_format_says() {
+fn format_option_cannot_make_raw_qcow2() {
     let folder = crate::support::on_tmpfs();
     let raw = image(folder.path(), 1 << 20);
     for command in ["info", "check", "tune"] {
@@ -141,7 +143,7 @@ fn a_raw_image_is_no_qcow2_image_whatever_the_format_says() {
 }
 
 #[test]
-fn a_raw_image_has_nothing_to_check_and_that_is_an_error() {
+fn checking_raw_image_is_an_error() {
     let folder = crate::support::on_tmpfs();
     let raw = image(folder.path(), 1 << 20);
     let (code, _, err) = larder(&["disk", "check"], &raw);
@@ -153,7 +155,7 @@ fn a_raw_image_has_nothing_to_check_and_that_is_an_error() {
 }
 
 #[test]
-fn an_image_that_would_take_too_much_memory_is_refused_with_what_it_would_take() {
+fn check_beyond_memory_limit_is_refused() {
     let made = Made::new(&KINDS[2]);
     let (code, _, err) = larder(&["disk", "check", "--memory", "16KiB"], &made.image);
     assert_eq!(code, 2, "{err}");

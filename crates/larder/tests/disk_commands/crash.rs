@@ -1,4 +1,4 @@
-//! A repair that is cut off anywhere leaves an image no worse.
+//! A repair that is interrupted anywhere leaves the image no worse.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,7 +13,7 @@ use crate::damage::{Bytes, DAMAGES};
 use crate::made::{KINDS, Made};
 use crate::{qemu_img, text_of};
 
-/// A file in memory that remembers its changes.
+/// A file in memory that records its changes.
 struct Recorder {
     name: Rc<str>,
     bytes: RefCell<Vec<u8>>,
@@ -29,7 +29,7 @@ enum Change {
 }
 
 impl Recorder {
-    /// Files are filled up to whole blocks.
+    /// Creates a recorder; the file is padded to whole blocks.
     fn new(bytes: &[u8]) -> Rc<Self> {
         let mut bytes = bytes.to_vec();
         bytes.resize(bytes.len().next_multiple_of(512), 0);
@@ -106,7 +106,7 @@ impl BlockDevice for Recorder {
     }
 }
 
-/// The image after each step, and every way in which the writes since the last flush may be missing one at a time.
+/// Returns the image after each step, and with each single write since the last flush missing.
 fn crashed(before: &[u8], log: &[Change]) -> Vec<Vec<u8>> {
     let apply = |bytes: &mut Vec<u8>, change: &Change| match change {
         Change::Write(at, new) => bytes[*at..*at + new.len()].copy_from_slice(new),
@@ -135,7 +135,7 @@ fn crashed(before: &[u8], log: &[Change]) -> Vec<Vec<u8>> {
     images
 }
 
-/// Errors that may cost data; a flag that is missing costs time, and one that is to be cleared was there before.
+/// Returns the errors that may cost data. A missing flag only costs time, and a flag to be cleared was there before.
 fn dangers(report: &Report) -> Vec<String> {
     let all = report.findings.iter().map(ToString::to_string);
     all.filter(|text| text.starts_with("error") && !text.contains("is flagged wrongly"))
@@ -143,7 +143,7 @@ fn dangers(report: &Report) -> Vec<String> {
 }
 
 #[test]
-fn a_repair_that_is_cut_off_anywhere_makes_nothing_worse_and_can_be_done_again() {
+fn interrupted_repair_is_safe_and_repeatable() {
     let on = Loop::simulated().expect("a loop");
     let options = CheckOptions::default();
     for kind in [&KINDS[0], &KINDS[4]] {

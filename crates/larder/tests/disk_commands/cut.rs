@@ -1,5 +1,5 @@
-//! Images of which the end is missing: `larder disk check --repair` mends them without putting anything where something
-//! was lost, or leaves them as they are.
+//! Truncated images: `larder disk check --repair` repairs them without placing anything where data was lost, or
+//! leaves them unchanged.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::made::{KINDS, Kind, Made};
 use crate::support::tool;
 use crate::{larder, larder_json, qemu_img, text_of};
 
-/// Small images of kinds that have their tables in many places.
+/// Kinds of small images that have their tables in many places.
 const SMALL_CLUSTERS: Kind = Kind {
     name: "smallest clusters",
     options: "cluster_size=512",
@@ -24,7 +24,8 @@ const NARROW: Kind = Kind {
     ..SMALL_CLUSTERS
 };
 
-/// Cuts at the beginning, within and at the end of what lies at these places: some sixty of them, and some more anywhere.
+/// Returns offsets at which the image is truncated: at the start, within and at the end of known structures, some
+/// sixty of them, and some random ones.
 fn cuts(sound: &Bytes) -> Vec<u64> {
     let places = places(sound);
     let step = places.len().div_ceil(10);
@@ -45,7 +46,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 #[test]
-fn an_image_that_was_cut_off_anywhere_is_mended_or_left_as_it_was() {
+fn truncated_image_is_repaired_or_unchanged() {
     for kind in [&KINDS[0], &KINDS[1], &KINDS[4], &SMALL_CLUSTERS, &NARROW] {
         let made = Made::new(kind);
         let sound = Bytes::of(&made.image);
@@ -79,7 +80,8 @@ fn an_image_that_was_cut_off_anywhere_is_mended_or_left_as_it_was() {
     }
 }
 
-/// QEMU finds nothing wrong, reads what it read before, and what is different from the whole image was told to be lost.
+/// Checks a repaired image: QEMU finds no errors and reads what it read before, and all differences from the whole
+/// image were reported as lost.
 fn is_mended(made: &Made, what: &str, before: Option<&Path>, original: &Path, dropped: u64) {
     tool("qemu-img", &["check", "-f", "qcow2", text_of(&made.image)]);
     let after = made.content("after.raw").expect("QEMU reads what was mended");
@@ -97,13 +99,14 @@ fn is_mended(made: &Made, what: &str, before: Option<&Path>, original: &Path, dr
     assert!(info.contains("state:            clean\n"), "{what}: {info}");
 }
 
+/// Rebuilt refcounts are not placed where the header claimed the old ones to be.
 #[test]
-fn refcounts_are_not_made_anew_where_the_old_ones_were_said_to_be() {
+fn refcounts_avoid_claimed_locations() {
     let made = Made::new(&NARROW);
     let expected = made.content("expected.raw").expect("a sound image");
     let mut bytes = Bytes::of(&made.image);
     let end = bytes.len().next_multiple_of(bytes.cluster());
-    // Past the end of the file: a refcount block, and right behind it the table.
+    // Past the end of the file: a refcount block, and right after it the table.
     bytes.set(bytes.refcount_table(), end);
     bytes.set(48, end + bytes.cluster());
     bytes.put(&made.image);

@@ -1,4 +1,4 @@
-//! Damaging images: known fields changed, one kind of damage after the other.
+//! Damage to images: known fields are changed, one kind of damage at a time.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ pub(crate) const COPIED: u64 = 1 << 63;
 pub(crate) const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// The bytes of an image.
+/// Bytes of an image.
 pub(crate) struct Bytes(pub(crate) Vec<u8>);
 
 impl Bytes {
@@ -18,7 +18,7 @@ impl Bytes {
         Self(std::fs::read(image).expect("the image"))
     }
 
-    /// Writes them back, in place, so that what the file was grows or shrinks.
+    /// Writes the bytes back in place; the file grows or shrinks as needed.
     pub(crate) fn put(&self, image: &Path) {
         let file = OpenOptions::new().write(true).open(image).expect("the image");
         file.set_len(self.0.len() as u64).expect("its length");
@@ -74,12 +74,12 @@ impl Bytes {
         self.u64(40)
     }
 
-    /// Where the L1 entry of a guest offset is.
+    /// Returns the offset of the L1 entry of a guest offset.
     fn l1_entry(&self, guest: u64) -> u64 {
         self.l1() + guest / (self.cluster() * self.cluster() / self.entry_bytes()) * 8
     }
 
-    /// Where the L2 entry of a guest offset is.
+    /// Returns the offset of the L2 entry of a guest offset.
     pub(crate) fn l2_entry(&self, guest: u64) -> u64 {
         let table = self.u64(self.l1_entry(guest)) & OFFSET;
         assert_ne!(table, 0, "no L2 table for {guest:#x}");
@@ -116,7 +116,7 @@ impl Bytes {
         }
     }
 
-    /// One more cluster at the end, which nothing refers to.
+    /// Appends a cluster that nothing refers to, and returns its offset.
     pub(crate) fn append(&mut self) -> u64 {
         let at = self.len().next_multiple_of(self.cluster());
         self.0.resize((at + self.cluster()) as usize, 0);
@@ -127,12 +127,12 @@ impl Bytes {
 /// A kind of damage.
 pub(crate) struct Damage {
     pub(crate) name: &'static str,
-    /// Whether the kind of image has what is damaged.
+    /// Returns true if images of a kind have the structure that is damaged.
     pub(crate) fits: fn(&Kind) -> bool,
     pub(crate) apply: fn(&mut Bytes),
-    /// The counts of errors and leaks are QEMU's.
+    /// The counts of errors and leaks equal QEMU's.
     pub(crate) counted: bool,
-    /// A repair leaves no error; otherwise it may.
+    /// A repair leaves no error; if unset, it may.
     pub(crate) mendable: bool,
 }
 
@@ -148,9 +148,11 @@ fn version_3(kind: &Kind) -> bool {
     kind.name != "version 2"
 }
 
-/// Guest offsets: data of the active table alone, data that a snapshot has too, compressed data.
+/// Guest offset of data that only the active table has.
 const OWN: u64 = 20 << 20;
+/// Guest offset of data that a snapshot shares.
 const SHARED: u64 = 2 << 20;
+/// Guest offset of compressed data.
 const PACKED: u64 = 12 << 20;
 
 const DAMAGE: Damage = Damage {
@@ -238,7 +240,7 @@ pub(crate) const DAMAGES: &[Damage] = &[
             assert!(host > bytes.len() / 2);
             bytes.0.truncate(host as usize);
         },
-        // What lies behind may be metadata, too.
+        // Metadata may follow in the lost part, too.
         counted: false,
         mendable: false,
     },
@@ -400,7 +402,7 @@ pub(crate) const DAMAGES: &[Damage] = &[
         name: "no snapshots, but a place for their table that is not aligned",
         fits: |kind| !kind.snapshots,
         apply: |bytes| bytes.set(64, 192),
-        // QEMU checks nothing then.
+        // QEMU checks nothing in this case.
         counted: false,
         ..DAMAGE
     },
@@ -438,7 +440,7 @@ pub(crate) const DAMAGES: &[Damage] = &[
     },
 ];
 
-/// Where the bitmap directory is, by the header extension.
+/// Returns the offset of the bitmap directory, from the header extension.
 fn bitmap_directory(bytes: &Bytes) -> u64 {
     let mut at = u64::from(bytes.u32(100));
     loop {
@@ -451,7 +453,7 @@ fn bitmap_directory(bytes: &Bytes) -> u64 {
     }
 }
 
-/// Where metadata is: the tables that random damage goes for.
+/// Returns offsets and lengths of the tables that random damage targets.
 pub(crate) fn metadata(bytes: &Bytes) -> Vec<(u64, u64)> {
     let block = bytes.u64(bytes.refcount_table());
     let tables = DISK_BYTES.div_ceil(bytes.cluster() * bytes.cluster() / bytes.entry_bytes());
@@ -465,7 +467,7 @@ pub(crate) fn metadata(bytes: &Bytes) -> Vec<(u64, u64)> {
     found
 }
 
-/// Where things are that are lost when the file is cut off: each one's place and bytes.
+/// Returns offsets and lengths of the structures that are lost when the file is truncated.
 pub(crate) fn places(bytes: &Bytes) -> Vec<(u64, u64)> {
     let cluster = bytes.cluster();
     let l1_bytes = u64::from(bytes.u32(36)) * 8;

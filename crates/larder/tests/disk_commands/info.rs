@@ -1,4 +1,4 @@
-//! `larder disk info` says what `qemu-img info` says.
+//! `larder disk info` reports the same as `qemu-img info`.
 
 use serde_json::Value;
 
@@ -7,12 +7,12 @@ use crate::made::{KINDS, Made};
 use crate::support::{image, on_tmpfs, tool};
 use crate::{larder, larder_json, text_of};
 
-/// What QEMU says must be what we say; we may say more.
+/// Asserts that our report has all of QEMU's fields with the same values; it may have more.
 fn assert_within(theirs: &Value, ours: &Value, at: &str) {
     match theirs {
         Value::Object(fields) => {
             for (name, value) in fields {
-                // Larder does not record instructions; QEMU's children are blocks of its own.
+                // Larder does not support icount; QEMU's children are its own block graph.
                 if name != "icount" && name != "children" {
                     assert_within(value, &ours[name], &format!("{at}/{name}"));
                 }
@@ -29,7 +29,7 @@ fn assert_within(theirs: &Value, ours: &Value, at: &str) {
 }
 
 #[test]
-fn every_field_is_that_of_qemu() {
+fn every_field_matches_qemu() {
     for kind in &KINDS {
         let made = Made::new(kind);
         let theirs = tool("qemu-img", &["info", "--output=json", text_of(&made.image)]);
@@ -44,7 +44,7 @@ fn every_field_is_that_of_qemu() {
 }
 
 #[test]
-fn raw_images_have_their_size() {
+fn raw_image_size_matches_qemu() {
     let folder = on_tmpfs();
     let raw = image(folder.path(), 3 << 20);
     let theirs = tool("qemu-img", &["info", "--output=json", "-f", "raw", text_of(&raw)]);
@@ -57,7 +57,7 @@ fn raw_images_have_their_size() {
 }
 
 #[test]
-fn an_image_in_use_is_told_to_be_so_and_is_not_disturbed() {
+fn image_in_use_is_reported_undisturbed() {
     let made = Made::new(&KINDS[0]);
     let (_, before) = larder_json(&["disk", "info"], &made.image);
     assert_eq!(before["in-use"], Value::Bool(false));
@@ -71,7 +71,7 @@ fn an_image_in_use_is_told_to_be_so_and_is_not_disturbed() {
 }
 
 #[test]
-fn a_chain_is_told_to_its_end_also_where_a_link_is_missing() {
+fn chain_is_shown_despite_missing_link() {
     let folder = on_tmpfs();
     let path = |name: &str| folder.path().join(name);
     tool(
@@ -99,7 +99,7 @@ fn a_chain_is_told_to_its_end_also_where_a_link_is_missing() {
 }
 
 #[test]
-fn a_chain_that_leads_back_to_itself_is_told_once() {
+fn cyclic_chain_is_shown_once() {
     let folder = on_tmpfs();
     let [one, other] = ["one.qcow2", "other.qcow2"].map(|name| folder.path().join(name));
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&other), "64M"]);
@@ -130,7 +130,7 @@ fn a_chain_that_leads_back_to_itself_is_told_once() {
 }
 
 #[test]
-fn an_image_shorter_than_a_header_is_told_to_be_so() {
+fn image_shorter_than_header_is_reported() {
     let made = Made::new(&KINDS[0]);
     let mut bytes = Bytes::of(&made.image);
     bytes.0.truncate(100);
@@ -143,7 +143,7 @@ fn an_image_shorter_than_a_header_is_told_to_be_so() {
 }
 
 #[test]
-fn the_bits_of_a_damaged_image_are_told() {
+fn dirty_and_corrupt_bits_are_reported() {
     let made = Made::new(&KINDS[0]);
     let mut bytes = Bytes::of(&made.image);
     bytes.set(72, bytes.u64(72) | 3);
@@ -155,7 +155,7 @@ fn the_bits_of_a_damaged_image_are_told() {
 }
 
 #[test]
-fn an_image_on_an_nbd_server_is_read_too() {
+fn image_on_nbd_server_is_read() {
     let made = Made::new(&KINDS[0]);
     let (_server, uri) = made.serve_by_qemu("raw");
     let (code, ours) = larder_json(&["disk", "info", "--format", "qcow2"], uri.as_ref());
@@ -171,8 +171,8 @@ fn an_image_on_an_nbd_server_is_read_too() {
     assert_eq!(code, 0);
 }
 
-/// Names that another program gave, with commands for a terminal and line breaks in them: the text has each on its line,
-/// escaped; the JSON has them as they are.
+/// Names from other programs, with terminal control sequences and line breaks in them, are escaped in the text, each
+/// on its line; the JSON has them unchanged.
 #[test]
 fn control_characters_in_names_are_escaped() {
     const NAME: &str = "a\u{1b}[2J\nb\r\u{7f}";

@@ -1,4 +1,4 @@
-//! Images that QEMU has made, of every kind.
+//! Images of every kind, created by QEMU.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use crate::support::{LIMIT, on_tmpfs, tool};
 use crate::text_of;
 
-/// How an image is made.
+/// Options with which an image is created.
 pub(crate) struct Kind {
     pub(crate) name: &'static str,
     pub(crate) options: &'static str,
@@ -72,10 +72,10 @@ pub(crate) const KINDS: [Kind; 7] = [
     },
 ];
 
-/// Bytes of every disk.
+/// Size of every disk, in bytes.
 pub(crate) const DISK_BYTES: u64 = 24 << 20;
 
-/// An image in a folder of its own.
+/// An image in its own directory.
 pub(crate) struct Made {
     pub(crate) folder: TempDir,
     pub(crate) image: PathBuf,
@@ -122,14 +122,14 @@ impl Made {
         Self { folder, image }
     }
 
-    /// Has `qemu-nbd` use the image for writing, as a disk of this format; the disk's URI.
+    /// Starts `qemu-nbd` with the image open for writing, as a disk of this format; returns it with the disk's URI.
     pub(crate) fn serve_by_qemu(&self, format: &str) -> (Process, String) {
         let socket = self.folder.path().join("qemu-nbd");
         let mut command = Command::new("qemu-nbd");
         command.args(["-t", "-f", format, "-k", text_of(&socket), text_of(&self.image)]);
         let server = Process::start(command).expect("qemu-nbd");
         let deadline = Instant::now() + LIMIT;
-        // It listens before it has opened the image, but greets nobody until then.
+        // qemu-nbd listens before it has opened the image, but sends its greeting only after that.
         while !is_greeted(&socket) {
             assert!(
                 Instant::now() < deadline,
@@ -141,13 +141,13 @@ impl Made {
         (server, format!("nbd+unix:///?socket={}", socket.display()))
     }
 
-    /// What QEMU reads from the image, if it can, as a raw file.
+    /// Converts the image to a raw file with QEMU; `None` if QEMU cannot read it.
     pub(crate) fn content(&self, name: &str) -> Option<PathBuf> {
         convert(&self.image, &self.folder.path().join(name))
     }
 }
 
-/// Whether an NBD server that listens there says who it is.
+/// Returns whether an NBD server at the socket sends its greeting.
 fn is_greeted(socket: &Path) -> bool {
     let mut greeting = [0; 8];
     UnixStream::connect(socket).is_ok_and(|mut stream| stream.read_exact(&mut greeting).is_ok())

@@ -20,7 +20,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// Runs the program; exit code, standard output, standard error.
+/// Runs the program; returns exit status, standard output and standard error.
 fn larder(arguments: &[&str], image: &Path) -> (i32, String, String) {
     let output = Command::new(support::larder())
         .args(arguments)
@@ -47,7 +47,7 @@ fn larder_json(arguments: &[&str], image: &Path) -> (i32, Value) {
     (code, value)
 }
 
-/// Runs `qemu-img`; exit code and what it said.
+/// Runs `qemu-img`; returns the exit status and the output.
 fn qemu_img(arguments: &[&str]) -> (i32, String, String) {
     let output = Command::new("qemu-img").args(arguments).output();
     said(output.expect("qemu-img starts; testbed/setup.sh installs what the tests need"))

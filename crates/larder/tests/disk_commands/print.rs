@@ -1,4 +1,4 @@
-//! Where the answers go.
+//! Errors of standard output.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
@@ -6,8 +6,9 @@ use std::process::{Command, Stdio};
 use crate::support::{larder, on_tmpfs, tool};
 use crate::text_of;
 
+/// A closed pipe on standard output is no error; a full file system is one.
 #[test]
-fn a_reader_that_has_gone_is_no_error_and_a_full_file_system_is_one() {
+fn closed_pipe_succeeds_full_disk_fails() {
     let folder = on_tmpfs();
     let image = folder.path().join("disk.qcow2");
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&image), "1G"]);

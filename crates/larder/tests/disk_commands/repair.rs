@@ -1,4 +1,4 @@
-//! `larder disk check --repair` mends what can be mended, and loses nothing that can be read.
+//! `larder disk check --repair` repairs what can be repaired, and loses nothing that can be read.
 
 use crate::check::{number, qemu_check};
 use crate::damage::{Bytes, COPIED, DAMAGES};
@@ -8,8 +8,9 @@ use serde_json::Value;
 use crate::support::tool;
 use crate::{larder, larder_json, qemu_img, text_of};
 
+/// After a repair QEMU finds no errors, and reads the same data as before.
 #[test]
-fn after_a_repair_qemu_finds_nothing_and_reads_what_it_read_before() {
+fn repaired_image_satisfies_qemu() {
     for kind in &KINDS {
         let made = Made::new(kind);
         let sound = Bytes::of(&made.image);
@@ -28,7 +29,7 @@ fn after_a_repair_qemu_finds_nothing_and_reads_what_it_read_before() {
             let (qemu, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
             assert_eq!(qemu, 0, "{what}: {said} {errors}");
             let dropped = number(&ours, "dropped-count") > 0;
-            // What QEMU cannot read of the damaged image (a compressed cluster that is not there) was dropped.
+            // Data that QEMU cannot read from the damaged image (a missing compressed cluster) was dropped.
             let lost = dropped && damaged.is_none();
             let expected = damaged.unwrap_or_else(|| original.clone());
             let compare = [
@@ -48,7 +49,7 @@ fn after_a_repair_qemu_finds_nothing_and_reads_what_it_read_before() {
     }
 }
 
-/// An image, and its bytes with damage that cannot be mended.
+/// Returns an image, and its bytes with damage that cannot be repaired.
 fn unaligned() -> (Made, Bytes) {
     let made = Made::new(&KINDS[0]);
     let damage = DAMAGES
@@ -59,8 +60,9 @@ fn unaligned() -> (Made, Bytes) {
     (made, bytes)
 }
 
+/// Clusters that may belong to an entry that cannot be repaired are not freed as leaks.
 #[test]
-fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
+fn clusters_behind_unrepairable_entry_are_kept() {
     let (made, bytes) = unaligned();
     bytes.put(&made.image);
     let (_, before) = larder_json(&["disk", "check"], &made.image);
@@ -77,7 +79,7 @@ fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
 }
 
 #[test]
-fn what_is_mended_and_what_is_left_are_told_once_each() {
+fn repaired_and_remaining_errors_listed_once() {
     let (made, mut bytes) = unaligned();
     bytes.set_refcount(0, 0);
     bytes.put(&made.image);
@@ -98,8 +100,9 @@ fn what_is_mended_and_what_is_left_are_told_once_each() {
     assert_eq!(lines.len(), count, "{text}");
 }
 
+/// Tables that overlap are not changed, and no repair is advised.
 #[test]
-fn tables_in_the_same_place_are_left_as_they_are_and_no_repair_is_advised() {
+fn overlapping_tables_are_left_alone() {
     let made = Made::new(&KINDS[0]);
     let sound = Bytes::of(&made.image);
     for (field, place) in [(40, sound.refcount_table()), (48, sound.l1()), (40, 0)] {
@@ -117,12 +120,13 @@ fn tables_in_the_same_place_are_left_as_they_are_and_no_repair_is_advised() {
     }
 }
 
+/// A table pointer into guest data does not lead a repair to change that data.
 #[test]
-fn a_guests_data_is_not_taken_for_a_table_and_mended() {
+fn guest_data_is_never_repaired() {
     let made = Made::new(&KINDS[0]);
     let expected = made.content("expected.raw").expect("a sound image");
     let mut bytes = Bytes::of(&made.image);
-    // The L1 entry of the snapshot leads to a cluster of the active disk.
+    // The L1 entry of the snapshot points to a data cluster of the active disk.
     let data = bytes.u64(bytes.l2_entry(20 << 20)) & !COPIED;
     let snapshot_l1 = bytes.u64(bytes.u64(64));
     bytes.set(snapshot_l1, data);
@@ -137,7 +141,7 @@ fn a_guests_data_is_not_taken_for_a_table_and_mended() {
 }
 
 #[test]
-fn leaks_alone_are_mended_when_only_they_are_asked_for() {
+fn leaks_option_repairs_only_leaks() {
     let made = Made::new(&KINDS[0]);
     let sound = Bytes::of(&made.image);
     let mut bytes = Bytes(sound.0.clone());
@@ -155,15 +159,16 @@ fn leaks_alone_are_mended_when_only_they_are_asked_for() {
     assert!(number(&ours, "corruptions") > 0, "{ours:#}");
 }
 
-/// Autoclear bits as a server leaves them that was killed since the host was started.
+/// Returns the autoclear bits that a server leaves if it was killed since the host started.
 fn session_of_this_boot() -> u64 {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("procfs");
     let end = u64::from_str_radix(&id.trim()[32..], 16).expect("a UUID");
     end << 48 | 1 << 32
 }
 
+/// An image whose server was killed is not repaired before its journal was applied.
 #[test]
-fn an_image_whose_server_was_killed_is_not_repaired_before_its_journal_was_read() {
+fn killed_servers_image_needs_its_journal() {
     let made = Made::new(&KINDS[0]);
     let mut bytes = Bytes::of(&made.image);
     let at = bytes.append();
@@ -191,7 +196,7 @@ fn an_image_whose_server_was_killed_is_not_repaired_before_its_journal_was_read(
 }
 
 #[test]
-fn an_image_in_use_is_not_repaired() {
+fn image_in_use_is_not_repaired() {
     let made = Made::new(&KINDS[0]);
     let (_holder, _) = made.serve_by_qemu("qcow2");
     let (code, _, err) = larder(&["disk", "check", "--repair"], &made.image);
@@ -200,10 +205,10 @@ fn an_image_in_use_is_not_repaired() {
 }
 
 #[test]
-fn a_block_device_is_repaired_where_it_ends() {
+fn block_device_repair_stays_in_bounds() {
     let made = Made::new(&KINDS[0]);
     let mut bytes = Bytes::of(&made.image);
-    // Its refcounts are made anew, which must fit in.
+    // The refcounts have to be rebuilt within the device.
     let end = bytes.len().next_multiple_of(bytes.cluster());
     bytes.0.resize((end + (1 << 20)) as usize, 0);
     bytes.set(bytes.refcount_table(), 0);

@@ -1,4 +1,4 @@
-//! `larder disk resize`: the disk is larger, holds what it held, and reads as zeros where it is new.
+//! `larder disk resize`: the disk is larger, keeps its data, and reads as zeros in the new part.
 
 use std::fs;
 use std::path::Path;
@@ -31,7 +31,8 @@ fn larder_with(path: &Path, size: &str, more: &[&str]) -> (i32, String, String) 
     larder(&arguments, Path::new(size))
 }
 
-/// `qemu-img check` finds nothing, and the disk is a pattern of `full` bytes and then zeros, `size` in all.
+/// Asserts that `qemu-img check` finds no errors, and that the disk has `full` bytes of a pattern, then zeros up to
+/// `size`.
 fn assert_holds(path: &Path, format: &str, full: u64, size: u64) {
     if format == "qcow2" {
         let (code, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(path)]);
@@ -50,7 +51,7 @@ fn assert_holds(path: &Path, format: &str, full: u64, size: u64) {
 }
 
 #[test]
-fn a_raw_image_gets_the_size_that_was_asked_for() {
+fn raw_image_gets_requested_size() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     for folder in [folder, on_tmpfs()] {
         let path = folder.path().join("disk.raw");
@@ -67,8 +68,9 @@ fn a_raw_image_gets_the_size_that_was_asked_for() {
     }
 }
 
+/// A qcow2 image grows for all cluster sizes and versions, whichever of its tables have to move.
 #[test]
-fn a_qcow2_image_grows_whatever_its_tables_do() {
+fn qcow2_growth_resizes_tables() {
     for options in [
         "compat=0.10,cluster_size=512",
         "cluster_size=512",
@@ -89,8 +91,9 @@ fn a_qcow2_image_grows_whatever_its_tables_do() {
     }
 }
 
+/// Data of a longer backing file does not appear in the new part of the disk.
 #[test]
-fn what_a_longer_backing_file_has_there_is_not_on_the_disk() {
+fn growth_hides_longer_backing_file() {
     for options in ["cluster_size=64k", "cluster_size=4k,compat=0.10"] {
         let folder = on_tmpfs();
         let base = folder.path().join("base.raw");
@@ -105,9 +108,10 @@ fn what_a_longer_backing_file_has_there_is_not_on_the_disk() {
     }
 }
 
-/// As a loss of power leaves it that has undone a growth.
+/// Data past the disk's end in its last cluster, as after a power loss that undid a growth, does not appear after a
+/// growth.
 #[test]
-fn what_lies_behind_the_end_in_the_last_cluster_is_not_on_the_disk() {
+fn growth_hides_rest_of_last_cluster() {
     let folder = on_disk();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2"], "1M");
@@ -121,8 +125,8 @@ fn what_lies_behind_the_end_in_the_last_cluster_is_not_on_the_disk() {
     assert_holds(&path, "qcow2", full, size);
 }
 
-/// Clusters that QEMU leaves past the end of a disk are not on the disk when that grows: VM state of a savevm that failed
-/// or of a snapshot that was reverted to, and clusters from when the disk was longer. The snapshot keeps its VM state.
+/// Clusters that QEMU leaves past the end of a disk do not appear when the disk grows: the VM state of a failed
+/// savevm or of a reverted snapshot, and clusters from when the disk was longer. The snapshot keeps its VM state.
 #[test]
 fn growth_hides_clusters_past_end() {
     for options in [
@@ -132,7 +136,7 @@ fn growth_hides_clusters_past_end() {
         "cluster_size=16k,extended_l2=on",
     ] {
         for is_backed in [false, true] {
-            // A disk of version 2 that has snapshots does not grow.
+            // A version 2 disk with snapshots cannot grow.
             let has_snapshot = is_backed && !options.contains("compat");
             let folder = on_tmpfs();
             let (path, base) = (folder.path().join("disk.qcow2"), folder.path().join("base.raw"));
@@ -150,7 +154,7 @@ fn growth_hides_clusters_past_end() {
                 tool("qemu-img", &["snapshot", "-c", "reverted", text_of(&path)]);
                 tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
             }
-            // The disk was longer once.
+            // Simulates a disk that was longer before.
             let full = 5 * MIB + 1536;
             let mut bytes = fs::read(&path).expect("reads");
             bytes[24..32].copy_from_slice(&full.to_be_bytes());
@@ -172,7 +176,7 @@ fn growth_hides_clusters_past_end() {
 }
 
 #[test]
-fn an_external_data_file_grows_along() {
+fn external_data_file_grows_too() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let data = folder.path().join("disk.raw");
@@ -185,14 +189,15 @@ fn an_external_data_file_grows_along() {
     assert_holds(&data, "raw", MIB, 2 * MIB);
 }
 
-/// What `qemu-img map` says of the disk, and the header's autoclear bits.
+/// Returns the output of `qemu-img map`, and the header's autoclear bits.
 fn mapped(path: &Path) -> (String, Vec<u8>) {
     let map = tool("qemu-img", &["map", "--output=json", "-f", "qcow2", text_of(path)]);
     (map, fs::read(path).expect("it is there")[88..96].to_vec())
 }
 
+/// The new part of a raw external data file is mapped as `qemu-img resize` maps it.
 #[test]
-fn what_is_new_of_a_raw_data_file_is_mapped_as_qemu_does() {
+fn raw_data_file_growth_matches_qemu() {
     for options in ["cluster_size=64k", "cluster_size=4k", "cluster_size=64k,extended_l2=on"] {
         let folder = on_tmpfs();
         let ours = folder.path().join("ours.qcow2");
@@ -207,13 +212,14 @@ fn what_is_new_of_a_raw_data_file_is_mapped_as_qemu_does() {
             let (code, said) = resize(&ours, size);
             assert_eq!(code, 0, "{options}: {said}");
             tool("qemu-img", &["resize", "-q", "-f", "qcow2", text_of(&theirs), size]);
-            // QEMU's subclusters have a place, but are not allocated: they read as zeros whatever the file has there.
+            // QEMU gives subclusters a host offset but does not allocate them: they read as zeros whatever the file
+            // has there.
             if !options.contains("extended_l2") {
                 assert_eq!(mapped(&ours), mapped(&theirs), "{options}, {size}");
             }
             assert_holds(&ours, "qcow2", 1500 << 10, bytes);
         }
-        // Who uses the data file itself sees what a user of the image has written.
+        // A user of the data file itself sees the writes of a user of the image.
         fill(&ours, "qcow2", "600M", "1M");
         let data = ours.with_extension("raw");
         let both = [text_of(&data), text_of(&ours)];
@@ -225,7 +231,7 @@ fn what_is_new_of_a_raw_data_file_is_mapped_as_qemu_does() {
 }
 
 #[test]
-fn a_growth_that_finds_no_room_leaves_the_image_as_it_was() {
+fn growth_without_space_changes_nothing() {
     for (options, size) in [
         ("cluster_size=512", "200M"),
         ("cluster_size=512,refcount_bits=64", "200M"),
@@ -263,7 +269,7 @@ fn a_growth_that_finds_no_room_leaves_the_image_as_it_was() {
 }
 
 #[test]
-fn a_block_device_has_the_size_that_it_has() {
+fn image_cannot_outgrow_block_device() {
     let folder = on_disk();
     let file = folder.path().join("device");
     create(&file, &["-f", "raw"], "8M");
@@ -278,8 +284,9 @@ fn a_block_device_has_the_size_that_it_has() {
     assert!(said.contains("has no size") && !said.contains("truncate"), "{said}");
 }
 
+/// A snapshot keeps the disk's size of its time; an image of version 2 with snapshots does not grow.
 #[test]
-fn snapshots_keep_their_size() {
+fn snapshots_keep_their_disk_size() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2", "-o", "compat=0.10"], "1M");
@@ -301,7 +308,7 @@ fn snapshots_keep_their_size() {
 }
 
 #[test]
-fn that_bitmaps_become_invalid_is_told() {
+fn growth_reports_invalidated_bitmaps() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2"], "1M");
@@ -312,7 +319,7 @@ fn that_bitmaps_become_invalid_is_told() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_and_changes_nothing() {
+fn impossible_size_changes_nothing() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2", "-o", "cluster_size=512"], "1M");

@@ -12,7 +12,7 @@ use crate::made::Made;
 use crate::support::{LIMIT, disk_serve, image, on_tmpfs, run, tool};
 use crate::{larder_json, qemu_img, text_of};
 
-/// An image whose last user was killed before it wrote the refcounts; what it reads as.
+/// Returns an image whose last user was killed before it wrote the refcounts, and a raw file with its content.
 fn killed() -> (Made, std::path::PathBuf) {
     let folder = on_tmpfs();
     let image = folder.path().join("disk.qcow2");
@@ -69,7 +69,7 @@ fn assert_serves(socket: &Path, expected: &Path) {
 }
 
 #[test]
-fn a_dirty_image_is_repaired_and_then_served() {
+fn dirty_image_is_repaired_then_served() {
     let (made, expected) = killed();
     let (code, _, _) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
     assert_ne!(code, 0, "it was to have wrong refcounts");
@@ -88,7 +88,7 @@ fn a_dirty_image_is_repaired_and_then_served() {
 }
 
 #[test]
-fn a_dirty_image_that_is_only_read_stays_as_it_is() {
+fn read_only_dirty_image_is_unchanged() {
     let (made, expected) = killed();
     let before = Bytes::of(&made.image);
     let socket = made.folder.path().join("socket");
@@ -100,10 +100,10 @@ fn a_dirty_image_that_is_only_read_stays_as_it_is() {
 }
 
 #[test]
-fn a_dirty_image_with_other_damage_is_not_served_and_stays_as_it_is() {
+fn damaged_dirty_image_is_refused_unchanged() {
     let (made, _) = killed();
     let mut bytes = Bytes::of(&made.image);
-    // Container files are filled up to whole blocks on open.
+    // Image files are padded to whole blocks on open.
     bytes.0.resize(bytes.0.len().next_multiple_of(4096), 0);
     let entry = bytes.l2_entry(0);
     bytes.set(entry, bytes.u64(entry) + 512);
@@ -118,13 +118,14 @@ fn a_dirty_image_with_other_damage_is_not_served_and_stays_as_it_is() {
     assert!(bytes.0 == Bytes::of(&made.image).0);
 }
 
+/// Messages about many refused clients are limited, and their number is reported.
 #[test]
-fn a_crowd_of_clients_that_are_turned_away_is_told_in_few_lines_with_their_number() {
+fn refused_client_messages_are_rate_limited() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let socket = folder.path().join("socket");
     let mut server = serve(&disk, &socket, &[]);
-    // 64 are let in, and stay in their handshake.
+    // 64 clients are accepted, and stay in their handshake.
     let clients: Vec<UnixStream> = (0..200)
         .map(|_| UnixStream::connect(&socket).expect("connects"))
         .collect();
@@ -144,7 +145,7 @@ fn a_crowd_of_clients_that_are_turned_away_is_told_in_few_lines_with_their_numbe
 }
 
 #[test]
-fn virtqueues_of_a_size_that_no_driver_takes_are_refused_at_the_command_line() {
+fn invalid_queue_size_is_refused() {
     for size in ["0", "2", "100", "2048", "many"] {
         let command = disk_serve(&["image.raw", "--socket", "socket", "--queue-size", size]);
         let (code, said) = run(command);

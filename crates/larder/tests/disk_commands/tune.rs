@@ -1,11 +1,11 @@
-//! `larder disk tune` says of the published cases what was measured there.
+//! `larder disk tune` agrees with measurements that were published for some sizes.
 
 use serde_json::Value;
 
 use crate::support::{image, on_tmpfs, tool};
 use crate::{larder, larder_json, text_of};
 
-/// What it says of a new image.
+/// Returns the JSON and the text for a new image.
 fn tune(size: &str, cluster: &str) -> (Value, String) {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
@@ -30,41 +30,42 @@ fn assert_old_default(size: &str, cluster: &str, thrashes: bool) {
 }
 
 #[test]
-fn a_disk_of_100_gib_with_256_kib_clusters_thrashes() {
+fn disk_100g_clusters_256k_thrashes() {
     assert_old_default("100G", "256k", true);
 }
 
 #[test]
-fn a_disk_of_100_gib_with_512_kib_clusters_is_fine() {
+fn disk_100g_clusters_512k_is_fine() {
     assert_old_default("100G", "512k", false);
 }
 
 #[test]
-fn a_disk_of_1_tib_with_512_kib_clusters_thrashes() {
+fn disk_1t_clusters_512k_thrashes() {
     assert_old_default("1T", "512k", true);
 }
 
 #[test]
-fn a_disk_of_1_tib_with_1_mib_clusters_is_fine() {
+fn disk_1t_clusters_1m_is_fine() {
     assert_old_default("1T", "1M", false);
 }
 
 #[test]
-fn a_disk_of_1_tib_with_2_mib_clusters_is_fine() {
+fn disk_1t_clusters_2m_is_fine() {
     assert_old_default("1T", "2M", false);
 }
 
+/// The advised options for QEMU and libvirt can be pasted as they are.
 #[test]
-fn what_it_says_can_be_pasted() {
+fn advised_options_can_be_pasted() {
     let (ours, words) = tune("1T", "64k");
     assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(true));
     assert_eq!(ours["l2-cache-size"], 128 << 20);
     assert!(words.contains("l2-cache-size=134217728\n"), "{words}");
-    // libvirt gives it to L2 tables and refcounts together, of which QEMU first keeps 4 clusters for refcounts.
+    // libvirt's size covers L2 tables and refcounts; QEMU first reserves 4 clusters of it for refcounts.
     let element = "<metadata_cache><max_size unit='bytes'>134479872</max_size></metadata_cache>";
     assert!(words.contains(element), "{words}");
     assert_eq!(ours["new-image-cluster-size"], 256 << 10);
-    // QEMU takes that much and no more.
+    // QEMU accepts the advised size.
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&path), "1T"]);
@@ -73,7 +74,7 @@ fn what_it_says_can_be_pasted() {
 }
 
 #[test]
-fn what_larder_needs_is_measured_in_the_image() {
+fn larders_map_size_is_measured() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "preallocation=metadata";
@@ -84,7 +85,7 @@ fn what_larder_needs_is_measured_in_the_image() {
     let (_, ours) = larder_json(&["disk", "tune"], &path);
     let (measured, contiguous) = (&ours["larder"]["measured"], &ours["larder"]["contiguous"]);
     let (measured, contiguous) = (measured.as_u64().expect("measured"), contiguous.as_u64().expect("told"));
-    // 0.8 MiB a TiB; QEMU's L2 tables between the clusters cost a little.
+    // 0.8 MiB per TiB; QEMU's L2 tables between the clusters add a little.
     assert!((50 << 10..110 << 10).contains(&measured), "{measured}");
     assert!(
         contiguous.abs_diff((64 << 30) / (1 << 20) * 8 / 10) < 2048,
@@ -93,7 +94,7 @@ fn what_larder_needs_is_measured_in_the_image() {
 }
 
 #[test]
-fn where_nothing_is_to_be_set_it_is_said_so() {
+fn small_disk_needs_no_settings() {
     let (ours, words) = tune("1M", "64k");
     assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(false));
     assert!(words.contains("16 clusters, 1 L2 table of 64 KiB"), "{words}");
@@ -102,7 +103,7 @@ fn where_nothing_is_to_be_set_it_is_said_so() {
 }
 
 #[test]
-fn what_larder_takes_at_worst_is_bounded() {
+fn worst_case_memory_is_bounded() {
     let (ours, words) = tune("16T", "64k");
     assert!(
         words.contains("not even of 2 MiB (QEMU today; a larger cache does)"),
@@ -116,7 +117,7 @@ fn what_larder_takes_at_worst_is_bounded() {
 }
 
 #[test]
-fn a_qemu_that_cannot_open_an_image_is_not_told_to_be_fast() {
+fn old_qemu_cannot_open_new_features() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "extended_l2=on,cluster_size=128k";
@@ -128,7 +129,7 @@ fn a_qemu_that_cannot_open_an_image_is_not_told_to_be_fast() {
     let (_, words, _) = larder(&["disk", "tune"], &path);
     assert!(words.contains("QEMU before 3.1:    cannot open it\n"), "{words}");
     assert_eq!(ours["qemu-before-3.1"], Value::Null, "{ours:#}");
-    // 16 bytes a cluster where subclusters are allocated by themselves.
+    // 16 bytes per cluster where subclusters are allocated individually.
     assert!(
         ours["larder"]["worst"].as_u64() > Some((1 << 40) / (128 << 10) * 16),
         "{ours:#}"
@@ -136,7 +137,7 @@ fn a_qemu_that_cannot_open_an_image_is_not_told_to_be_fast() {
 }
 
 #[test]
-fn a_raw_image_has_nothing_to_tune() {
+fn raw_image_needs_no_tuning() {
     let folder = on_tmpfs();
     let raw = image(folder.path(), 1 << 20);
     let (code, words, _) = larder(&["disk", "tune"], &raw);

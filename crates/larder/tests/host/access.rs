@@ -1,4 +1,4 @@
-//! Who may look, and what whoever may not cannot do.
+//! Access control of `larder host`, and limits on hostile clients.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ use super::{User, text};
 
 const TOKEN: &str = "b4d9b9a1f7c24f5e";
 
-/// A folder with a certificate for this host, and a token.
+/// Creates a directory with a certificate for this host, and a token.
 fn pki(user: &User) -> TempDir {
     let folder = on_tmpfs();
     let path = |name: &str| folder.path().join(name);
@@ -40,7 +40,7 @@ fn refused(user: &User, options: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn other_hosts_are_let_in_with_tls_and_a_token_only() {
+fn remote_access_needs_tls_and_token() {
     let user = User::new();
     let pki = pki(&user);
     let (certificates, token) = (text(pki.path()), pki.path().join("token"));
@@ -94,7 +94,7 @@ fn other_hosts_are_let_in_with_tls_and_a_token_only() {
 }
 
 #[test]
-fn over_tls_only_who_knows_the_token_sees_anything() {
+fn tls_clients_need_the_token() {
     let user = User::new();
     let pki = pki(&user);
     let token = pki.path().join("token");
@@ -152,7 +152,7 @@ fn over_tls_only_who_knows_the_token_sees_anything() {
     assert!(!cookie.contains(TOKEN), "{cookie}");
     let cookie = format!("Cookie: {}", cookie.split(';').next().expect("its value"));
     assert!(curl("/", &["-H", &cookie]).starts_with("HTTP/1.1 200 "));
-    // Without TLS there is nothing.
+    // A client without TLS gets nothing.
     let mut plain = TcpStream::connect(format!("127.0.0.1:{port}")).expect("connects");
     plain
         .write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -162,8 +162,9 @@ fn over_tls_only_who_knows_the_token_sees_anything() {
     assert!(!String::from_utf8_lossy(&said).contains("HTTP/1.1 200"));
 }
 
+/// A request with another site's name in `Host` is refused, before its token is checked.
 #[test]
-fn a_name_that_another_has_given_to_this_host_is_refused() {
+fn foreign_host_header_is_refused() {
     let user = User::new();
     let host = user.host(&[]);
     let token = host.authorization();
@@ -188,7 +189,7 @@ fn a_name_that_another_has_given_to_this_host_is_refused() {
 
 /// A client on loopback without the token gets no data, and only the user of `larder host` can read the token's file.
 #[test]
-fn loopback_asks_for_a_token_too() {
+fn loopback_needs_the_token() {
     let user = User::new();
     let _web = user.vm("web");
     let host = user.host(&[]);
@@ -221,7 +222,7 @@ fn loopback_asks_for_a_token_too() {
         }
     }
     assert!(host.metrics().contains(r#"larder_vm_up{domain="web"} 1"#));
-    // A browser gets a cookie for the token, which is void once the token is another one.
+    // A browser gets a cookie for the token, which becomes invalid with a new token.
     let form = format!("token={}", host.token);
     let right = host.send(
         format!(
@@ -240,7 +241,7 @@ fn loopback_asks_for_a_token_too() {
     );
     let cookie = format!("Cookie: {}\r\n", cookie.split(';').next().expect("its value"));
     assert!(ask("/", &cookie).starts_with("HTTP/1.1 200 "));
-    // A second process has the same token.
+    // A second process uses the same token.
     assert_eq!(user.host(&[]).token, host.token);
     std::fs::remove_file(&file).expect("is ours");
     let other = user.host(&[]);
@@ -255,7 +256,7 @@ fn loopback_asks_for_a_token_too() {
 fn unix_socket_mode_replaces_the_token() {
     let user = User::new();
     let _web = user.vm("web");
-    // It is among the sockets of VMs, and must not be taken for one.
+    // The socket is among the VMs' sockets, and must not be taken for one.
     let path = user.socket("host.sock");
     let start = |options: &[&str]| {
         let all = [&["host", "--listen", text(&path)], options].concat();
@@ -286,7 +287,7 @@ fn unix_socket_mode_replaces_the_token() {
     process.signal(libc::SIGTERM);
     assert!(process.wait(LIMIT).expect("ends").success());
     assert!(!path.exists(), "its socket is left");
-    // One that was killed is replaced.
+    // The socket of a killed process is replaced.
     start(&[]).kill();
     assert!(path.exists());
     let pki = pki(&user);
@@ -298,8 +299,9 @@ fn unix_socket_mode_replaces_the_token() {
     assert!(curl(&["-H", &bearer, "http://localhost/metrics"]).starts_with("HTTP/1.1 200 "));
 }
 
+/// Methods that could change something get 405, pages have the security headers, and unknown paths get 404.
 #[test]
-fn nothing_can_be_changed_and_browsers_are_told_to_be_careful() {
+fn host_rejects_changes_and_secures_pages() {
     let user = User::new();
     let host = user.host(&[]);
     for method in ["POST", "PUT", "PATCH", "DELETE"] {
@@ -324,7 +326,7 @@ fn nothing_can_be_changed_and_browsers_are_told_to_be_careful() {
 }
 
 #[test]
-fn hostile_clients_keep_nobody_from_an_answer() {
+fn hostile_clients_do_not_block_others() {
     let user = User::new();
     let _web = user.vm("web");
     let host = user.host(&[]);
@@ -337,7 +339,7 @@ fn hostile_clients_keep_nobody_from_an_answer() {
         .collect();
     half.iter_mut()
         .for_each(|client| drop(client.write_all(b"GET /metrics HTTP/1.1\r\nHost: loc")));
-    // They ask for much and take nothing.
+    // These clients request a lot and read nothing.
     let greedy = b"GET /assets/vendor/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(500);
     let mut deaf: Vec<TcpStream> = (0..50)
         .map(|_| TcpStream::connect(host.address).expect("connects"))
@@ -353,7 +355,7 @@ fn hostile_clients_keep_nobody_from_an_answer() {
     );
     assert!(host.send(long.as_bytes()).starts_with("HTTP/1.1 431 "));
     assert!(host.send(b"\x16\x03\x01 no HTTP\r\n\r\n").starts_with("HTTP/1.1 400 "));
-    // As many as may watch.
+    // The maximum number of subscribers.
     let watching: Vec<_> = (0..64).map(|_| host.follow("/api/fleet")).collect();
     super::until("a place is denied", || {
         let (head, _) = host.get("/api/fleet", &["Range: bytes=0-0"]);

@@ -1,4 +1,4 @@
-//! `larder host --balance-memory`: budgets go where they are needed.
+//! `larder host --balance-memory`: budgets move to where they are needed.
 
 use super::memory::{MEMORY_MIB, Managed};
 use super::support::{LIMIT, run};
@@ -8,7 +8,7 @@ const MIB: u64 = 1 << 20;
 
 const WORDS: [&str; 6] = ["--budget", "40MiB", "--budget-min", "20MiB", "--budget-max", "72MiB"];
 
-/// The difference of two budgets that tells whose the memory is.
+/// Difference of two budgets that shows which VM got the memory, in bytes.
 const MORE: u64 = 12 * MIB;
 
 fn budget(of: &Managed) -> u64 {
@@ -18,7 +18,7 @@ fn budget(of: &Managed) -> u64 {
 }
 
 #[test]
-fn budgets_follow_the_working_sets() {
+fn budgets_follow_working_sets() {
     let user = User::new();
     let mut web = user.memory("web", &WORDS);
     let mut db = user.memory("db", &WORDS);
@@ -47,7 +47,7 @@ fn budgets_follow_the_working_sets() {
         32 * MIB,
         "nobody allows that"
     );
-    // It is told what was done, and why.
+    // The metrics report each move and its reason.
     let metrics = host.metrics();
     for (name, direction) in [("web", "up"), ("web", "down"), ("db", "up"), ("db", "down")] {
         let moves = format!("larder_memory_budget_moves_total{{domain=\"{name}\",direction=\"{direction}\"}}");
@@ -71,7 +71,7 @@ fn budgets_follow_the_working_sets() {
     ] {
         host.process.wait_for(words, LIMIT).expect("it says so");
     }
-    // Its end changes nothing.
+    // After the balancer is killed the budgets stay.
     host.process.kill();
     let left = [budget(&web), budget(&db)];
     for managed in [&mut web, &mut db] {
@@ -82,14 +82,14 @@ fn budgets_follow_the_working_sets() {
 }
 
 #[test]
-fn a_reserve_that_is_broken_takes_to_min_and_no_further() {
+fn violated_reserve_shrinks_budgets_to_min() {
     let user = User::new();
     let mut web = user.memory(
         "web",
         &["--budget", "40MiB", "--budget-min", "20MiB", "--budget-low", "28MiB"],
     );
     web.verifier.works_on(5).expect("takes it");
-    // No host has that much.
+    // A reserve that exceeds any host's memory.
     let _host = user.host(&[
         "--balance-memory",
         "--memory-period",
@@ -105,7 +105,7 @@ fn a_reserve_that_is_broken_takes_to_min_and_no_further() {
 }
 
 #[test]
-fn bounds_are_checked_and_changed_while_it_runs() {
+fn bounds_are_validated_and_changed_live() {
     let user = User::new();
     let memory = user.memory(
         "web",

@@ -1,4 +1,4 @@
-//! The dashboard in a browser, while there is something to see.
+//! The dashboard in a browser, with VMs under load.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -13,18 +13,18 @@ use super::web_driver::Browser;
 
 const VMS: [&str; 4] = ["web", "db", "mail", "build"];
 
-/// All plots of a disk: their titles, and their data.
+/// Script that returns all plots of a disk: their titles, and their data.
 const PLOTS: &str =
     "return [...document.querySelectorAll('figure:not([hidden])')].map((it) => [it.dataset.title, it.larder()]);";
 
-/// Where pictures are kept for people.
+/// Returns the directory in which screenshots are kept for people.
 pub(super) fn pictures() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../dashboard");
     std::fs::create_dir_all(&folder).expect("a folder");
     folder
 }
 
-/// Loads that go on until they are killed.
+/// Loads that run until they are killed.
 struct Load(Vec<std::process::Child>);
 
 impl Load {
@@ -58,7 +58,7 @@ impl Drop for Load {
     }
 }
 
-/// The values of a series, times first, without those that are not known.
+/// Returns the points of a series, as time and value, without unknown values.
 fn series<'a>(plots: &'a Value, title: &str, place: usize) -> Vec<(f64, f64)> {
     let all = plots.as_array().expect("a list").iter();
     let of = all
@@ -72,13 +72,13 @@ fn series<'a>(plots: &'a Value, title: &str, place: usize) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// What a plot of a rate says that was done between two times.
+/// Integrates a plot of a rate: the amount between its first and last point.
 fn sum(rates: &[(f64, f64)]) -> f64 {
     rates.windows(2).map(|pair| (pair[1].0 - pair[0].0) * pair[1].1).sum()
 }
 
 #[test]
-fn every_plot_shows_what_happens() {
+fn plots_show_actual_activity() {
     let user = User::new();
     let _vms: Vec<Process> = VMS
         .iter()
@@ -109,7 +109,7 @@ fn every_plot_shows_what_happens() {
         1
     );
     browser.run("document.querySelector('#search').value = ''; document.querySelector('#search').dispatchEvent(new Event('input'));");
-    // Some points of the small lines.
+    // Waits for some points of the small plots.
     browser.wait(
         "history",
         "window.seen = (window.seen || 0) + 1; return window.seen > 100;",
@@ -127,7 +127,7 @@ fn every_plot_shows_what_happens() {
         shows(&browser, theme);
     }
     browser.look(1280, true);
-    // The choices, from what the system has.
+    // The theme button cycles through the choices, starting from the system's theme.
     for theme in ["light", "dark", "dark"] {
         browser.run("document.querySelector('#theme').click();");
         shows(&browser, theme);
@@ -166,7 +166,7 @@ fn every_plot_shows_what_happens() {
                 !values.is_empty() && (title == "Hit ratios" || values.iter().any(|(_, value)| *value > 0.0));
             assert!(!is_moving || is_shown, "{name}: {title} {place}: {values:?}");
         }
-        // What the plots say was done is what the VM itself has counted.
+        // The plots' sums equal the VM's own counters.
         let kind = if reads { "read" } else { "write" };
         agree(&browser, &host, &user, name, kind);
     }
@@ -202,19 +202,19 @@ fn every_plot_shows_what_happens() {
     assert_eq!(browser.complaints(), Vec::<Value>::new());
 }
 
-/// Waits until the page has that theme.
+/// Waits until the page has this theme.
 fn shows(browser: &Browser, theme: &str) {
     let scheme = "return getComputedStyle(document.documentElement).colorScheme";
     browser.wait(theme, &format!("{scheme} === '{theme}';"));
 }
 
-/// By how much the page is wider than the screen.
+/// Returns by how many pixels the page is wider than the screen.
 fn overflow(browser: &Browser) -> i64 {
     let overflow = browser.run("return document.documentElement.scrollWidth - document.documentElement.clientWidth;");
     overflow.as_i64().expect("a number")
 }
 
-/// Compares a plot's sum between two looks with what the VM itself had counted at them.
+/// Compares a plot's sum between two samples with the difference of the VM's own counters.
 fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &str) {
     let mut frames = host.follow(&format!("/api/vm/{name}"));
     let mut look = || {
@@ -259,7 +259,7 @@ fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &
 }
 
 #[test]
-fn memory_is_shown_as_the_pager_tells_it() {
+fn memory_page_matches_pager() {
     let user = User::new();
     let _web = user.vm("web");
     let memory = user.memory_with_all("web");
@@ -310,7 +310,7 @@ fn memory_is_shown_as_the_pager_tells_it() {
         browser.picture(&pictures().join(format!("memory-{width}-{theme}.png")));
         assert_eq!(overflow(&browser), 0, "at {width}");
     }
-    // What it says once nothing changes any more is what the pager says.
+    // Once nothing changes any more, the page shows the pager's values.
     memory.stop();
     let last = |title: &str, place: usize| {
         let last = format!("const it = {}.larder()[{place}]; return it.at(-1);", plot(title));
@@ -332,8 +332,9 @@ fn memory_is_shown_as_the_pager_tells_it() {
     assert_eq!(browser.complaints(), Vec::<Value>::new());
 }
 
+/// A page shows that its VM or `larder host` is gone or hangs, and recovers when it is back.
 #[test]
-fn a_page_goes_on_when_its_vm_or_the_host_s_process_is_back() {
+fn page_recovers_after_restarts() {
     let user = User::new();
     let mut web = user.vm("web");
     let port = super::free_port();
@@ -367,7 +368,7 @@ fn a_page_goes_on_when_its_vm_or_the_host_s_process_is_back() {
 }
 
 #[test]
-fn hostile_texts_are_shown_and_not_run() {
+fn hostile_texts_are_not_executed() {
     let user = User::new();
     let evil = "<img src=x onerror=\"document.title='run'\">";
     let listener = std::os::unix::net::UnixListener::bind(user.socket("evil.sock")).expect("binds");

@@ -1,5 +1,5 @@
-//! `larder host`: VMs are found and told of to Prometheus and browsers, whatever becomes of them. All runs as an ordinary
-//! user, who has folders of his own.
+//! `larder host`: VMs are detected and reported to Prometheus and browsers, also after failures. All processes run as
+//! an ordinary user with directories of its own.
 
 mod access;
 mod balance;
@@ -34,7 +34,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
-/// Repeats something until it is there.
+/// Repeats `try_it` until it returns a value.
 fn until<T>(what: &str, mut try_it: impl FnMut() -> Option<T>) -> T {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -46,7 +46,7 @@ fn until<T>(what: &str, mut try_it: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A port that was free just now.
+/// Returns a port that was free just now.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
     listener.local_addr().expect("has one").port()
@@ -63,7 +63,7 @@ impl User {
     fn new() -> Self {
         let user = Self {
             folder: on_tmpfs(),
-            // Where he gets to, too, when the project lies in root's home.
+            // The user can reach this directory even if the project is in root's home.
             images: tempfile::tempdir_in("/var/tmp").expect("a folder in /var/tmp"),
         };
         for folder in [user.folder.path(), user.images.path()] {
@@ -93,14 +93,14 @@ impl User {
         rustix::process::geteuid().is_root()
     }
 
-    /// Gives him a file.
+    /// Makes the user the owner of a file.
     fn own(&self, path: &Path) {
         if Self::is_root() {
             chown(path, Some(NOBODY), Some(NOBODY)).expect("root may");
         }
     }
 
-    /// The program, as he runs it.
+    /// Returns the program as this user runs it.
     fn larder(&self, arguments: &[&str]) -> Command {
         let mut command = if Self::is_root() {
             let mut command = Command::new("setpriv");
@@ -127,7 +127,7 @@ impl User {
         files.join(format!("{name}.toml"))
     }
 
-    /// Writes a VM's file: a raw disk with an NBD export, and whatever is said of the disk besides.
+    /// Writes a VM's file: a raw disk with an NBD export, and further lines about the disk.
     fn write(&self, name: &str, of_disk: &str) {
         let image = self.images.path().join(format!("{name}.raw"));
         let disk = std::fs::File::create(&image).expect("an image");
@@ -154,13 +154,13 @@ impl User {
         process
     }
 
-    /// A VM with a raw disk.
+    /// Starts a VM with a raw disk.
     fn vm(&self, name: &str) -> Process {
         self.write(name, "");
         self.start(name)
     }
 
-    /// A VM with a cache, on the same device.
+    /// Starts a VM with a raw disk and a cache on the same device.
     fn cached_vm(&self, name: &str) -> Process {
         let cache = self.images.path().join(format!("{name}.cache"));
         let socket = self.socket(&format!("{name}-vda.sock"));
@@ -175,7 +175,7 @@ impl User {
         self.start(name)
     }
 
-    /// What a VM's own control socket tells of its first disk.
+    /// Returns the state of a VM's first disk from the VM's own control socket.
     fn disk(&self, name: &str) -> Value {
         let socket = self.socket(&format!("{name}.sock"));
         let told = tool("curl", &["-sS", "--unix-socket", text(&socket), "http://x/v1/disks/0"]);
@@ -196,7 +196,7 @@ impl User {
         }
     }
 
-    /// The token that this user's `larder host` has made.
+    /// Returns the token that this user's `larder host` created.
     fn token(&self) -> String {
         let token = std::fs::read_to_string(self.token_file()).expect("a token");
         token.trim_end().to_owned()
@@ -207,7 +207,7 @@ impl User {
     }
 }
 
-/// `larder host`.
+/// A running `larder host`.
 struct Host {
     process: Process,
     address: SocketAddr,
@@ -219,28 +219,28 @@ impl Host {
         format!("http://{}{path}", self.address)
     }
 
-    /// The header of a client that knows the token.
+    /// Returns the header of a client that has the token.
     fn authorization(&self) -> String {
         format!("Authorization: Bearer {}\r\n", self.token)
     }
 
-    /// Has a browser show the token.
+    /// Logs a browser in with the token.
     fn log_in(&self, browser: &Browser) {
         browser.log_in(&self.url(""), &self.token);
     }
 
-    /// Sends bytes; all that is answered.
+    /// Sends bytes, and returns the whole answer.
     fn send(&self, bytes: &[u8]) -> String {
         let mut client = TcpStream::connect(self.address).expect("connects");
         client.set_read_timeout(Some(LIMIT)).expect("can be set");
-        // It may have had enough before it has all, and close.
+        // The server may close the connection before it has read everything.
         let _ = client.write_all(bytes);
         let mut answer = Vec::new();
         let _ = client.read_to_end(&mut answer);
         String::from_utf8_lossy(&answer).into_owned()
     }
 
-    /// The head and the body of what is answered to `GET path` with these headers.
+    /// Returns the head and the body of the answer to `GET path` with these headers.
     fn get(&self, path: &str, headers: &[&str]) -> (String, String) {
         let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
         let token = self.authorization();
@@ -256,12 +256,12 @@ impl Host {
         body
     }
 
-    /// The value of a sample, as it is written.
+    /// Returns the value of the sample with exactly this name and these labels.
     fn value(&self, sample: &str) -> Option<f64> {
         value_in(&self.metrics(), sample)
     }
 
-    /// What browsers are told, as it comes.
+    /// Subscribes to the stream of events that browsers get.
     fn follow(&self, path: &str) -> Frames {
         let mut client = TcpStream::connect(self.address).expect("connects");
         client.set_read_timeout(Some(LIMIT)).expect("can be set");
@@ -271,7 +271,7 @@ impl Host {
         Frames(BufReader::new(client))
     }
 
-    /// The VM of that name among all, once it is as wanted.
+    /// Returns the VM of that name from the fleet's events, once `is_wanted` holds for it.
     fn vm_when(&self, name: &str, is_wanted: impl Fn(&Value) -> bool) -> Value {
         let mut frames = self.follow("/api/fleet");
         until(&format!("{name} as it should be"), || {
@@ -289,11 +289,11 @@ fn value_in(metrics: &str, sample: &str) -> Option<f64> {
     Some(line.parse().expect("a number"))
 }
 
-/// Server-sent events.
+/// Stream of server-sent events.
 struct Frames(BufReader<TcpStream>);
 
 impl Frames {
-    /// The data of the next event of that name.
+    /// Returns the data of the next event with that name.
     fn next(&mut self, wanted: &str) -> Value {
         let mut is_wanted = false;
         loop {
@@ -309,7 +309,7 @@ impl Frames {
     }
 }
 
-/// `fio` on a VM's disk over NBD; gone with the thread that starts it.
+/// Returns a `fio` command for a VM's disk over NBD; it ends with the thread that starts it.
 fn fio(uri: &str, options: &[&str]) -> Command {
     let mut command = mortal("nice");
     command.args([

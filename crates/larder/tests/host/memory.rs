@@ -1,4 +1,4 @@
-//! VMs whose memory is managed: told with their disks, as their control sockets tell it.
+//! VMs with managed memory: `larder host` reports the memory with the disks, as the control sockets report it.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use serde_json::Value;
 use super::support::{larder, need_root, run};
 use super::{LIMIT, User, text, until, value_in};
 
-/// How the program below is told what to do.
+/// Variable that makes this test program act as the managed program.
 const VERIFIER: &str = "LARDER_TEST_VERIFIER";
 
-/// No test, but the program whose memory is managed.
+/// Program whose memory is managed. It is no test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn verified() {
@@ -35,14 +35,14 @@ fn verified() {
 /// The program's memory, in MiB.
 pub(super) const MEMORY_MIB: u64 = 64;
 
-/// A process that works on its memory, and the pager.
+/// A process that uses its memory, and its pager.
 pub(super) struct Managed {
     pub(super) verifier: Verifier,
     pub(super) pager: Pager,
 }
 
 impl User {
-    /// Memory that is managed for the VM `name`, whose socket this user may use.
+    /// Starts a process whose memory is managed for the VM `name`, with a socket that this user may use.
     pub(super) fn memory(&self, name: &str, words: &[&str]) -> Managed {
         need_root("to manage the memory of a process");
         let mut command = Command::new(std::env::current_exe().expect("this program"));
@@ -56,7 +56,7 @@ impl User {
         Managed { verifier, pager }
     }
 
-    /// The same with all tiers, each of which has something.
+    /// Starts a process whose memory is managed with all tiers, each of which holds pages.
     pub(super) fn memory_with_all(&self, name: &str) -> Managed {
         let swap = self.images.path().join(format!("{name}.swap"));
         let words = [
@@ -85,20 +85,21 @@ impl User {
 }
 
 impl Managed {
-    /// The process stops, and with it all that changes in its memory, sooner or later.
+    /// Stops the process, after which its memory's state soon stays constant.
     pub(super) fn stop(&self) {
         self.verifier.process.signal(libc::SIGSTOP);
     }
 }
 
-/// The VM of that name in a frame of all.
+/// Returns the VMs of that name in an event about the fleet.
 fn of_fleet(frame: &Value, name: &str) -> Vec<Value> {
     let vms = frame["vms"].as_array().expect("a list").iter();
     vms.filter(|vm| vm["name"] == name).cloned().collect()
 }
 
+/// Managed memory is shown with the VM's disks, also after its pager was killed, and alone for a VM without disks.
 #[test]
-fn a_vm_s_memory_is_told_with_its_disks_whoever_manages_it() {
+fn memory_is_shown_with_its_vm() {
     let user = User::new();
     let _web = user.vm("web");
     let mut memory = user.memory("web", &["--budget", "40MiB"]);
@@ -125,7 +126,7 @@ fn a_vm_s_memory_is_told_with_its_disks_whoever_manages_it() {
         "{page}"
     );
 
-    // The guest waits for memory now.
+    // From now on the guest waits for its memory.
     memory.pager.process.kill();
     let killed = host.vm_when("web", |vm| vm["health"] == "killed");
     assert!(
@@ -143,7 +144,7 @@ fn a_vm_s_memory_is_told_with_its_disks_whoever_manages_it() {
     assert!(page["disks_up"] == true && page["memory"].is_null(), "{page}");
 }
 
-/// In what the metrics of "web" differ from what its own control socket tells.
+/// Returns the differences between the metrics of "web" and its own control socket.
 fn differences(state: &MemoryState, metrics: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut compare = |name: &str, more: &str, told: f64| {
@@ -166,7 +167,7 @@ fn differences(state: &MemoryState, metrics: &str) -> Vec<String> {
         ("used_bytes", "", state.used),
         ("compressed_pages", "", state.compressed.pages),
         ("compressed_bytes", "", state.compressed.used),
-        // The least with a disk.
+        // The minimum with a disk.
         ("compressed_limit_bytes", "", 6 << 20),
         ("disk_pages", of_disk, disk.pages),
         ("disk_live_bytes", of_disk, disk.live),
@@ -214,12 +215,12 @@ fn differences(state: &MemoryState, metrics: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_metric_of_memory_is_what_the_control_socket_tells() {
+fn memory_metrics_match_control_socket() {
     let user = User::new();
     let memory = user.memory_with_all("web");
     let host = user.host(&[]);
-    // With the process stops, sooner or later, all that changes in its memory. Metrics are of the
-    // second before, so that they tell the same only after that.
+    // Once the process is stopped, its memory's state soon stays constant. Metrics lag a second behind, so that they
+    // match only after that.
     memory.stop();
     let give_up = Instant::now() + LIMIT;
     let (state, metrics) = loop {
@@ -232,14 +233,14 @@ fn every_metric_of_memory_is_what_the_control_socket_tells() {
         assert!(Instant::now() < give_up, "{found:#?}");
         std::thread::sleep(Duration::from_millis(200));
     };
-    // Who is stopped waits for nothing, or for one page all the time.
+    // A stopped process waits for nothing, or constantly for one page.
     let stall = r#"larder_memory_stall_seconds_total{domain="web",kind="some"}"#;
     let some = value_in(&metrics, stall).expect("is told");
     assert!(some > 0.0 && some <= state.time_ns as f64 / 1e9, "{some}");
 }
 
 #[test]
-fn status_tells_of_memory() {
+fn status_shows_memory() {
     let user = User::new();
     let _web = user.vm("web");
     let memory = user.memory_with_all("web");
@@ -296,7 +297,7 @@ fn status_tells_of_memory() {
         told["memories"][0]["evicted"].as_f64().is_some_and(|rate| rate > 0.0),
         "{told}"
     );
-    // Who was killed keeps a guest waiting.
+    // After its pager was killed, a guest is kept waiting.
     alone.pager.process.kill();
     let (code, said) = run(user.larder(&["status"]));
     assert!(
@@ -357,11 +358,11 @@ fn top_shows_memory() {
     top.shows(&["larder top: 2 VMs", "web", "db", "memory", "%lost", "MiB"]);
     top.tmux(&["send-keys", "4"]);
     top.shows(&["comp/s", "refault/s", "%some", "24 MiB", "40 MiB"]);
-    // The first by name.
+    // The first row by name.
     top.tmux(&["send-keys", "Enter"]);
     top.shows(&["memory of db", "budget:           40 MiB, used "]);
     top.tmux(&["send-keys", "Escape"]);
-    // A key that comes with it would be another one.
+    // Waits for the page: a key sent right after Escape would be read as a different key.
     top.shows(&["comp/s", "refault/s"]);
     top.tmux(&["send-keys", "Down"]);
     top.tmux(&["send-keys", "Enter"]);

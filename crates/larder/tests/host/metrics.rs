@@ -1,4 +1,4 @@
-//! What Prometheus is told is what happened.
+//! Metrics for Prometheus agree with the actual activity.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use super::support::{LIMIT, on_tmpfs, tool};
 use super::{Host, User, fio, free_port, text, until, value_in};
 use std::io::Write;
 
-/// Names of all samples, and of all families.
+/// Returns the names of all samples, and of all families with their types.
 pub(super) fn names(metrics: &str) -> (BTreeSet<String>, BTreeMap<String, String>) {
     let samples = metrics.lines().filter(|line| !line.starts_with('#'));
     let samples = samples.map(|line| line.split([' ', '{']).next().unwrap_or_default().to_owned());
@@ -23,7 +23,7 @@ pub(super) fn names(metrics: &str) -> (BTreeSet<String>, BTreeMap<String, String
     (samples.collect(), types.collect())
 }
 
-/// A VM with all that there can be, which has done something.
+/// Starts a VM that has every feature, and has done some work.
 pub(super) fn busy(user: &User) -> ((Process, Managed, Moving), Host) {
     let vm = user.cached_vm("web");
     let memory = user.memory_with_all("web");
@@ -43,11 +43,11 @@ pub(super) fn busy(user: &User) -> ((Process, Managed, Moving), Host) {
         tool("qemu-io", &all);
     }
     let host = user.host(&["--balance-memory", "--memory-reserve", "1MiB"]);
-    // Its first look at the host's memory.
+    // The first sample of the host's memory.
     until("what the host has free", || {
         host.value("larder_host_memory_available_bytes")
     });
-    // What may be a disk's socket is asked once the VM has said which are.
+    // Sockets that may be a disk's are queried only after the VM has listed its own.
     until("the memory", || host.value("larder_memory_used_bytes{domain=\"web\"}"));
     until("the move", || {
         host.value("larder_migration_round{domain=\"web\",direction=\"leaving\"}")
@@ -56,7 +56,7 @@ pub(super) fn busy(user: &User) -> ((Process, Managed, Moving), Host) {
 }
 
 #[test]
-fn promtool_finds_nothing_wrong_in_either_format() {
+fn promtool_accepts_both_formats() {
     let user = User::new();
     let (_vm, host) = busy(&user);
     let metrics = host.metrics();
@@ -105,7 +105,7 @@ fn promtool_finds_nothing_wrong_in_either_format() {
 }
 
 #[test]
-fn every_metric_is_what_the_control_socket_tells() {
+fn metrics_match_control_socket() {
     let user = User::new();
     let (_vm, host) = busy(&user);
     let metrics = host.metrics();
@@ -154,7 +154,7 @@ fn every_metric_is_what_the_control_socket_tells() {
 }
 
 #[test]
-fn the_page_of_metrics_has_all_of_them_and_no_others() {
+fn documentation_lists_exactly_all_metrics() {
     let user = User::new();
     let (_vm, host) = busy(&user);
     let (_, types) = names(&host.metrics());
@@ -167,7 +167,7 @@ fn the_page_of_metrics_has_all_of_them_and_no_others() {
     assert_eq!(told, types.into_keys().collect());
 }
 
-/// What Prometheus' query has found: one value.
+/// Returns the single value of a Prometheus query.
 fn ask(port: u16, query: &str) -> Option<f64> {
     let url = format!("http://127.0.0.1:{port}/api/v1/query");
     let told = tool(
@@ -179,7 +179,7 @@ fn ask(port: u16, query: &str) -> Option<f64> {
 }
 
 #[test]
-fn prometheus_has_the_sums_that_fio_has() {
+fn prometheus_sums_match_fio() {
     let user = User::new();
     let vms = ["web", "db", "mail", "build"];
     let _vms: Vec<Process> = vms
@@ -227,7 +227,7 @@ fn prometheus_has_the_sums_that_fio_has() {
     for load in loads {
         let output = load.wait_with_output().expect("ends");
         assert!(output.status.success(), "{output:?}");
-        // What it has to say besides comes first.
+        // Other messages of fio come first.
         let said = String::from_utf8_lossy(&output.stdout);
         let told = said.find('{').map_or("", |begin| &said[begin..]);
         let told: Value = serde_json::from_str(told).unwrap_or_else(|error| panic!("{error}: {said}"));

@@ -1,4 +1,4 @@
-//! VMs that are moved, as `larder host` tells of them: to Prometheus, to browsers, and to terminals.
+//! Moves of VMs, as `larder host` reports them to Prometheus and browsers, and the other commands to terminals.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -18,11 +18,12 @@ use super::support::run;
 use super::web_driver::Browser;
 use super::{Host, User, until, value_in};
 
-/// Of what is sent in a second.
+/// Bytes of QEMU's stream per second.
 const RAW: f64 = 200e6;
+/// Bytes on the link per second.
 const WIRE: f64 = 80e6;
 
-/// A move that goes on as long as it is said to, at the same pace all the time.
+/// A simulated move at a constant pace.
 struct Steady {
     begun: Instant,
     state: Mutex<MigrationState>,
@@ -56,7 +57,7 @@ impl Migration for Steady {
     fn cancel(&self) {}
 }
 
-/// Its process.
+/// The process of a simulated move.
 pub(super) struct Moving {
     it: Arc<Steady>,
     path: PathBuf,
@@ -64,19 +65,19 @@ pub(super) struct Moving {
 }
 
 impl Moving {
-    /// Says otherwise from now on.
+    /// Changes the reported state.
     fn change(&self, change: impl FnOnce(&mut MigrationState)) {
         change(&mut self.it.state.lock().expect("whole"));
     }
 
-    /// Its process ends, and its socket goes.
+    /// Ends the process, which removes its socket.
     fn end(&mut self) {
         drop(self.control.take());
         assert!(!self.path.exists());
     }
 }
 
-/// All that there can be to tell of a VM that leaves.
+/// Returns the state of an outgoing move with every field set.
 fn leaving(vm: &str) -> MigrationState {
     let way = |method: &str| MethodState {
         method: method.to_owned(),
@@ -141,7 +142,7 @@ fn leaving(vm: &str) -> MigrationState {
 }
 
 impl User {
-    /// A process that moves a VM, as far as others have to do with it.
+    /// Starts a process that looks like a mover to its clients.
     fn moving(&self, state: MigrationState) -> Moving {
         let folder = self.socket("moves");
         if !folder.exists() {
@@ -165,12 +166,12 @@ impl User {
         }
     }
 
-    /// The VM `web` leaves, and there is all to tell of it that there can be.
+    /// Starts an outgoing move of the VM `web` with every field set.
     pub(super) fn leaving(&self) -> Moving {
         self.moving(leaving("web"))
     }
 
-    /// The VM `db` comes.
+    /// Starts an incoming move of the VM `db`.
     fn coming(&self) -> Moving {
         self.moving(MigrationState {
             vm: "db".to_owned(),
@@ -193,15 +194,16 @@ fn of(name: &str, more: &str) -> String {
     format!("larder_migration_{name}{{domain=\"web\",direction=\"leaving\"{more}}}")
 }
 
-/// Waits until a sample is this.
+/// Waits until a sample has this value.
 fn is(host: &Host, sample: &str, wanted: f64) {
     until(&format!("{sample} {wanted}"), || {
         (host.value(sample)? == wanted).then_some(())
     });
 }
 
+/// The metrics of a move match its process, and the final ones stay after its end.
 #[test]
-fn every_metric_of_a_move_is_what_its_process_tells_and_the_last_stays() {
+fn move_metrics_match_mover_and_stay() {
     let user = User::new();
     let mut moving = user.leaving();
     let _coming = user.coming();
@@ -251,7 +253,7 @@ fn every_metric_of_a_move_is_what_its_process_tells_and_the_last_stays() {
     });
     is(&host, &of("in_doubt", ""), 1.0);
     moving.end();
-    // Nothing is told of what was only true while it went on.
+    // Metrics that hold only during a move are removed.
     is(&host, &of("phase", ",phase=\"failed\""), 1.0);
     let metrics = until("the end", || {
         let sockets = host.value("larder_host_sockets{state=\"stopped\"}");
@@ -263,12 +265,12 @@ fn every_metric_of_a_move_is_what_its_process_tells_and_the_last_stays() {
 }
 
 #[test]
-fn a_process_that_was_killed_is_told_of_with_what_it_said_last() {
+fn killed_mover_keeps_last_state() {
     let user = User::new();
     let mut moving = user.leaving();
     let host = user.host(&[]);
     is(&host, &of("up", ""), 1.0);
-    // What is left of one that is killed.
+    // The socket that a killed process leaves.
     moving.end();
     drop(std::os::unix::net::UnixListener::bind(&moving.path).expect("binds"));
     user.own(&moving.path);
@@ -282,7 +284,7 @@ fn a_process_that_was_killed_is_told_of_with_what_it_said_last() {
 }
 
 #[test]
-fn status_tells_of_moves() {
+fn status_shows_moves() {
     let user = User::new();
     let _web = user.vm("web");
     let moving = user.leaving();
@@ -348,7 +350,7 @@ fn top_shows_moves() {
     top.tmux(&["send-keys", "q"]);
 }
 
-/// A plot's values, once it has so many.
+/// Returns a plot's values, once it has `count` of them.
 fn values(browser: &Browser, title: &str, place: usize, count: usize) -> Vec<f64> {
     let plot = format!("document.querySelector('figure[data-title=\"{title}\"]')?.larder()[{place}]");
     let all = format!(
@@ -360,7 +362,7 @@ fn values(browser: &Browser, title: &str, place: usize, count: usize) -> Vec<f64
 }
 
 #[test]
-fn a_move_is_shown_over_time_and_how_it_ended_stays() {
+fn page_shows_move_and_its_end() {
     let user = User::new();
     let _web = user.vm("web");
     let mut moving = user.leaving();
@@ -412,7 +414,7 @@ fn a_move_is_shown_over_time_and_how_it_ended_stays() {
         let all = values(&browser, title, place, 3);
         assert!(all.iter().all(|value| *value == wanted), "{title} {place}: {all:?}");
     }
-    // Of what is done between two looks.
+    // Values that are computed between two samples.
     for (title, place, wanted) in [
         ("Ratio", 1, 2.5),
         ("Ratio", 2, 2.5),
@@ -470,7 +472,7 @@ fn a_move_is_shown_over_time_and_how_it_ended_stays() {
         "return document.querySelector('#migration .badge')?.textContent === 'failed';",
     );
 
-    // Of one that comes, what is delivered is all that there is.
+    // For an incoming move the delivered bytes are all that is known.
     browser.open(&host.url("/#/migration/db.coming"));
     browser.run("location.reload();");
     let all = values(&browser, "Bytes per second", 2, 3);

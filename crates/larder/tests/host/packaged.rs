@@ -1,4 +1,4 @@
-//! What is beside the program for Grafana and Prometheus fits what it tells.
+//! The files for Grafana and Prometheus in the package fit the program's metrics.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ fn file(name: &str) -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging")).join(name)
 }
 
-/// All that looks like a metric's name.
+/// Returns all words that look like a metric's name.
 fn named(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words
@@ -23,7 +23,7 @@ fn named(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_metric_in_a_dashboard_or_a_rule_exists() {
+fn dashboards_and_rules_use_existing_metrics() {
     let user = User::new();
     let (_vm, host) = busy(&user);
     let (told, _) = names(&host.metrics());
@@ -36,7 +36,7 @@ fn every_metric_in_a_dashboard_or_a_rule_exists() {
 }
 
 #[test]
-fn alerts_come_when_they_should() {
+fn alert_rules_pass_promtool_tests() {
     tool(
         "promtool",
         &["check", "rules", text(&file("prometheus/larder.rules.yml"))],
@@ -48,7 +48,7 @@ fn alerts_come_when_they_should() {
 }
 
 #[test]
-fn the_dashboard_has_a_source_that_can_be_chosen() {
+fn dashboard_has_selectable_data_source() {
     let dashboard = std::fs::read_to_string(file("grafana/larder.json")).expect("is there");
     let dashboard: Value = serde_json::from_str(&dashboard).expect("it is JSON");
     let variables = dashboard["templating"]["list"].as_array().expect("a list");

@@ -1,4 +1,4 @@
-//! VMs come and go, are stuck and are killed; and not all that looks like a VM is one.
+//! VMs that start and end, hang and are killed, and sockets that are no VM's.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::support::LIMIT;
 use super::{Process, User, until};
 
-/// How a socket is that is no VM's.
+/// Returns the state of a socket that belongs to no VM.
 fn other(frame: &Value, socket: &str) -> Option<Value> {
     let others = frame["others"].as_array().expect("a list").iter();
     let is_it = |it: &&Value| {
@@ -23,7 +23,7 @@ fn other(frame: &Value, socket: &str) -> Option<Value> {
 }
 
 #[test]
-fn vms_are_found_as_they_come_and_go() {
+fn vms_are_detected_as_they_change() {
     let user = User::new();
     let host = user.host(&[]);
     let mut frames = host.follow("/api/fleet");
@@ -46,8 +46,9 @@ fn vms_are_found_as_they_come_and_go() {
     host.vm_when("web", |vm| vm["health"] == "up" && vm["pid"] == web.id());
 }
 
+/// A VM that hangs is reported as stuck, and delays no other VM.
 #[test]
-fn a_stuck_vm_is_told_to_be_and_delays_no_other() {
+fn stuck_vm_is_reported_without_delay() {
     let user = User::new();
     let (web, _db) = (user.vm("web"), user.vm("db"));
     let host = user.host(&[]);
@@ -70,7 +71,7 @@ fn a_stuck_vm_is_told_to_be_and_delays_no_other() {
     }
     let of_web = |line: &&str| line.starts_with("larder_disk") && line.contains(r#"domain="web""#);
     assert_eq!(metrics.lines().find(of_web), None);
-    // The other one is told of each second, and is new each time.
+    // The other VM is reported each second, with a new state each time.
     let mut frames = host.follow("/api/vm/db");
     let mut times: Vec<u64> = (0..3)
         .map(|_| frames.next("vm")["vm"]["time_ms"].as_u64().expect("a time"))
@@ -82,8 +83,9 @@ fn a_stuck_vm_is_told_to_be_and_delays_no_other() {
     assert_eq!(host.value(r#"larder_vm_stuck{domain="web"}"#), Some(0.0));
 }
 
+/// A killed VM is reported as such, and its counters begin at 0 when it is back.
 #[test]
-fn a_killed_vm_is_told_to_be_and_counts_from_0_when_it_is_back() {
+fn killed_vm_counts_from_0_again() {
     let user = User::new();
     let mut web = user.vm("web");
     let io = |command: &str| super::tool("qemu-io", &["-f", "raw", "-c", command, &user.nbd("web")]);
@@ -111,8 +113,9 @@ fn a_killed_vm_is_told_to_be_and_counts_from_0_when_it_is_back() {
     assert!(host.metrics().contains(&info), "it is the new process");
 }
 
+/// Sockets that are no VM's are reported as such, and are not queried again.
 #[test]
-fn what_is_no_vm_is_told_to_be_none_and_is_not_asked_again() {
+fn foreign_sockets_are_queried_once() {
     let user = User::new();
     let listen = |name: &str| {
         let listener = UnixListener::bind(user.socket(name)).expect("binds");
@@ -181,13 +184,13 @@ fn what_is_no_vm_is_told_to_be_none_and_is_not_asked_again() {
 #[test]
 fn sockets_of_disks_are_left_alone() {
     let user = User::new();
-    // A name that could be a VM's.
+    // The disk's socket has a name that a VM's could have.
     user.write(
         "web",
         &format!("socket = \"{}\"", super::text(&user.socket("other.sock"))),
     );
     let web = user.start("web");
-    // This one only its own server tells of.
+    // This socket is known only from its own server.
     user.write(
         "db",
         &format!("socket = \"{}\"", super::text(&user.socket("db-vda.sock"))),
@@ -206,7 +209,7 @@ fn sockets_of_disks_are_left_alone() {
 }
 
 #[test]
-fn who_may_not_ask_is_told_so() {
+fn unreadable_sockets_are_reported() {
     super::support::need_root("to have a socket that its test's user may not use");
     let user = User::new();
     let _others = UnixListener::bind(user.socket("theirs.sock")).expect("binds");
@@ -224,12 +227,12 @@ fn who_may_not_ask_is_told_so() {
 }
 
 #[test]
-fn nobody_is_asked_while_nobody_watches() {
+fn vms_are_queried_only_on_demand() {
     let user = User::new();
     let listener = UnixListener::bind(user.socket("web.sock")).expect("binds");
     std::fs::set_permissions(user.socket("web.sock"), PermissionsExt::from_mode(0o777)).expect("ours");
     let host = user.host(&[]);
-    // All else works.
+    // Static pages work without queries.
     let (head, _) = host.get("/", &[]);
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     listener.set_nonblocking(true).expect("can be set");
@@ -239,7 +242,7 @@ fn nobody_is_asked_while_nobody_watches() {
 }
 
 #[test]
-fn its_end_harms_no_vm() {
+fn host_exit_harms_no_vm() {
     let user = User::new();
     let _web = user.vm("web");
     let mut host = user.host(&[]);
@@ -254,7 +257,7 @@ fn its_end_harms_no_vm() {
 }
 
 #[test]
-fn what_happens_at_a_vm_is_told_with_it() {
+fn vm_page_streams_events() {
     let user = User::new();
     let _web = user.vm("web");
     let host = user.host(&[]);
@@ -268,7 +271,7 @@ fn what_happens_at_a_vm_is_told_with_it() {
     assert!(none["vm"].is_null(), "{none}");
 }
 
-/// Makes a FIFO without a writer, an endless file and a very long one among the files of VMs.
+/// Creates a FIFO without a writer, an endless file and a very long one among the VMs' files.
 fn add_odd_files(user: &User) {
     let made = std::process::Command::new("mkfifo").arg(user.file("fifo")).status();
     assert!(made.expect("mkfifo is there").success());
@@ -277,7 +280,7 @@ fn add_odd_files(user: &User) {
     long.set_len(1 << 40).expect("tmpfs has no blocks for it");
 }
 
-/// A running VM is watched among more VMs than can be watched, and the page and the metrics count the rest.
+/// A running VM is watched even if there are more VMs than can be watched; the page and the metrics count the others.
 #[test]
 fn running_vm_is_watched_among_many() {
     let user = User::new();
@@ -293,7 +296,7 @@ fn running_vm_is_watched_among_many() {
     let host = user.host(&[]);
     host.vm_when("zz", |vm| vm["health"] == "up");
     let frame = host.follow("/api/fleet").next("fleet");
-    // The files of 1100 VMs that do not run, and one that does.
+    // The files of 1100 VMs that do not run, and of one that does.
     assert_eq!(frame["left_out"], serde_json::json!({ "sockets": 0, "stopped": 77 }));
     let metrics = host.metrics();
     for line in [
@@ -305,9 +308,9 @@ fn running_vm_is_watched_among_many() {
     }
 }
 
-/// Commands that read the files of all VMs wait for none of them.
+/// Commands that read the files of all VMs do not block on unusual files.
 #[test]
-fn odd_files_hold_no_command_up() {
+fn odd_files_block_no_command() {
     let user = User::new();
     add_odd_files(&user);
     let _vm = user.vm("web");

@@ -1,4 +1,4 @@
-//! Read-only access to the VMs of a host, with which the service runs `larder host`.
+//! Read-only access to the VMs of a host, which the service has `larder host` run with.
 
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,17 @@ use tempfile::TempDir;
 use super::support::{LIMIT, larder, need_root, on_tmpfs, run};
 use super::{text, until};
 
-/// The user of the VMs' services, the read group, a group that a VM's file names, and ordinary users.
+/// The user of the VMs' services.
 const SERVICE: u32 = 64_001;
+/// The read group.
 const READ_GROUP: u32 = 64_002;
+/// A group that a VM's file names.
 const OPERATORS: u32 = 64_003;
+/// An ordinary user in the read group.
 const READER: u32 = 64_004;
+/// An ordinary user in the group that a VM's file names.
 const OPERATOR: u32 = 64_005;
+/// An ordinary user in neither group.
 const STRANGER: u32 = 64_006;
 
 /// The user, the group and the supplementary groups of a process.
@@ -27,7 +32,7 @@ struct Who {
 }
 
 const ROOT: Who = who(0, 0, &[]);
-/// Reads by its first group, as the unit has it in `Group=`.
+/// Reads by its primary group, as the unit's `Group=` configures.
 const HOST: Who = who(READER, READ_GROUP, &[]);
 /// Reads by a supplementary group, as after `usermod --append --groups`.
 const MEMBER: Who = who(READER, READER, &[READ_GROUP]);
@@ -73,7 +78,7 @@ impl World {
         self.0.path().join(name)
     }
 
-    /// A program, run by a user of the host.
+    /// Returns a command that a user of the host runs.
     fn command(&self, who: Who, program: &Path, arguments: &[&str]) -> Command {
         let mount = r#"mount --bind "$0/run" /run && mount --bind "$0/etc" /etc && exec "$@""#;
         let mut command = mortal("unshare");
@@ -105,7 +110,7 @@ impl World {
         self.command(who, larder(), arguments)
     }
 
-    /// The server of a VM, run as by its service, with `more` in the VM's file.
+    /// Starts the server of a VM as its service would, with `more` in the VM's file.
     fn vm(&self, name: &str, more: &str) -> Process {
         let image = self.path(&format!("images/{name}.raw"));
         std::fs::File::create(&image)
@@ -138,7 +143,7 @@ impl World {
         process
     }
 
-    /// The status and the body of a control socket's answer; status 0 is a refused connection.
+    /// Returns the status and the body of a control socket's answer; status 0 means a refused connection.
     fn ask(&self, who: Who, socket: &str, options: &[&str]) -> (u32, String) {
         let socket = format!("/run/larder/{socket}.sock");
         let all = [
@@ -236,12 +241,12 @@ fn writers_may_change_and_strangers_cannot_connect() {
 fn host_of_a_reader_sees_the_services() {
     let world = World::new();
     let _web = world.vm("web", "");
-    // The socket is in another folder: `larder host` finds it by the VM's file, and `larder status` by the note.
+    // The socket is in another directory: `larder host` finds it by the VM's file, and `larder status` by the note.
     let elsewhere = world.path("state/other.sock");
     let _db = world.vm("db", &format!("control = \"{}\"", text(&elsewhere)));
     let socket = world.path("host/socket");
     let mut command = world.larder(HOST, &["host", "--listen", text(&socket), "--socket-mode", "0660"]);
-    // As in the unit.
+    // The unit sets the same variables.
     command.env("XDG_CONFIG_HOME", "/etc");
     command.env("RUNTIME_DIRECTORY", "/run/larder-host");
     let host = Process::start(command).expect("larder starts");
@@ -259,7 +264,7 @@ fn host_of_a_reader_sees_the_services() {
         let is_up = |vm: &str| metrics.contains(&format!("larder_vm_up{{domain=\"{vm}\"}} 1"));
         (is_up("web") && is_up("db")).then_some(())
     });
-    // A VM's file leads to its server, not to the reader's own folder.
+    // The VM's file leads to its server, not to the reader's own directory.
     let metrics = metrics();
     assert!(
         metrics.contains("larder_host_sockets{state=\"stopped\"} 0"),

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::support::{LIMIT, tool};
 use super::{free_port, text, until};
 
-/// Chromium without a window.
+/// Headless Chromium.
 pub(super) struct Browser {
     _driver: Process,
     session: String,
@@ -27,7 +27,7 @@ impl Browser {
         let options = json!({"args": [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
             "--window-size=1280,900", format!("--user-data-dir={}", text(profile.path())),
-            // Whatever it wants from elsewhere is not there.
+            // Requests to other hosts fail.
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         ]});
         let wanted = json!({"capabilities": {"alwaysMatch": {
@@ -60,7 +60,7 @@ impl Browser {
         self.command("url", &json!({"url": url}));
     }
 
-    /// Shows the token to the `larder host` at this URL, in the form that its pages lead to.
+    /// Logs in at the `larder host` at this URL with the token, in the form to which its pages lead.
     pub(super) fn log_in(&self, url: &str, token: &str) {
         self.open(&format!("{url}/"));
         self.wait(
@@ -73,12 +73,12 @@ impl Browser {
         self.wait("the dashboard", "return location.pathname === '/';");
     }
 
-    /// What a function's body returns there.
+    /// Returns the result of a function with this body, run in the page.
     pub(super) fn run(&self, script: &str) -> Value {
         self.command("execute/sync", &json!({"script": script, "args": []}))
     }
 
-    /// Waits until a function's body returns something that is true.
+    /// Waits until a function with this body returns a true value.
     pub(super) fn wait(&self, what: &str, script: &str) -> Value {
         until(what, || {
             let found = self.run(script);
@@ -86,7 +86,7 @@ impl Browser {
         })
     }
 
-    /// As on a screen of that width, light or dark.
+    /// Sets the screen's width, and a light or dark colour scheme.
     pub(super) fn look(&self, width: u32, is_dark: bool) {
         let is_phone = width < 600;
         let scale = if is_phone { 2 } else { 1 };
@@ -97,7 +97,7 @@ impl Browser {
         self.devtools("Emulation.setEmulatedMedia", &media);
     }
 
-    /// A picture of the whole page.
+    /// Takes a screenshot of the whole page.
     pub(super) fn picture(&self, path: &Path) {
         let told = self.devtools(
             "Page.captureScreenshot",
@@ -117,7 +117,7 @@ impl Browser {
         );
     }
 
-    /// What the browser has to complain of.
+    /// Returns the browser's console messages.
     pub(super) fn complaints(&self) -> Vec<Value> {
         let told = self.command("se/log", &json!({"type": "browser"}));
         told.as_array().expect("a list").clone()
@@ -126,7 +126,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // It ends its processes.
+        // Deleting the session ends the browser's processes.
         let _ = Command::new("curl")
             .args(["-sS", "-X", "DELETE", &self.session])
             .output();
