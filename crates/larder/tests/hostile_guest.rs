@@ -1,6 +1,6 @@
-//! Guests and front-ends that want to harm their disk's server. One asks for as much at once as virtio allows: the host's
-//! memory that the server takes is bounded, and the requests are carried out. Another one makes files shorter that it shares:
-//! that ends its own session, and nothing else.
+//! Guests and front-ends that try to harm their disk's server. One sends as many requests at once as virtio allows:
+//! the memory that the server takes is bounded, and the requests are executed. Another one truncates files that it
+//! shares: that ends its own session, and nothing else.
 
 mod support;
 
@@ -19,10 +19,10 @@ use support::{LIMIT, image, on_disk, on_tmpfs, serve, tool, wait_until, works};
 
 const MIB: u64 = 1 << 20;
 
-/// So much more than at rest a server may take for the requests of one disk.
+/// Maximum growth of a server's memory by the requests of one disk, in bytes.
 const GROWTH_MAX: u64 = 64 * MIB;
 
-/// Watches how much memory a process has of its own, which guest memory and files are not.
+/// Measures a process's private memory, which includes neither guest memory nor files.
 struct Watched {
     ends: Arc<AtomicBool>,
     most: Arc<AtomicU64>,
@@ -58,7 +58,7 @@ impl Watched {
         }
     }
 
-    /// How much more there was at once than before.
+    /// Returns the largest growth of the private memory since the start of the measurement, in bytes.
     fn growth(mut self) -> u64 {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -70,7 +70,7 @@ impl Watched {
     }
 }
 
-/// The caches to be tried: options of `larder disk serve`.
+/// Returns the cache options of `larder disk serve` to test.
 fn caches(folder: &Path) -> Vec<Vec<String>> {
     let mut all = vec![Vec::new()];
     for mode in ["wt", "wb", "wa", "pt"] {
@@ -93,7 +93,7 @@ fn caches(folder: &Path) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn one_request_of_any_length_takes_bounded_memory() {
+fn huge_request_takes_bounded_memory() {
     const LEN: u64 = 512 * MIB;
     const PIECE: u64 = 2 * MIB;
     let folder = on_tmpfs();
@@ -111,7 +111,7 @@ fn one_request_of_any_length_takes_bounded_memory() {
         let data = guest.data();
         let pattern = support::pattern(1, PIECE as usize);
         guest.memory.write(data, &pattern);
-        // All of them are the same memory.
+        // All buffers are the same memory.
         let buffers: Vec<Buffer> = (0..LEN / PIECE)
             .map(|_| Buffer {
                 address: data,
@@ -132,12 +132,12 @@ fn one_request_of_any_length_takes_bounded_memory() {
 }
 
 #[test]
-fn many_long_requests_of_many_fragments_take_bounded_memory() {
+fn many_fragmented_requests_take_bounded_memory() {
     const QUEUES: u16 = 64;
     const SIZE: u16 = 128;
     const LEN: u64 = MIB;
     const DISK: u64 = 64 * MIB;
-    // Requests to tmpfs end before the next one begins.
+    // The disk is not on tmpfs, whose requests end before the next one begins.
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), DISK);
     for cache in caches(folder.path()) {
@@ -152,7 +152,7 @@ fn many_long_requests_of_many_fragments_take_bounded_memory() {
         };
         let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
         let data = guest.data();
-        // Every second sector is in the cache, if it takes writes.
+        // Every second sector is in the cache, if the cache takes writes.
         let sector = [Buffer {
             address: data,
             len: 512,
@@ -200,12 +200,13 @@ fn many_long_requests_of_many_fragments_take_bounded_memory() {
     }
 }
 
-/// Front-ends make a file shorter that the server has mapped: guest memory with the rings, guest memory without them, or the
-/// region of requests in flight. Their own session ends with a message; the server, and a client of it over NBD, goes on.
+/// A front-end that truncates a file which the server has mapped (guest memory with the rings, guest memory without
+/// them, or the region of requests in flight) ends its own session with a message; the server and its NBD clients go
+/// on.
 #[test]
 fn shortened_file_ends_its_session_only() {
-    /// A sector that nobody writes: the server itself fills the guest's memory. The kernel's own reads into memory that is
-    /// gone fail, and the guest is told.
+    /// A sector that is never written, so that the server itself fills the guest's memory. Reads by the kernel into
+    /// truncated memory would fail instead, and be reported to the guest.
     const HOLE: u64 = 1 << 16;
     let folder = on_tmpfs();
     let disk = folder.path().join("disk.qcow2");
@@ -224,14 +225,14 @@ fn shortened_file_ends_its_session_only() {
         let connect = || FrontEnd::connect(&server.socket, options).expect("connects");
         let lost_before = round * 3;
 
-        // The rings go.
+        // The rings are truncated.
         let mut guest = connect();
         rustix::fs::ftruncate(guest.memory.file(), 0).expect("it shrinks");
         guest.queue().kick_now();
         wait_until("the session with no rings ends", || sessions_lost() == lost_before + 1);
         drop(guest);
 
-        // The data goes: the guest gets no answer, and once it is there again, it gets one.
+        // The data is truncated: the guest gets no answer until the memory is back.
         let mut guest = connect();
         let (data, whole) = (guest.data(), guest.memory.bytes() as u64);
         let page = [Buffer {
@@ -255,7 +256,7 @@ fn shortened_file_ends_its_session_only() {
         assert!(guest.memory.read_vec(data, 4096) == [0; 4096]);
         drop(guest);
 
-        // The requests in flight go.
+        // The region of requests in flight is truncated.
         let mut guest = connect();
         let (_, region) = guest.inflight.as_ref().expect("a region");
         rustix::fs::ftruncate(region, 0).expect("it shrinks");
@@ -270,9 +271,10 @@ fn shortened_file_ends_its_session_only() {
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
-/// A cache outlives a guest whose memory is gone, into which the kernel cannot read: nothing is wrong with the cache's device.
+/// A cache survives a guest whose memory is truncated: the kernel's failed read into that memory is no fault of the
+/// device.
 #[test]
-fn cache_works_after_a_read_into_memory_that_is_gone() {
+fn cache_survives_read_into_truncated_memory() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 64 * MIB);
     let cache = folder.path().join("cache");
@@ -298,7 +300,7 @@ fn cache_works_after_a_read_into_memory_that_is_gone() {
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
-/// A request in flight that a front-end has forged stops its queue, and not the server that takes it up.
+/// A forged request in the in-flight region stops its queue, and not the server that resumes it.
 #[test]
 fn forged_request_in_flight_stops_its_queue_only() {
     const HEAD: u64 = 5;
@@ -309,8 +311,8 @@ fn forged_request_in_flight_stops_its_queue_only() {
     let connect = || UnixStream::connect(&server.socket).expect("connects");
     let mut guest = FrontEnd::over(connect(), Options::default()).expect("connects");
     works(&mut guest, 1);
-    // vhost-user, "Inflight I/O tracking", split virtqueue: 16 bytes, then 16 for each descriptor, the first of which says
-    // whether its request is in flight.
+    // vhost-user, "Inflight I/O tracking", split virtqueue: a header of 16 bytes, then 16 for each descriptor, the
+    // first of which says whether its request is in flight.
     let (_, region) = guest.inflight.as_ref().expect("a region");
     rustix::io::pwrite(region, &[1], 16 + 16 * HEAD).expect("writes");
     let mut descriptor = [0; 16];

@@ -1,7 +1,7 @@
-//! Domains as users have them (`corpus/*.xml`): what attach says of each is in `corpus/*.txt`, libvirt takes what it makes of
-//! them, and detach gives back what they were, byte for byte.
+//! Domains as users have them (`corpus/*.xml`): the output of attach for each is in `corpus/*.txt`, libvirt accepts
+//! the resulting XML, and detach restores the original, byte for byte.
 //!
-//! `LARDER_EXPECTED=write` writes the `.txt` files anew, to be looked at.
+//! `LARDER_EXPECTED=write` rewrites the `.txt` files, which then have to be reviewed.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ qemu-img create -q -f vmdk other.vmdk 16M
 
 const MACHINE: &str = "pc-q35-";
 
-/// The names of the corpus' domains are those of its files.
+/// Domains of the corpus, by the names of their files, with attach's options.
 const CORPUS: [(&str, &str, &[&str]); 4] = [
     (
         "virt-install",
@@ -39,7 +39,7 @@ fn host() -> Host {
     host
 }
 
-/// The same text whatever version of QEMU a machine type names: libvirt writes the host's newest for `q35`.
+/// Removes the version of a machine type from a text: libvirt replaces `q35` by the host's newest version.
 fn without_version(text: &str) -> String {
     let (before, rest) = match text.split_once(MACHINE) {
         Some(parts) => parts,
@@ -56,7 +56,7 @@ fn corpus(file: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn domains_are_attached_as_expected_and_detached_without_a_trace() {
+fn attach_matches_corpus_and_detach_restores() {
     let host = host();
     for (file, name, options) in CORPUS {
         host.define(&fs::read_to_string(corpus(&format!("{file}.xml"))).expect("the corpus"));
@@ -77,7 +77,7 @@ fn domains_are_attached_as_expected_and_detached_without_a_trace() {
         let attached = host.xml(name);
         assert_ne!(attached, before);
         assert!(!attached.contains("mode='private'"), "{attached}");
-        // libvirt can make QEMU's command line of it, as far as this host has what the domain wants.
+        // libvirt can make QEMU's command line of the XML, as far as this host has what the domain needs.
         let words = host.run(&["virsh", "domxml-to-native", "qemu-argv", "--domain", name]);
         let lacks = ["no storage pool", "hugetlbfs"]
             .iter()
@@ -90,8 +90,9 @@ fn domains_are_attached_as_expected_and_detached_without_a_trace() {
     }
 }
 
+/// Changes that the user made to the domain after attach are kept by detach.
 #[test]
-fn what_the_user_has_changed_meanwhile_stays() {
+fn detach_keeps_users_changes() {
     let host = host();
     host.define(&fs::read_to_string(corpus("many-disks.xml")).expect("the corpus"));
     let before = host.xml("many-disks");
@@ -124,8 +125,9 @@ fn what_the_user_has_changed_meanwhile_stays() {
     assert!(!after.contains("memoryBacking") && before.contains("vdb"), "{after}");
 }
 
+/// Detach is refused while a killed server's cache has data that the image lacks.
 #[test]
-fn what_only_a_killed_cache_has_is_not_left_behind() {
+fn detach_refuses_dirty_killed_cache() {
     let host = host();
     host.define(&fs::read_to_string(corpus("virt-install.xml")).expect("the corpus"));
     let attach = [
@@ -139,7 +141,7 @@ fn what_only_a_killed_cache_has_is_not_left_behind() {
         "64MiB",
     ];
     host.larder(&attach);
-    // Another export, for a client that needs no guest; then a server that is killed.
+    // The server gets an NBD export for a client without a guest, and is then killed.
     let file = "/etc/larder/vms/virt-install.toml";
     let script = format!(
         "sed -i 's/^name = .*/&\\ncache-mode = \"wb\"\\nsocket = \"\\/run\\/larder\\/virt-install-vda.sock\"\\nnbd = \"nbd+unix:\\/\\/\\/?socket=\\/run\\/nbd\"/' {file}

@@ -1,4 +1,4 @@
-//! A domain whose disks Larder serves, from its definition to the end, under a real libvirtd.
+//! A domain whose disks Larder serves, from its definition to its end, under a real libvirtd.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use crate::host::{Host, copy_for_qemu};
 use crate::support::{on_disk, tool};
 
-/// Writes to both disks and reads it back, stays until it is told to go on, and does it again.
+/// Guest script that writes to both disks and reads the data back, waits for a signal to continue, and repeats that.
 const SCRIPT: &str = r#"
 set -e
 verify() {
@@ -32,7 +32,7 @@ struct Domain {
     images: TempDir,
 }
 
-/// `system.qcow2` over `over.qcow2` over `base.raw`. Each of the two below has something that the guest looks for.
+/// Creates `system.qcow2` over `over.qcow2` over `base.raw`. Each of the two below has data that the guest looks for.
 pub(crate) fn chain(folder: &Path) {
     let at = |name: &str| folder.join(name).display().to_string();
     let (base, over, system) = (at("base.raw"), at("over.qcow2"), at("system.qcow2"));
@@ -54,7 +54,7 @@ pub(crate) fn chain(folder: &Path) {
 }
 
 impl Domain {
-    /// Defined, not started.
+    /// Defines the domain without starting it.
     fn new() -> Self {
         let host = Host::with_libvirtd();
         let domain = Self {
@@ -86,7 +86,7 @@ impl Domain {
         String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
     }
 
-    /// Waits for one more line on the console that has these words.
+    /// Waits for one more line on the console that contains these words.
     fn wait_for_more(&self, words: &str) {
         let before = self.console().matches(words).count();
         self.host.wait_until(words, || {
@@ -120,8 +120,9 @@ impl Domain {
     }
 }
 
+/// A domain is attached, works across restarts of libvirtd and a kill of Larder, and is detached without a trace.
 #[test]
-fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
+fn domain_works_from_attach_to_detach() {
     let domain = Domain::new();
     let host = &domain.host;
     let before = host.xml("web");
@@ -160,7 +161,7 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
 
     other_domains_are_not_served(&domain);
 
-    // The guest does not notice that libvirtd is started anew.
+    // The guest does not notice a restart of libvirtd.
     host.stop_libvirtd();
     domain.wait_for_more("GUEST-ROUND");
     host.start_libvirtd();
@@ -168,7 +169,7 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
     domain.wait_for_more("GUEST-ROUND");
     assert_eq!(domain.sockets().len(), 3);
 
-    // Nor that Larder has died under it, once libvirtd is started anew.
+    // Nor does it notice that Larder was killed, once libvirtd has been restarted.
     host.stop_libvirtd();
     host.works(&["sh", "-c", "kill -9 $(cut -d' ' -f2 /run/larder-hook/web)"]);
     host.start_libvirtd();
@@ -196,7 +197,8 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
     host.refused(&["larder", "libvirt", "detach", "web"], &["no disk of Larder's"]);
 }
 
-/// All QEMUs of the host are one user: one that a guest has taken over can connect to the sockets of the others' disks.
+/// A QEMU that a guest has taken over cannot use other domains' sockets, although all QEMUs of a host run as one
+/// user.
 fn other_domains_are_not_served(domain: &Domain) {
     const OTHER: &str = "<domain type='qemu'><name>other</name><memory unit='MiB'>64</memory>\
         <os><type arch='x86_64' machine='q35'>hvm</type></os>\
@@ -224,7 +226,7 @@ fn other_domains_are_not_served(domain: &Domain) {
 }
 
 #[test]
-fn a_domain_does_not_start_without_its_disks_and_says_why() {
+fn domain_start_reports_missing_disks() {
     let domain = Domain::new();
     let host = &domain.host;
     host.larder(&["libvirt", "attach", "web", "--apply"]);
@@ -234,7 +236,7 @@ fn a_domain_does_not_start_without_its_disks_and_says_why() {
     assert_eq!(domain.sockets(), [""; 0], "{}", domain.log());
     fs::rename(&aside, &image).expect("renames");
 
-    // What the user has started is used, and stays.
+    // A server that the user has started is used, and keeps running.
     let words = ["sh", "-c", "larder vm web >/dev/null 2>&1 & echo $! >/run/by-hand"];
     host.works(&words);
     host.wait_until("it serves", || {
@@ -250,7 +252,7 @@ fn a_domain_does_not_start_without_its_disks_and_says_why() {
     host.works(&["sh", "-c", "kill $(cat /run/by-hand)"]);
     host.wait_until("it has ended", || domain.sockets().is_empty());
 
-    // A file that is the user's is not lost.
+    // A file that the user has changed is not lost.
     let file = host.inside("/etc/larder/vms/web.toml");
     let text = fs::read_to_string(&file).expect("is there") + "\n# mine\n";
     fs::write(&file, &text).expect("writes");

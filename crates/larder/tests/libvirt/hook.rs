@@ -15,7 +15,7 @@ fn xml(socket: &str) -> String {
     )
 }
 
-/// A host on which the VM `web` has a file.
+/// Returns a host on which the VM `web` has a file.
 fn host() -> Host {
     let host = Host::new();
     host.works(&["sh", "-c", "mkdir -p /etc/larder/vms && truncate -s 1M /run/disk.raw"]);
@@ -25,12 +25,12 @@ fn host() -> Host {
     host
 }
 
-/// What the kernel says of the server that the hook has noted.
+/// Returns /proc/PID/status of the server in the hook's record.
 fn status_of_server(host: &Host) -> String {
     host.works(&["sh", "-c", "cat /proc/$(cut -d' ' -f2 /run/larder-hook/web)/status"])
 }
 
-/// Exit code, and all that the hook said.
+/// Runs the hook; returns the exit status and the output.
 fn hook(host: &Host, xml: &str, words: &str) -> (Option<i32>, String) {
     host.run(&["sh", "-c", &format!("exec {HOOK} {words} <{xml}")])
 }
@@ -40,7 +40,7 @@ fn is_served(host: &Host) -> bool {
 }
 
 #[test]
-fn domains_that_are_not_larders_are_left_alone() {
+fn foreign_domains_are_left_alone() {
     let host = host();
     for (xml, words) in [
         ("/run/others.xml", "web prepare begin -"),
@@ -60,19 +60,20 @@ fn domains_that_are_not_larders_are_left_alone() {
     assert!(!host.inside("/run/larder").exists());
 }
 
+/// The server serves when the hook returns, and ends with the domain.
 #[test]
-fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
+fn server_lives_from_prepare_to_release() {
     let host = host();
     let prepared = hook(&host, "/run/ours.xml", "web prepare begin -");
     assert_eq!(prepared, (Some(0), String::new()));
     assert!(is_served(&host));
     let process = fs::read_to_string(host.inside("/run/larder-hook/web")).expect("a note");
-    // It has given up its rights, as a service of systemd's has.
+    // The server is confined like a systemd service.
     let status = status_of_server(&host);
     for line in ["Seccomp:\t2", "NoNewPrivs:\t1", "CapEff:\t0000000000000000"] {
         assert!(status.contains(line), "no {line}: {status}");
     }
-    // Once more changes nothing.
+    // A second start changes nothing.
     assert_eq!(hook(&host, "/run/ours.xml", "web reconnect begin -"), prepared);
     assert_eq!(
         fs::read_to_string(host.inside("/run/larder-hook/web")).ok(),
@@ -80,14 +81,14 @@ fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
     );
     assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
     assert!(!is_served(&host) && !host.inside("/run/larder-hook/web").exists());
-    // Its file is of no matter then: a domain may have been detached.
+    // The VM's file does not matter for the end: the domain may have been detached.
     hook(&host, "/run/ours.xml", "web prepare begin -");
     fs::remove_file(host.inside("/etc/larder/vms/web.toml")).expect("is there");
     assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
     assert!(!is_served(&host));
 }
 
-/// A domain's profile of AppArmor allows the sockets of that domain's disks before libvirt loads it.
+/// A domain's AppArmor profile allows the sockets of that domain's disks before libvirt loads it.
 #[test]
 fn apparmor_profile_allows_own_sockets() {
     let host = host();
@@ -133,7 +134,7 @@ fn apparmor_profile_allows_own_sockets() {
     }
     assert!(!made.contains("spdk") && made.ends_with("\n}\n"), "{made}");
     release();
-    // What the host's owner has added stays, and nothing is there twice.
+    // Rules that the host's owner has added are kept, and no rule is duplicated.
     let own = made.replace("{\n", "{\n  /srv/own r,\n");
     fs::write(host.inside(&format!("{folder}/libvirt-{uuid}")), &own).expect("writes");
     prepare();
@@ -141,8 +142,9 @@ fn apparmor_profile_allows_own_sockets() {
     release();
 }
 
+/// The hook's errors can only keep a domain from starting, never from running or ending.
 #[test]
-fn only_a_start_can_fail() {
+fn only_domain_start_can_fail() {
     let host = host();
     let file = host.inside("/etc/larder/vms/web.toml");
     for (text, words) in [
@@ -176,7 +178,7 @@ fn only_a_start_can_fail() {
     assert!(code != Some(0) && said.contains("has none there"), "{said}");
     let (code, said) = hook(&host, "/dev/null", "web prepare begin -");
     assert!(code != Some(0) && said.contains("standard input"), "{said}");
-    // Without the program no domain is kept from anything.
+    // If the program is missing, no domain is affected.
     fs::remove_file(host.folder.path().join("bin/larder")).expect("is there");
     assert_eq!(
         hook(&host, "/dev/null", "web prepare begin -"),
@@ -184,8 +186,9 @@ fn only_a_start_can_fail() {
     );
 }
 
+/// The hook stops no process whose start time differs from the record, or whose record another user wrote.
 #[test]
-fn a_process_that_is_not_the_hooks_is_not_stopped() {
+fn foreign_process_is_not_stopped() {
     let host = host();
     host.works(&[
         "sh",
@@ -193,13 +196,13 @@ fn a_process_that_is_not_the_hooks_is_not_stopped() {
         "sleep 1000 >/dev/null 2>&1 & echo $! >/run/sleeper; mkdir /run/larder; mkdir -m 700 /run/larder-hook",
     ]);
     let number = fs::read_to_string(host.inside("/run/sleeper")).expect("a number");
-    // The number of one that has ended is another one's now.
+    // The PID of a process that has exited was reused.
     let note = format!("process {} 1\n", number.trim());
     fs::write(host.inside("/run/larder-hook/web"), note).expect("writes");
     let release = || hook(&host, "/run/ours.xml", "web release end -");
     assert_eq!(release(), (Some(0), String::new()));
     host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
-    // Nor is one of which somebody else has said so.
+    // A record that another user could have written is not trusted either.
     let note = "echo process $(cat /run/sleeper) $(cut -d' ' -f22 /proc/$(cat /run/sleeper)/stat)";
     host.works(&[
         "sh",
@@ -222,7 +225,7 @@ fn a_process_that_is_not_the_hooks_is_not_stopped() {
 }
 
 #[test]
-fn a_start_waits_for_a_server_that_is_still_ending() {
+fn start_waits_for_ending_server() {
     let host = host();
     let script = "mkdir -m 700 /run/larder-hook; sleep 2 & number=$!
         start=$(cut -d' ' -f22 /proc/$number/stat); echo $number >/run/ending
@@ -240,9 +243,9 @@ fn a_start_waits_for_a_server_that_is_still_ending() {
 }
 
 #[test]
-fn systemd_has_the_server_where_it_runs_the_host() {
+fn systemd_runs_server_if_present() {
     let host = host();
-    // What stands for it notes what it is told, and refuses when told to.
+    // A stand-in for systemctl records its arguments, and fails on request.
     let program = host.folder.path().join("bin/systemctl");
     let script = "#!/bin/sh\necho \"$*\" >>/run/told\n[ \"$1\" = is-active ] && { echo inactive; exit 3; }\n[ ! -e /run/refuse ] || { echo Job failed >&2; exit 1; }\n";
     install_script(script, &program);

@@ -1,5 +1,5 @@
-//! A host with a libvirtd of its own: its `/etc`, `/run` and `/var` are the test's, its processes are in a namespace that
-//! dies with it. The libvirtd of the machine, if there is one, is not touched.
+//! A host with its own libvirtd: `/etc`, `/run` and `/var` are the test's, and its processes are in a PID namespace
+//! that ends with it. A libvirtd of the machine is not touched.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,12 +13,12 @@ use tempfile::TempDir;
 
 use crate::support::{LIMIT, larder, need_root, on_tmpfs, run};
 
-/// What is done in the namespaces before anything is started. `$1` is the test's folder.
+/// Script that sets the namespaces up before anything is started. `$1` is the test's directory.
 ///
-/// Its name and its number are its own, since libvirt moves no domain from a host to the same host.
+/// The host gets its own name and UUID, since libvirt refuses to move a domain from a host to the same host.
 ///
-/// Without KVM: where it is there and does not work, libvirtd asks QEMU anew at each command what it can do. The shell
-/// stays, because it is whose children those become whose parents end: it waits for them.
+/// KVM is hidden: where it exists but does not work, libvirtd probes QEMU's capabilities anew for each command. The
+/// shell keeps running as the init process, which reaps orphaned processes.
 const SET_UP: &str = r#"
 set -e
 mkdir "$1/etc"
@@ -43,17 +43,17 @@ echo SET-UP
 while :; do sleep 1; done
 "#;
 
-/// The host, gone with this.
+/// The host; it ends on drop.
 pub(crate) struct Host {
     process: Process,
-    /// The first process in it, by its number outside.
+    /// PID of its init process, in the outer namespace.
     init: u32,
-    /// Of all that the test needs; those who are QEMU may read it.
+    /// Directory of all the test's files; QEMU's users may read it.
     pub(crate) folder: TempDir,
 }
 
 impl Host {
-    /// Without a libvirtd yet.
+    /// Starts a host without libvirtd.
     pub(crate) fn new() -> Self {
         need_root("for namespaces");
         let folder = on_tmpfs();
@@ -84,7 +84,7 @@ impl Host {
         Self { process, init, folder }
     }
 
-    /// With a libvirtd.
+    /// Starts a host with libvirtd.
     pub(crate) fn with_libvirtd() -> Self {
         let host = Self::new();
         host.start_libvirtd();
@@ -95,26 +95,27 @@ impl Host {
         let script = "exec libvirtd --daemon --pid-file /run/libvirtd.pid";
         let (code, said) = self.run(&["sh", "-c", script]);
         assert_eq!(code, Some(0), "{said}; testbed/setup.sh installs what the tests need");
-        // It answers once it has looked at what QEMU can do.
+        // libvirtd answers once it has probed QEMU's capabilities.
         self.virsh(&["list"]);
     }
 
-    /// Ends libvirtd, by SIGKILL after a minute: on a busy machine Debian 13's libvirtd may wait for its own threads forever.
+    /// Stops libvirtd, by SIGKILL after a minute: on a busy machine Debian 13's libvirtd may wait for its own threads
+    /// forever.
     pub(crate) fn stop_libvirtd(&self) {
         const STOP: &str = "pid=$(cat /run/libvirtd.pid); kill $pid; \
             for _ in $(seq 600); do [ -e /run/libvirtd.pid ] && kill -0 $pid || break; sleep 0.1; done; \
             [ -e /run/libvirtd.pid ] || exit 0; \
             kill -9 $pid; for _ in $(seq 100); do kill -0 $pid || break; sleep 0.1; done; rm -f /run/libvirtd.pid";
-        // It may be gone by itself whenever it is looked for.
+        // libvirtd may have exited by itself at any point of the script.
         self.works(&["sh", "-c", STOP]);
     }
 
-    /// A command in it.
+    /// Returns a command that runs in the host.
     pub(crate) fn command(&self, words: &[&str]) -> Command {
         self.enter(&["--net"], words)
     }
 
-    /// A command in it, but on the machine's network, where hosts meet.
+    /// Returns a command that runs in the host, but on the machine's network, where hosts reach each other.
     pub(crate) fn command_on_network(&self, words: &[&str]) -> Command {
         self.enter(&[], words)
     }
@@ -141,14 +142,14 @@ impl Host {
         run(self.command(words))
     }
 
-    /// What a command says that must succeed.
+    /// Runs a command that must succeed, and returns its output.
     pub(crate) fn works(&self, words: &[&str]) -> String {
         let (code, said) = self.run(words);
         assert_eq!(code, Some(0), "{words:?}: {said}");
         said
     }
 
-    /// What a command says that must not, which has all these words in it.
+    /// Runs a command that must fail with all these words in its output.
     pub(crate) fn refused(&self, words: &[&str], with: &[&str]) -> String {
         let (code, said) = self.run(words);
         assert!(code.is_some_and(|code| code != 0), "{words:?}: {said}");
@@ -166,24 +167,24 @@ impl Host {
         self.works(&[&["larder"], arguments].concat())
     }
 
-    /// The XML of a domain that is used at its next start.
+    /// Returns the XML of a domain for its next start.
     pub(crate) fn xml(&self, domain: &str) -> String {
         self.virsh(&["dumpxml", "--inactive", "--security-info", domain])
     }
 
-    /// Gives libvirt a domain.
+    /// Defines a domain.
     pub(crate) fn define(&self, xml: &str) {
         let path = self.folder.path().join("define.xml");
         fs::write(&path, xml).expect("writes");
         self.virsh(&["define", path.to_str().expect("UTF-8")]);
     }
 
-    /// Where a path in it is from outside.
+    /// Returns the outside path of a path in the host.
     pub(crate) fn inside(&self, path: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root{path}", self.init))
     }
 
-    /// Waits for something that happens by itself.
+    /// Waits until a condition holds.
     pub(crate) fn wait_until(&self, what: &str, happened: impl Fn() -> bool) {
         let begin = Instant::now();
         while !happened() {
@@ -197,7 +198,8 @@ impl Host {
     }
 }
 
-/// What libvirtd has found out about QEMU, which takes it long: kept for the next one, which looks whether it is still right.
+/// Directory with libvirtd's cache of QEMU's capabilities, which are slow to probe. The next libvirtd verifies the
+/// cache.
 fn cached() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("libvirt-cache")
 }
@@ -208,7 +210,7 @@ impl Drop for Host {
         if from.join("qemu/capabilities").exists() && !to.exists() {
             let beside = to.with_extension(std::process::id().to_string());
             let copied = Command::new("cp").arg("-a").args([&from, &beside]).status();
-            // Another test may have been faster.
+            // Another test may have moved its copy there first.
             if !copied.is_ok_and(|status| status.success()) || fs::rename(&beside, &to).is_err() {
                 let _ = fs::remove_dir_all(&beside);
             }
@@ -217,12 +219,12 @@ impl Drop for Host {
 }
 
 fn child_of(parent: u32) -> Option<u32> {
-    // unshare has been replaced into what setpriv was, and its only child is the first in the namespaces.
+    // setpriv has executed unshare in the same process, whose only child is the init process of the namespaces.
     let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
     children.split_whitespace().next()?.parse().ok()
 }
 
-/// A file for QEMU's user to read.
+/// Copies a file so that QEMU's user can read it.
 pub(crate) fn copy_for_qemu(from: &Path, to: &Path) {
     fs::copy(from, to).expect("copies");
     fs::set_permissions(to, fs::Permissions::from_mode(0o644)).expect("ours");

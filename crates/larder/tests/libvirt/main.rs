@@ -1,4 +1,5 @@
-//! `larder libvirt`, and `larder migrate` under libvirt: domains of a real libvirt, on a host of their own (`host.rs`).
+//! `larder libvirt`, and `larder migrate` under libvirt: domains of a real libvirt, on a host of their own
+//! (`host.rs`).
 
 mod corpus;
 mod guest;

@@ -1,4 +1,4 @@
-//! A domain moved from one libvirt to another by `virsh migrate`, its stream carried by Larder.
+//! A domain moved from one libvirt to another by `virsh migrate`, with Larder carrying its stream.
 
 use std::fs;
 use std::process::Command;
@@ -12,8 +12,8 @@ use crate::guest::chain;
 use crate::host::{Host, copy_for_qemu};
 use crate::support::{LIMIT, on_disk, run, tool};
 
-/// What QEMU connects to on the host that the domain leaves, and where QEMU listens on the other one: libvirt has the same
-/// path for both. The folder is that of QEMU's user.
+/// Socket that QEMU connects to on the source host, and listens on at the destination: libvirt uses the same path for
+/// both. The directory belongs to QEMU's user.
 const SOCKET: &str = "/var/lib/libvirt/qemu/web.migrate";
 
 /// The disk of [`chain`].
@@ -34,14 +34,14 @@ const CHAIN_XML: &str = r#"
     </disk>
 "#;
 
-/// It counts, and changes its memory and checks it.
+/// Guest script that counts, changes its memory, and checks it.
 const SCRIPT: &str = "exec guest-load mixed --size 32 --rate 10 --check 1\n";
 
-/// Hosts with a libvirtd each. The domain `web` is defined on the first, and its guest works there.
+/// Starts two hosts with a libvirtd each. The domain `web` is defined on the first, and its guest runs there.
 fn hosts() -> [Host; 2] {
     let hosts = [Host::with_libvirtd(), Host::with_libvirtd()];
     let here = &hosts[0];
-    // Both find it there.
+    // Both hosts find the images at the same path.
     let folder = here.folder.path();
     let images = on_disk();
     let made = initramfs(SCRIPT, images.path()).expect("the test bed");
@@ -58,9 +58,9 @@ fn console(host: &Host) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Waits for so many lines more on the console that have these words.
+/// Waits for this many more lines on the console that contain these words.
 fn wait_for_more(host: &Host, words: &str, lines: usize) {
-    // The one that is being written may have been counted already.
+    // The line that is being written may have been counted already.
     let goal = console(host).matches(words).count() + lines;
     host.wait_until(words, || {
         let console = console(host);
@@ -75,7 +75,7 @@ fn verifies(host: &Host) {
     wait_for_more(host, "ROUND", 2);
 }
 
-/// Larder on both hosts, for one move.
+/// Starts Larder on both hosts, for one move.
 fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
     let receive = [
         "larder",
@@ -95,7 +95,7 @@ fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
     [sender, receiver]
 }
 
-/// virsh of somebody who reaches the libvirtd of both hosts.
+/// Returns a virsh command of a user who reaches the libvirtd of both hosts.
 fn migrate(from: &Host, to: &Host, words: &[&str]) -> Command {
     let uri = |host: &Host| {
         let socket = host.inside("/run/libvirt/libvirt-sock");
@@ -124,10 +124,10 @@ fn moves(from: &Host, to: &Host, words: &[&str]) {
 }
 
 #[test]
-fn a_domain_moves_to_another_libvirt_and_back() {
+fn domain_moves_to_libvirt_and_back() {
     let [here, there] = hosts();
     moves(&here, &there, &[]);
-    // The file begins anew when the domain comes back.
+    // libvirt truncates the console's file when the domain comes back.
     let before = console(&here);
     verifies(&there);
     moves(&there, &here, &["--parallel", "--parallel-connections", "2"]);
@@ -135,7 +135,7 @@ fn a_domain_moves_to_another_libvirt_and_back() {
     counted(&[before, console(&there), console(&here)]).expect("it has counted on");
 }
 
-/// What it reads of each image is right, and what it writes.
+/// Guest script that checks its reads of each image, and its own writes.
 const DISK_SCRIPT: &str = r#"
 set -e
 at() { dd if=/dev/vda bs=1M skip=$1 count=1 2>/dev/null | head -c 4; }
@@ -148,9 +148,9 @@ while :; do
 done
 "#;
 
-/// The disk's files, which both hosts reach, are named by the VM's file on each.
+/// A domain moves with a disk of three images that both hosts reach, and that each host's VM file names.
 #[test]
-fn a_domain_moves_with_a_disk_of_three_images() {
+fn domain_moves_with_backing_chain() {
     let hosts = [Host::with_libvirtd(), Host::with_libvirtd()];
     let [here, there] = &hosts;
     let (folder, images) = (here.folder.path(), on_disk());
@@ -192,9 +192,9 @@ fn a_domain_moves_with_a_disk_of_three_images() {
 }
 
 #[test]
-fn a_move_is_watched_and_cancelled_as_any_of_libvirts() {
+fn libvirt_watches_and_cancels_move() {
     let [here, there] = hosts();
-    // As slow as if it went on for ever.
+    // So slow that the move would never end.
     let [mut sender, mut receiver] = carriers(&here, &there, &["--bandwidth", "1MiB"]);
     let mut virsh = Process::start(migrate(&here, &there, &[])).expect("starts");
     let processed = || {
@@ -209,7 +209,8 @@ fn a_move_is_watched_and_cancelled_as_any_of_libvirts() {
     });
     here.virsh(&["domjobabort", "web"]);
     let status = virsh.wait(LIMIT).expect("ends");
-    // Why, it says as it comes: QEMU 7.2 shuts its socket before it knows that it is to cancel, and may take that for a failure.
+    // The error message varies: QEMU 7.2 shuts its socket before it handles the cancellation, and may report a
+    // failure.
     assert!(!status.success(), "{}", virsh.output());
     let ended = sender.end().expect("ends");
     assert!(
@@ -221,7 +222,7 @@ fn a_move_is_watched_and_cancelled_as_any_of_libvirts() {
     assert_eq!(here.virsh(&["domstate", "web"]).trim(), "running");
     assert_eq!(there.virsh(&["list", "--all", "--name"]).trim(), "");
     verifies(&here);
-    // The same again.
+    // The move can be repeated.
     moves(&here, &there, &[]);
     verifies(&there);
     counted(&[console(&here), console(&there)]).expect("it has counted on");

@@ -1,4 +1,5 @@
-//! What makes Larder known to programs that look for vhost-user back-ends (QEMU `docs/interop/vhost-user.json`).
+//! The files that make Larder known to programs that look for vhost-user back-ends (QEMU
+//! `docs/interop/vhost-user.json`).
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use crate::support::{LIMIT, image, larder, on_disk, on_tmpfs, run, works};
 
-/// The program that the description names, from where it is in the project.
+/// Returns the program that the description names, at its path in the project.
 fn back_end(arguments: &[&Path]) -> Command {
     let mut command = Command::new(project().join("packaging/qemu/vhost-user-blk"));
     let folder = larder().parent().expect("a folder").display().to_string();
@@ -19,7 +20,7 @@ fn back_end(arguments: &[&Path]) -> Command {
 }
 
 #[test]
-fn the_described_back_end_keeps_the_conventions() {
+fn back_end_keeps_vhost_user_conventions() {
     let text = std::fs::read_to_string(project().join("packaging/qemu/50-larder.json")).expect("is there");
     let described: Value = serde_json::from_str(&text).expect("is JSON");
     let (code, said) = run(back_end(&["--print-capabilities".as_ref()]));

@@ -1,4 +1,4 @@
-//! What is said where something is wrong: what it is, and what to do.
+//! Messages of `larder libvirt` about problems: the cause, and advice.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ fn domain(name: &str, disks: &str) -> String {
 }
 
 #[test]
-fn without_libvirt_it_says_what_is_missing() {
+fn missing_libvirt_is_reported() {
     let host = Host::new();
     let attach = ["larder", "libvirt", "attach", "web"];
     host.refused(&attach, &["libvirt: ", "is libvirtd running"]);
@@ -31,7 +31,7 @@ fn without_libvirt_it_says_what_is_missing() {
 }
 
 #[test]
-fn wrong_domains_are_refused_with_what_to_do() {
+fn unsuitable_domain_is_refused_with_advice() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
     let attach = |name: &str, options: &[&str], words: &[&str]| {
@@ -92,8 +92,9 @@ fn wrong_domains_are_refused_with_what_to_do() {
     host.refused(&[&nobody[..], &words].concat(), &["root"]);
 }
 
+/// Attach and detach do not change a running domain, only its next start.
 #[test]
-fn what_runs_is_not_disturbed() {
+fn running_domain_is_not_disturbed() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
     fs::write(host.folder.path().join("brief.xml"), domain("brief", DISK)).expect("writes");
@@ -111,7 +112,7 @@ fn what_runs_is_not_disturbed() {
     let said = host.larder(&["libvirt", "attach", "web", "--apply"]);
     assert!(said.contains("the domain runs: its disks are QEMU's until"), "{said}");
     assert_eq!(host.virsh(&["dumpxml", "web"]), running);
-    // From its next start on they are Larder's, until it ends.
+    // From the next start until its end, the domain's disks are Larder's.
     host.virsh(&["destroy", "web"]);
     host.virsh(&["start", "--paused", "web"]);
     host.larder(&["status", "/run/larder/web.sock"]);
@@ -128,8 +129,8 @@ fn what_runs_is_not_disturbed() {
     host.virsh(&["destroy", "web"]);
 }
 
-/// A running domain starts again after attach: Larder serves its disks then, and disks that Larder would refuse stay with
-/// QEMU.
+/// A running domain starts again after attach: Larder serves its disks then, and disks that Larder would refuse stay
+/// with QEMU.
 #[test]
 fn attached_running_domain_starts_again() {
     let host = Host::with_libvirtd();
@@ -169,7 +170,7 @@ fn attached_running_domain_starts_again() {
 }
 
 #[test]
-fn a_domain_that_was_renamed_is_still_given_back() {
+fn renamed_domain_can_be_detached() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw", "/run/other.raw"]);
     let other = DISK.replace("disk.raw", "other.raw").replace("vda", "vdb");
@@ -189,15 +190,16 @@ fn a_domain_that_was_renamed_is_still_given_back() {
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
 }
 
+/// After a kill of attach or detach at any step, the next attach or detach works.
 #[test]
-fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
+fn killed_attach_or_detach_is_completed() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
     host.define(&domain("web", DISK));
     let before = host.xml("web");
     let attach = ["libvirt", "attach", "web", "--apply"];
     let detach = ["libvirt", "detach", "web", "--apply"];
-    // Killed before libvirt had the new XML, and after it had the old one again: both have left all files.
+    // Killed before libvirt had the new XML, or after it had the old one again: both leave all files.
     host.larder(&attach);
     let attached = host.xml("web");
     host.define(&before);
@@ -214,7 +216,7 @@ fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     host.larder(&attach);
     assert_eq!(host.xml("web"), attached);
     host.larder(&detach);
-    // libvirt refuses the new XML: all is as it was.
+    // libvirt refuses the new XML: nothing has changed.
     let virsh = host.folder.path().join("bin/virsh");
     let script = "#!/bin/sh\ncase \" $* \" in *' define '*) echo 'error: no such thing' >&2; exit 1;; esac\nexec /usr/bin/virsh \"$@\"\n";
     install_script(script, &virsh);
@@ -230,9 +232,10 @@ fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     assert_eq!(host.xml("web"), before);
 }
 
-/// The image's author has chosen what its header names: it is served with that only if the domain's XML or the user says the same.
+/// A backing file that only the image's header names is served only with `--trust-image`, since the image's author
+/// chose it.
 #[test]
-fn attach_asks_where_the_domain_does_not_name_a_backing_file() {
+fn unnamed_backing_file_needs_trust_image() {
     let host = Host::with_libvirtd();
     let images = "cd /run; truncate -s 1M base.raw other.raw data.raw
 qemu-img create -q -f qcow2 -b base.raw -F raw top.qcow2

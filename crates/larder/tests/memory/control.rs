@@ -1,4 +1,4 @@
-//! The control socket, by itself.
+//! The control socket of the pager, with curl as the client.
 
 use crate::support::tool;
 use crate::{Fixture, MIB};
@@ -6,7 +6,7 @@ use crate::{Fixture, MIB};
 const GET: &str = "http://x/v1/memory";
 const DETACH: &str = "http://x/v1/memory/detach";
 
-/// Asks on the control socket; the status, and what was said.
+/// Sends a request to the control socket; returns the status and the body.
 fn curl(fixture: &Fixture, arguments: &[&str]) -> (u32, String) {
     let socket = fixture.path("control").display().to_string();
     let how = ["-sS", "--unix-socket", &socket, "-w", "\n%{http_code}"];
@@ -21,7 +21,7 @@ fn patch(fixture: &Fixture, body: &str) -> (u32, String) {
 }
 
 #[test]
-fn the_control_socket_tells_and_sets_and_detaches() {
+fn control_socket_reports_changes_and_detaches() {
     let mut fixture = Fixture::new();
     let mut pager = fixture.start();
     let (status, said) = curl(&fixture, &[GET]);

@@ -1,4 +1,4 @@
-//! A control group for a test's processes: of version 1 where the controller is mounted so, else of version 2.
+//! A control group for a test's processes, of version 1 if the controller is mounted that way, else of version 2.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::{LIMIT, need_root};
 
-/// It is removed in the end, and its processes return to the group above.
+/// A control group; on drop it is removed, and its processes return to the parent group.
 pub(crate) struct ControlGroup {
     folder: PathBuf,
     is_unified: bool,
@@ -40,7 +40,7 @@ impl ControlGroup {
         std::fs::read_to_string(self.folder.join(file)).expect("a file of the group")
     }
 
-    /// `command`, which is in the group from the beginning.
+    /// Returns `command` changed so that it runs in the group from its start.
     pub(crate) fn with(&self, command: &Command) -> Command {
         let mut inside = Command::new("sh");
         inside.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]);
@@ -65,7 +65,7 @@ impl ControlGroup {
         self.read(file).trim().parse().expect("a number")
     }
 
-    /// Limits its memory, or no more.
+    /// Sets the memory limit, or removes it.
     pub(crate) fn limit(&self, bytes: Option<u64>) {
         let bytes = bytes.map(|bytes| bytes.to_string());
         match self.is_unified {
@@ -74,7 +74,7 @@ impl ControlGroup {
         }
     }
 
-    /// Freezes its processes, and waits until they are; or thaws them.
+    /// Freezes the processes and waits until they are frozen, or thaws them.
     pub(crate) fn freeze(&self, freeze: bool) {
         let (file, text) = match (self.is_unified, freeze) {
             (true, true) => ("cgroup.freeze", "1"),
@@ -88,7 +88,8 @@ impl ControlGroup {
         };
         let give_up = Instant::now() + LIMIT;
         loop {
-            // The freezer of version 1 misses a process that is being stopped, unless this is written again.
+            // The freezer of version 1 misses a process that is just being stopped, unless the state is written
+            // again.
             self.write(file, text);
             if is_done() {
                 return;

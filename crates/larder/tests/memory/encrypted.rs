@@ -1,4 +1,5 @@
-//! What is on the disks is encrypted by default, and of no use to anybody who has only them. `--encrypt off`: it is not.
+//! Pages on disks are encrypted by default, so that the disks alone reveal nothing; with `--encrypt off` they are
+//! not.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -11,11 +12,11 @@ use crate::holder::{Holder, NONE, readable};
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 use crate::{BUDGET, Fixture, MIB, verifier_command};
 
-/// Where the key is in the state (docs/memory.md).
+/// Offset of the key in the state (docs/memory.md).
 const KEY_AT: u64 = 128;
 const KEY_BYTES: usize = 64;
 
-/// What the log's segments begin with.
+/// First bytes of the log's segments.
 const SEGMENT: &[u8] = b"LARDSEG\0";
 
 fn has(path: &Path, what: &[u8]) -> bool {
@@ -23,14 +24,15 @@ fn has(path: &Path, what: &[u8]) -> bool {
     bytes.windows(what.len()).any(|found| found == what)
 }
 
-/// Waits until most of what has no room is on the disk with this index.
+/// Waits until at least `bytes` bytes were written to the disk with this index.
 fn wait_for_disk(pager: &Pager, disk: usize, bytes: u64) {
     let is_there = pager.wait_until(|state| state.disks[disk].written_bytes >= bytes);
     is_there.expect("it goes to the disk");
 }
 
+/// Without `--encrypt off` no page and no key can be found on the disk.
 #[test]
-fn nothing_of_the_memory_can_be_read_from_the_disk_and_without_encryption_it_can() {
+fn swap_disk_is_readable_only_unencrypted() {
     for (encrypt, is_readable) in [
         (&["--encrypt", "off"][..], true),
         (&["--encrypt", "on"], false),
@@ -50,7 +52,7 @@ fn nothing_of_the_memory_can_be_read_from_the_disk_and_without_encryption_it_can
             true => assert!(readable(&path).len() > 4000),
             false => assert!(readable(&path).is_empty()),
         }
-        // Whose it is can be told all the same.
+        // The header still identifies the disk.
         assert!(has(&path, b"LRDRSWAP"));
         let mut key = [0; KEY_BYTES];
         let pages = std::fs::File::open(holder.memfd("larder-pages")).expect("a memfd");
@@ -68,8 +70,9 @@ fn nothing_of_the_memory_can_be_read_from_the_disk_and_without_encryption_it_can
     }
 }
 
+/// A successor uses the state's key, whatever its `--encrypt` option, also for the pages that move to the slow store.
 #[test]
-fn a_successor_goes_on_with_the_key_whatever_it_is_told_and_moves_pages_to_the_slow_store() {
+fn successor_keeps_encryption_key() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let (fast, slow) = (disk.path().join("fast"), disk.path().join("slow"));
@@ -103,8 +106,9 @@ fn a_successor_goes_on_with_the_key_whatever_it_is_told_and_moves_pages_to_the_s
     holder.stop();
 }
 
+/// A successor of a pager without encryption does not encrypt; a new attach does.
 #[test]
-fn who_was_not_encrypted_stays_so_until_it_is_attached_to_again() {
+fn unencrypted_state_changes_only_on_reattach() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
@@ -127,7 +131,7 @@ fn who_was_not_encrypted_stays_so_until_it_is_attached_to_again() {
 }
 
 #[test]
-fn pages_whose_key_is_damaged_are_lost_and_never_wrong() {
+fn damaged_key_loses_pages_never_corrupts() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
@@ -155,8 +159,9 @@ fn pages_whose_key_is_damaged_are_lost_and_never_wrong() {
     pager.detach().expect("lets go");
 }
 
+/// A process whose pager has an encrypted swap cache sees no wrong page when pagers are killed.
 #[test]
-fn nobody_notices_that_the_pager_of_an_encrypted_swap_cache_was_killed() {
+fn process_survives_kills_with_encryption() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--compressed", "2MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
@@ -176,7 +181,7 @@ fn nobody_notices_that_the_pager_of_an_encrypted_swap_cache_was_killed() {
 }
 
 #[test]
-fn encryption_of_nothing_is_refused() {
+fn encrypt_without_disk_is_refused() {
     let fixture = Fixture::new();
     let (code, said) = run(fixture.attach(&["--budget", BUDGET, "--encrypt", "on"]).command());
     let why = "--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store";

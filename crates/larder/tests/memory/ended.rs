@@ -21,8 +21,9 @@ fn ends_with(how: impl FnOnce(&mut Fixture)) {
     assert_eq!(fixture.left(), [""; 0]);
 }
 
+/// A process that exits while it is managed finds its memory unchanged, and its pager ends.
 #[test]
-fn whoever_ends_by_himself_while_managed_finds_all_as_it_was() {
+fn process_exits_while_managed() {
     ends_with(|fixture| {
         fixture.verifier.process.say("stop").expect("reads");
         let ended = fixture.verifier.process.wait(LIMIT).expect("ends");
@@ -32,17 +33,17 @@ fn whoever_ends_by_himself_while_managed_finds_all_as_it_was() {
 }
 
 #[test]
-fn the_end_of_a_process_that_is_killed_is_told() {
+fn kill_of_managed_process_is_reported() {
     ends_with(|fixture| fixture.verifier.process.kill());
 }
 
 #[test]
-fn a_process_whose_pager_was_killed_can_be_killed_too() {
+fn process_without_pager_can_be_killed() {
     let mut fixture = Fixture::new();
     let mut pager = fixture.start();
     pager.wait_for_budget().expect("within the budget");
     pager.process.kill();
-    // By now it may wait for memory that nobody brings.
+    // By now the process may wait for a page that no pager installs.
     fixture.verifier.process.kill();
     let (code, said) = fixture.ask("status");
     assert!(

@@ -1,4 +1,4 @@
-//! Pages that are not encrypted do not stay on a disk when nothing needs them any more.
+//! Unencrypted pages are erased from a disk as soon as they are not needed any more.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,12 +12,12 @@ use crate::holder::{Holder, NONE, readable};
 use crate::support::{LoopDevice, on_disk, on_tmpfs, run};
 use crate::{BUDGET, Fixture, MIB};
 
-/// The size of each disk.
+/// Size of each disk, in MiB.
 const DISK_MIB: u64 = 512;
 
-/// A disk whose bytes are those of a file.
+/// A disk that is backed by a file.
 struct Disk {
-    /// For `--swap-cache`.
+    /// Value for `--swap-cache`.
     name: String,
     bytes: PathBuf,
     _folder: TempDir,
@@ -34,7 +34,7 @@ impl Disk {
         (folder, path)
     }
 
-    /// A block device that can unmap.
+    /// Creates a block device that supports discard.
     fn device() -> Self {
         let (folder, bytes) = Self::empty();
         let device = LoopDevice::new(&bytes, 512);
@@ -47,7 +47,7 @@ impl Disk {
         }
     }
 
-    /// An export of a server that refuses to make zeros itself.
+    /// Creates an export of a server that refuses to write zeroes itself.
     fn export() -> Self {
         let (folder, bytes) = Self::empty();
         let server = Server::start(&folder, &["--filter=nozero", "file", bytes.to_str().expect("UTF-8")]);
@@ -60,13 +60,13 @@ impl Disk {
         }
     }
 
-    /// The bytes that are allocated for it.
+    /// Returns the number of bytes allocated for the disk.
     fn allocated(&self) -> u64 {
         self.bytes.metadata().expect("the file").blocks() * 512
     }
 }
 
-/// A pager that has put pages there, not encrypted.
+/// Starts a pager that has written unencrypted pages to the disk.
 fn plain_pages(holder: &Holder, folder: &Path, swap: &str, more: &[&str]) -> Pager {
     let words = [&["--swap-cache", swap, "--encrypt", "off"], more].concat();
     let pager = holder.attach(folder, &words).start().expect("it attaches");
@@ -75,7 +75,7 @@ fn plain_pages(holder: &Holder, folder: &Path, swap: &str, more: &[&str]) -> Pag
     pager
 }
 
-/// What an attach of another process to this disk is refused with.
+/// Returns the error of an attach of another process to this disk.
 fn refusal(swap: &str, size: &str) -> String {
     let other = Fixture::new();
     let words = ["--budget", BUDGET, "--swap-cache", swap, "--swap-size", size];
@@ -85,7 +85,7 @@ fn refusal(swap: &str, size: &str) -> String {
     said
 }
 
-/// A device and an export have zeros where pages were, and nothing is written past them.
+/// After a detach, a device and an export have zeros where pages were, and nothing was written past the pages.
 #[test]
 fn plain_swap_disk_has_no_pages_after_detach() {
     for disk in [Disk::device(), Disk::export()] {
@@ -106,7 +106,7 @@ fn plain_swap_disk_has_no_pages_after_detach() {
     }
 }
 
-/// The pages go when the process ends, too.
+/// The end of the process also erases its pages.
 #[test]
 fn plain_swap_disk_has_no_pages_after_process_end() {
     let (disk, holder, folder) = (Disk::device(), Holder::start(), on_tmpfs());
@@ -116,14 +116,14 @@ fn plain_swap_disk_has_no_pages_after_process_end() {
     assert!(readable(&disk.bytes).is_empty());
 }
 
-/// What a killed pager has left of a process that has ended is erased by the next one, whether it takes the disk or not.
+/// The next pager erases the pages of a killed pager's process that has ended, whether it uses the disk or not.
 #[test]
 fn pages_of_ended_process_are_erased() {
     for is_refused in [true, false] {
         for disk in [Disk::device(), Disk::export()] {
             let (holder, folder) = (Holder::start(), on_tmpfs());
             let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
-            // A second one knows how far the first has written from the disk alone.
+            // The second pager learns only from the disk how far the first has written.
             pager.process.kill();
             let mut pager = plain_pages_again(&holder, folder.path(), &disk.name);
             pager.process.kill();
@@ -155,7 +155,7 @@ fn plain_pages_again(holder: &Holder, folder: &Path, swap: &str) -> Pager {
     attach.start().expect("it takes the place")
 }
 
-/// A file is emptied before another process has it, and when that is refused.
+/// A file is emptied before another process gets it, and also when that is refused.
 #[test]
 fn pages_of_ended_process_in_file_are_erased() {
     for size in ["1000TiB", "32MiB"] {
@@ -185,7 +185,7 @@ fn pages_of_ended_process_in_file_are_erased() {
     }
 }
 
-/// Another process is refused while the one with the pages lives, and nothing of them is lost, whatever size it asks for.
+/// Another process is refused while the owner of the pages lives, whatever size it asks for, and no page is lost.
 #[test]
 fn pages_of_living_process_survive_refusals() {
     let disk = Disk::device();

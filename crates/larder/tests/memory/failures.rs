@@ -1,4 +1,4 @@
-//! What fails beneath a pager: what the process sees then, and what is told.
+//! Failures beneath a pager: their effect on the process, and the reports.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt as _;
@@ -17,13 +17,14 @@ use crate::holder::{Holder, NONE, readable};
 use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run};
 use crate::{Fixture, MIB};
 
+/// A page whose copy on the disk is damaged gives a memory error when it is touched; all other pages are right.
 #[test]
-fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_all_others_are_right() {
+fn damaged_page_on_disk_is_poisoned() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let path = disk.path().join("swap");
     let swap = path.display().to_string();
-    // Not encrypted, so that pages are found there to be damaged.
+    // Not encrypted, so that the test can find and damage pages.
     let words = ["--swap-cache", &swap, "--swap-size", "128MiB", "--encrypt", "off"];
     let mut pager = holder.attach(folder.path(), &words).start().expect("it attaches");
     let is_there = pager.wait_until(|state| state.used <= state.budget && state.disks[0].written_bytes >= 20 * MIB);
@@ -41,19 +42,19 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
     }
     file.sync_all().expect("it is there");
     let lost = holder.check();
-    // Those that were in memory are right, as their copies do not count.
+    // Pages that were in memory are right, since their copies do not count.
     assert!(lost.len() > 300, "{} of {} pages", lost.len(), damaged.len());
     assert!(lost.iter().all(|page| damaged.contains(page)), "{lost:?}");
     let state = pager.state().expect("answers");
     assert_eq!(state.lost_pages, lost.len() as u64);
     let each = " is lost, its stored copy is damaged: whoever touches it gets a memory error";
-    // Of so many the first ones are told of, one by one.
+    // At least the first hundred are reported individually.
     let first = 100;
     let told = pager.process.wait_for_count(each, first, LIMIT);
     told.expect("each is told");
     let told = pager.process.output().matches(each).count();
     assert!((first..=lost.len()).contains(&told), "{told}");
-    // It stays so, for this pager and the next one.
+    // The pages stay lost, for this pager and the next one.
     pager.process.kill();
     let mut pager = holder
         .attach(folder.path(), &words)
@@ -65,17 +66,17 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
     assert!(pager.process.wait(LIMIT).expect("ends").success());
 }
 
-/// An NBD server at a socket of its own.
+/// An NBD server on its own socket.
 pub(crate) struct Server {
     process: Process,
     socket: PathBuf,
 }
 
 impl Server {
-    /// nbdkit with these words.
+    /// Starts nbdkit with these arguments.
     pub(crate) fn start(folder: &TempDir, words: &[&str]) -> Self {
         let socket = folder.path().join("nbd");
-        // One that was killed has left it.
+        // A killed server leaves its socket.
         let _ = std::fs::remove_file(&socket);
         let mut command = mortal("nbdkit");
         command.args(["--foreground", "--unix"]).arg(&socket).args(words);
@@ -93,7 +94,8 @@ impl Server {
     }
 }
 
-/// nbdkit's words for a disk whose requests of this kind fail at this rate while the file `switch` is there.
+/// Returns nbdkit's arguments for a disk whose requests of this kind fail at this rate while the file `switch`
+/// exists.
 fn failing(kind: &str, rate: &str, switch: &Path) -> [String; 6] {
     [
         "--filter=error".to_owned(),
@@ -123,7 +125,7 @@ fn status(folder: &TempDir) -> String {
 }
 
 #[test]
-fn reads_that_fail_now_and_then_are_made_again_and_nothing_is_lost() {
+fn failed_reads_are_retried() {
     let folder = on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
@@ -147,8 +149,9 @@ fn reads_that_fail_now_and_then_are_made_again_and_nothing_is_lost() {
     holder.stop();
 }
 
+/// Pages that the disk fails to read for good are lost and reported; all others are right.
 #[test]
-fn pages_that_the_disk_does_not_give_back_are_lost_and_told_and_the_rest_is_right() {
+fn unreadable_pages_are_lost_and_reported() {
     let folder = on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
@@ -161,13 +164,13 @@ fn pages_that_the_disk_does_not_give_back_are_lost_and_told_and_the_rest_is_righ
         .attach(folder.path(), &["--swap-cache", &uri, "--prefetch", "off"])
         .start()
         .expect("it attaches");
-    // All but a few pages stay in memory, so that those few are all that is waited for.
+    // Almost all pages stay in memory, so that only a few have to be waited for.
     limit(&folder, &["--budget", "44MiB", "--compressed", "2MiB"]);
     pager.wait_for_budget().expect("within the budget");
     holder.check();
     let state = pager.wait_for_budget().expect("within the budget");
     assert_eq!(state.lost_pages, 0);
-    // No more is to be evicted.
+    // Prevents further evictions.
     limit(&folder, &["--budget", "128MiB", "--compressed", "2MiB"]);
     std::fs::write(&switch, "").expect("a file");
     let told = holder.begin_check();
@@ -187,8 +190,9 @@ fn pages_that_the_disk_does_not_give_back_are_lost_and_told_and_the_rest_is_righ
     assert_eq!(holder.touch(lost[0]).signal(), Some(libc::SIGBUS));
 }
 
+/// A disk that fails writes loses no page and is reported, and the next pager tries it again.
 #[test]
-fn a_disk_that_cannot_be_written_to_loses_nothing_and_is_told_and_tried_again_by_the_next_pager() {
+fn unwritable_disk_loses_nothing() {
     let folder = on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
@@ -228,8 +232,9 @@ fn a_disk_that_cannot_be_written_to_loses_nothing_and_is_told_and_tried_again_by
     holder.stop();
 }
 
+/// A disk whose server is unreachable is reported and waited for, and no page is lost.
 #[test]
-fn a_server_that_is_away_is_waited_for_and_told_and_nothing_is_lost() {
+fn unreachable_server_is_awaited() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let mut holder = Holder::start();
     let path = disk.path().join("export");
@@ -253,7 +258,7 @@ fn a_server_that_is_away_is_waited_for_and_told_and_nothing_is_lost() {
     );
     let said = " cannot be reached: whoever wants a page that is there waits until it can";
     pager.process.wait_for(said, LIMIT).expect("it is logged");
-    // As often as it would take for a disk to be given up that fails.
+    // Waits for as many failures as would disable a disk that answers with errors.
     let failed = "cannot reconnect";
     pager.process.wait_for(failed, LIMIT).expect("it is tried again");
     let before = state.time_ns;
@@ -272,10 +277,10 @@ fn a_server_that_is_away_is_waited_for_and_told_and_nothing_is_lost() {
     holder.stop();
 }
 
-/// A control group for memory; gone with this.
+/// A control group that limits memory; removed on drop.
 struct Group {
     path: PathBuf,
-    /// Its files that say how much is used, and may be.
+    /// Names of the group's files with its usage and its limit.
     usage: &'static str,
     limit: &'static str,
 }
@@ -299,7 +304,7 @@ impl Group {
             }
         };
         std::fs::create_dir(&path).expect("a control group of the memory controller");
-        // The host may have a swap of its own.
+        // The host may have swap, which the group must not use.
         if path.join(swap).exists() {
             std::fs::write(path.join(swap), "0").expect("no swap for it");
         }
@@ -309,7 +314,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Of a process that was just killed.
+        // A process that was just killed may still be in the group.
         for _ in 0..100 {
             if std::fs::remove_dir(&self.path).is_ok() {
                 return;
@@ -320,7 +325,7 @@ impl Drop for Group {
 }
 
 #[test]
-fn a_pager_that_the_kernel_kills_for_want_of_memory_loses_nothing() {
+fn oom_killed_pager_loses_nothing() {
     let group = Group::new();
     let mut fixture = Fixture::with("compressible");
     let into = format!("echo $$ >{}/cgroup.procs && exec \"$@\"", group.path.display());
@@ -332,7 +337,7 @@ fn a_pager_that_the_kernel_kills_for_want_of_memory_loses_nothing() {
     let usage = std::fs::read_to_string(group.path.join(group.usage)).expect("its use");
     let usage: u64 = usage.trim().parse().expect("a number");
     std::fs::write(group.path.join(group.limit), (usage + 3 * MIB).to_string()).expect("a limit");
-    // It may not live to answer.
+    // The pager may be killed before it answers.
     let _ = fixture.ask("limit --budget 20MiB");
     let ended = pager.process.wait(LIMIT).expect("it is killed");
     assert_eq!(ended.signal(), Some(libc::SIGKILL), "{}", pager.process.output());

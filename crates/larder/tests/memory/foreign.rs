@@ -1,4 +1,4 @@
-//! Memory that is not the VM's alone: other programs that map it find what they put there, and harm no page of the guest.
+//! Memory that other programs map: they find their own data in it, and harm no page of the guest.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -12,7 +12,7 @@ use crate::MIB;
 use crate::holder::{Holder, NONE, PAGE, PAGES};
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, pattern};
 
-/// A host program maps an ivshmem region at any time: none of it is evicted.
+/// No page of an ivshmem region is evicted, since a host program may map it at any time.
 #[test]
 fn ivshmem_region_keeps_its_pages() {
     const REGION_MIB: u64 = 32;
@@ -66,7 +66,7 @@ fn ivshmem_region_keeps_its_pages() {
     qemu.kill();
 }
 
-/// A program that maps a VM's memory makes pages of zeros where pages were evicted: the guest does not get them.
+/// A program that maps a VM's memory gets zero pages where pages were evicted; the guest still gets its own pages.
 #[test]
 fn page_touched_by_others_comes_from_its_copy() {
     let (folder, disk) = (on_tmpfs(), on_disk());
@@ -91,11 +91,11 @@ fn page_touched_by_others_comes_from_its_copy() {
     };
     let base: *const u8 = base.expect("a mapping").cast();
     let touched = (0..PAGES).filter(|page| {
-        // SAFETY: in the mapping, and the file is as long as that.
+        // SAFETY: the page is in the mapping, which is not longer than the file.
         unsafe { base.add(page * PAGE).read_volatile() == 0 }
     });
     assert!(touched.count() > 0, "nothing was evicted");
-    // SAFETY: nobody uses it any more.
+    // SAFETY: the mapping is not used any more.
     unsafe { rustix::mm::munmap(base.cast_mut().cast(), size) }.expect("a mapping");
     assert_eq!(holder.check(), NONE);
     pager

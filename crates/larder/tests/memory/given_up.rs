@@ -1,4 +1,4 @@
-//! Pages that a process gives up while the pager brings those around them ahead.
+//! Pages that a process discards while the pager prefetches pages around them.
 
 use std::fs::File;
 use std::io::{BufRead as _, Write as _};
@@ -20,14 +20,16 @@ const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 const PAGES: usize = 8192;
 
-/// Pages that are gone through one after the other, and those among them that are given up meanwhile.
+/// Number of pages that are read sequentially.
 const WALK: usize = 64;
+/// Number of pages among them that are discarded meanwhile.
 const GIVEN_UP: usize = 3;
 
-/// How the program below is told that it is meant.
+/// Variable that makes this test program act as the managed program.
 const PROGRAM: &str = "LARDER_TEST_GIVES_UP";
 
-/// No test, but a program that gives pages up and expects zeros there, and everywhere else what it wrote.
+/// Program that discards pages, and expects zeros there, and its own data everywhere else. It is no test: other tests
+/// start it.
 #[test]
 #[ignore = "started by other tests"]
 fn gives_up() {
@@ -51,7 +53,7 @@ fn gives_up() {
         let first = random.below((PAGES - WALK) as u64) as usize;
         let given_up = first + WALK / 2..first + WALK / 2 + GIVEN_UP;
         memory.take_out(given_up.start, given_up.len());
-        // Whoever brings pages ahead does not know yet.
+        // The pager, which prefetches, does not know about the discard yet.
         memory.verify_all(first..given_up.start, &generations);
         raced += memory.present(given_up.start, given_up.len());
         memory.say_so(given_up.start, given_up.len());
@@ -68,7 +70,7 @@ fn gives_up() {
     let _ = std::io::stdout().flush();
 }
 
-/// Shared memory that a program has written to.
+/// Shared memory with known content.
 struct Memory {
     file: File,
     base: *mut u64,
@@ -80,7 +82,7 @@ impl Memory {
         file.set_len((PAGES * PAGE) as u64).expect("room");
         let how = ProtFlags::READ | ProtFlags::WRITE;
         let size = PAGES * PAGE;
-        // SAFETY: a new mapping.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, how, MapFlags::SHARED, file.as_fd(), 0) };
         let memory = Self {
             file,
@@ -92,11 +94,11 @@ impl Memory {
 
     fn page(&self, page: usize) -> &[u64] {
         assert!(page < PAGES);
-        // SAFETY: in the mapping, which nobody else changes.
+        // SAFETY: the page is in the mapping, which no other code changes.
         unsafe { std::slice::from_raw_parts(self.base.add(page * WORDS), WORDS) }
     }
 
-    /// Words that say which page it is, and when it was written; they hardly compress.
+    /// Returns words that identify the page and its version, and hardly compress.
     fn words(page: usize, generation: u64) -> impl Iterator<Item = u64> {
         let mut random = Random::new(page as u64 * 1_000_003 + generation);
         (0..WORDS).map(move |_| random.below(u64::MAX))
@@ -104,7 +106,7 @@ impl Memory {
 
     fn write(&self, page: usize, generation: u64) {
         assert!(page < PAGES);
-        // SAFETY: in the mapping, and nobody else uses it.
+        // SAFETY: the page is in the mapping, and no other reference to it exists.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
         words
             .iter_mut()
@@ -128,16 +130,16 @@ impl Memory {
     }
 
     fn say_so(&self, first: usize, count: usize) {
-        // SAFETY: in the mapping; what is there is not used any more.
+        // SAFETY: the pages are in the mapping, and their content is not used any more.
         let said =
             unsafe { rustix::mm::madvise(self.base.add(first * WORDS).cast(), count * PAGE, Advice::LinuxDontNeed) };
         said.expect("it is told");
     }
 
-    /// How many of these are in memory.
+    /// Returns how many of these pages are in memory.
     fn present(&self, first: usize, count: usize) -> usize {
         let mut there = vec![0_u8; count];
-        // SAFETY: in the mapping, and a byte for each page.
+        // SAFETY: the pages are in the mapping, and `there` has a byte for each of them.
         let looked = unsafe {
             libc::mincore(
                 self.base.add(first * WORDS).cast(),
@@ -180,8 +182,9 @@ fn go_through(meanwhile: impl FnOnce(&Attach)) {
     assert!(raced.is_some_and(|raced| raced > 0), "nothing came between: {said}");
 }
 
+/// Pages that are prefetched between their removal from the file and the report of the discard read as zeros.
 #[test]
-fn pages_brought_ahead_between_being_taken_out_and_given_up_are_of_zeros() {
+fn prefetched_discarded_pages_are_zero() {
     go_through(|attach| {
         let mut pager = attach.start().expect("it attaches");
         std::thread::sleep(Duration::from_secs(6));
@@ -191,8 +194,9 @@ fn pages_brought_ahead_between_being_taken_out_and_given_up_are_of_zeros() {
     });
 }
 
+/// Discarded pages also read as zeros if the pager is killed in between.
 #[test]
-fn they_are_so_too_if_the_pager_is_killed_in_between() {
+fn discarded_pages_survive_pager_kills() {
     go_through(|attach| {
         let mut random = Random::new(9);
         for _ in 0..20 {

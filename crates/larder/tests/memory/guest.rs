@@ -1,4 +1,4 @@
-//! Guests with less memory than they use. They do and verify I/O of their disks, too.
+//! Guests that use more memory than their budget, while they do and verify disk I/O.
 
 use larder_bench::campaign::guest::Monitor;
 use larder_bench::campaign::memory::Attach;
@@ -21,7 +21,7 @@ fn options(disk: Option<DiskIo>) -> Options {
     }
 }
 
-/// Asks for a balloon, and waits until the guest has so much memory.
+/// Inflates or deflates the balloon until the guest has `mib` MiB of memory.
 fn balloon(monitor: &mut Monitor, mib: u64) {
     let wanted = mib * MIB;
     monitor
@@ -38,17 +38,19 @@ fn balloon(monitor: &mut Monitor, mib: u64) {
     panic!("the balloon does not become as it should");
 }
 
+/// A guest works within a budget below its memory use, with a balloon, and after a reset.
 #[test]
-fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() {
+fn guest_survives_small_budget_balloon_reset() {
     let (folder, images) = (on_tmpfs(), on_disk());
     let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
     let before = Alone::of(guest.pid());
-    // Compressed pages count, so that half of it would be a standstill without a swap cache.
+    // Compressed pages count towards the budget, so that half of the memory would stall the guest without a swap
+    // cache.
     let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
     let attach = Attach::new(larder(), folder.path(), guest.pid(), &["--budget", &budget]);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
-    // Also in QEMU's own sandbox.
+    // The pager also works with QEMU's own sandbox.
     let during = Alone::of(guest.pid()).descriptors;
     let userfaultfd = during
         .values()
@@ -84,7 +86,7 @@ fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() 
 }
 
 #[test]
-fn memory_that_is_plugged_in_is_used_and_managed_like_the_rest() {
+fn hotplugged_memory_is_managed() {
     const MORE_MIB: u64 = 128;
     let (folder, images) = (on_tmpfs(), on_disk());
     let options = Options {
@@ -114,7 +116,7 @@ fn memory_that_is_plugged_in_is_used_and_managed_like_the_rest() {
     guest.works(0).expect("goes on");
     let state = pager.wait_for_budget().expect("within the budget");
     assert_eq!(state.size, (MEMORY_MIB + MORE_MIB) * MIB);
-    // A successor finds it, too.
+    // A successor finds the memory, too.
     pager.process.kill();
     let mut pager = attach.start().expect("it takes the place");
     guest.works(0).expect("goes on");
@@ -125,7 +127,7 @@ fn memory_that_is_plugged_in_is_used_and_managed_like_the_rest() {
     guest.finish().expect("all is as it was written");
 }
 
-/// By its monitor's socket; kills amid.
+/// Checks disk I/O of a guest whose pager finds it by its QMP socket, across a kill of the pager.
 fn with_a_disk(io: DiskIo) {
     let (folder, images) = (on_tmpfs(), on_disk());
     let guest = MemoryGuest::start(options(Some(io)), images.path()).expect("a guest");
@@ -155,18 +157,21 @@ fn with_a_disk(io: DiskIo) {
     guest.finish().expect("all is as it was written");
 }
 
+/// Disk I/O by QEMU's threads into evicted memory is right.
 #[test]
-fn disk_io_by_threads_into_memory_that_was_evicted_is_right() {
+fn threaded_disk_io_into_evicted_memory() {
     with_a_disk(DiskIo::Threads);
 }
 
+/// Direct disk I/O by io_uring into evicted memory is right.
 #[test]
-fn direct_disk_io_by_io_uring_into_memory_that_was_evicted_is_right() {
+fn direct_io_uring_into_evicted_memory() {
     with_a_disk(DiskIo::Uring);
 }
 
+/// I/O of a disk that Larder serves into evicted memory is right, also after kills of the server and the pager.
 #[test]
-fn io_of_a_disk_that_larder_serves_into_memory_that_was_evicted_is_right() {
+fn served_disk_io_into_evicted_memory() {
     let (folder, images) = (on_tmpfs(), on_disk());
     make_disk(images.path()).expect("an image");
     let serve = || {
@@ -187,7 +192,7 @@ fn io_of_a_disk_that_larder_serves_into_memory_that_was_evicted_is_right() {
         "the server's faults are told"
     );
 
-    // Its successor has the memory mapped anew.
+    // The server's successor maps the memory anew.
     server.process.kill();
     let mut server = serve();
     guest.works(0).expect("goes on");
@@ -196,7 +201,7 @@ fn io_of_a_disk_that_larder_serves_into_memory_that_was_evicted_is_right() {
     let pager = attach.start().expect("it takes the place");
     guest.works(0).expect("goes on");
 
-    // One that is started while there is no pager waits for that.
+    // A server that starts while there is no pager waits for one.
     let mut pager = pager;
     pager.process.kill();
     server.process.kill();

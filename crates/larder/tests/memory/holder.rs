@@ -1,5 +1,5 @@
-//! A program that has memory of which every page is known, cannot be compressed, and can be found on a disk; and that tells
-//! which of them are as they were written, without being killed by those that cannot be read.
+//! A program whose memory has pages that are known, incompressible, and recognisable on a disk. It reports which of
+//! them are unchanged, and survives those that cannot be read.
 
 use std::fs::File;
 use std::io::{BufRead as _, Write as _};
@@ -19,33 +19,33 @@ use crate::support::{LIMIT, larder};
 
 pub(crate) const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
-/// 48 MiB of them.
+/// Number of pages: 48 MiB of them.
 pub(crate) const PAGES: usize = 12 << 10;
 
-/// The memory that it maps when told to, and of which it keeps no descriptor.
+/// Size of the memory that the program maps on request, and keeps no descriptor of.
 const MORE_BYTES: usize = 16 << 20;
 
-/// What a check finds if all is well.
+/// Result of a check without lost pages.
 pub(crate) const NONE: [usize; 0] = [];
 
-/// What every page begins with; its number follows.
+/// First bytes of every page; the page's number follows.
 pub(crate) const MARK: &[u8; 24] = b"LARDER KNOWN PLAINTEXT #";
 
-/// How the program below is told that it is meant.
+/// Variable that makes this test program act as this program.
 const PROGRAM: &str = "LARDER_TEST_HOLDS";
 
-/// The path of the file that its memory is, if it is no memfd.
+/// Variable with the path of the file that is the program's memory; unset, the memory is a memfd.
 const FILE: &str = "LARDER_TEST_HOLDS_FILE";
 
-/// Set if the program is to map the halves of its file one by one, the second half first.
+/// Variable that is set if the program maps the halves of its file separately, the second half first.
 const HALVES: &str = "LARDER_TEST_HOLDS_HALVES";
 
-/// Maps `pages` of `file` from page `from` on, at `at` or where the kernel chooses.
+/// Maps `pages` pages of `file` from page `from` on, at `at` or where the kernel chooses.
 fn map(file: &File, at: Option<*mut u64>, from: usize, pages: usize) -> *mut u64 {
     let how = ProtFlags::READ | ProtFlags::WRITE;
     let flags = at.map_or(MapFlags::SHARED, |_| MapFlags::SHARED | MapFlags::FIXED);
     let at = at.unwrap_or(std::ptr::null_mut()).cast();
-    // SAFETY: at an address that the kernel chooses, or of a mapping that is not used yet.
+    // SAFETY: the kernel chooses the address, or `at` is in a mapping of the same size that is not used yet.
     let base = unsafe { rustix::mm::mmap(at, pages * PAGE, how, flags, file.as_fd(), (from * PAGE) as u64) };
     base.expect("a mapping").cast()
 }
@@ -59,7 +59,7 @@ fn words(page: usize) -> impl Iterator<Item = u64> {
         .take(WORDS)
 }
 
-/// No test, but the program.
+/// Program whose memory is managed. It is no test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn holds() {
@@ -83,7 +83,7 @@ fn holds() {
         map(&file, Some(base.wrapping_add(HALF * WORDS)), 0, HALF);
     }
     for page in 0..PAGES {
-        // SAFETY: in the mapping, which nobody else uses.
+        // SAFETY: the page is in the mapping, and no other reference to it exists.
         let into = unsafe { std::slice::from_raw_parts_mut(base.add(page * WORDS), WORDS) };
         into.iter_mut().zip(words(page)).for_each(|(word, is)| *word = is);
     }
@@ -105,7 +105,7 @@ fn holds() {
         if let Some(page) = line.strip_prefix("touch ") {
             let page: usize = page.parse().expect("a number");
             assert!(page < PAGES);
-            // SAFETY: in the mapping. It may be the end of this process, which is what is asked for.
+            // SAFETY: the page is in the mapping. The read may end this process by a signal, which the test asks for.
             let word = unsafe { base.add(page * WORDS).read_volatile() };
             println!("\ntouched {word:#x}");
             continue;
@@ -113,8 +113,8 @@ fn holds() {
         let (mut lost, mut wrong) = (Vec::new(), 0);
         let mut content = vec![0; PAGE];
         for page in 0..PAGES {
-            // The kernel reads it for us: a page that cannot be read is an error then, and no signal.
-            // SAFETY: the kernel reads memory of ours, and fails where it cannot.
+            // The page is read by the kernel, so that an unreadable page is an error and not a signal. SAFETY: the
+            // page is in the mapping, and pwrite fails if the page cannot be read.
             let written = unsafe { libc::pwrite(as_raw(&copied), base.add(page * WORDS).cast(), PAGE, 0) };
             if written != PAGE as isize {
                 let error = std::io::Error::last_os_error();
@@ -136,7 +136,7 @@ fn as_raw(file: &File) -> i32 {
     std::os::fd::AsRawFd::as_raw_fd(file)
 }
 
-/// A running one.
+/// A running instance of the program.
 pub(crate) struct Holder {
     pub(crate) process: Process,
     pid: u32,
@@ -147,27 +147,27 @@ impl Holder {
         Self::start_in(None)
     }
 
-    /// One whose memory is charged to that control group.
+    /// Starts an instance whose memory is charged to that control group.
     pub(crate) fn start_in(group: Option<&ControlGroup>) -> Self {
         let command = Self::command();
         Self::start_by(group.map_or_else(Self::command, |group| group.with(&command)))
     }
 
-    /// One whose memory is a file of that path.
+    /// Starts an instance whose memory is a file at that path.
     pub(crate) fn start_at(path: &Path) -> Self {
         let mut command = Self::command();
         command.env(FILE, path);
         Self::start_by(command)
     }
 
-    /// One whose memory is two mappings of one file.
+    /// Starts an instance whose memory is two mappings of one file.
     pub(crate) fn start_in_halves() -> Self {
         let mut command = Self::command();
         command.env(HALVES, "1");
         Self::start_by(command)
     }
 
-    /// Has it map memory that can be opened only through /proc/PID/map_files.
+    /// Makes the program map memory that can be opened only through /proc/PID/map_files.
     pub(crate) fn map_more(&mut self) {
         let told = self.process.lines();
         self.process.say("map more").expect("it reads");
@@ -193,7 +193,7 @@ impl Holder {
         self.pid
     }
 
-    /// A pager for it with less memory than it has.
+    /// Returns a pager for the program, with a budget below its memory.
     pub(crate) fn attach(&self, folder: &Path, words: &[&str]) -> Attach {
         Attach::new(
             larder(),
@@ -203,14 +203,14 @@ impl Holder {
         )
     }
 
-    /// Has it look at every page, and does not wait for it.
+    /// Makes the program check every page, without waiting for the result.
     pub(crate) fn begin_check(&mut self) -> usize {
         let told = self.process.lines();
         self.process.say("check").expect("it reads");
         told
     }
 
-    /// What it has found: the pages that cannot be read. None may be another than it was written.
+    /// Waits for the check's result: the pages that cannot be read. Asserts that no page has changed.
     pub(crate) fn end_check(&mut self, told: usize) -> Vec<usize> {
         let line = self
             .process
@@ -228,7 +228,7 @@ impl Holder {
         self.end_check(told)
     }
 
-    /// Has it touch a page that cannot be read, and so ends it.
+    /// Makes the program touch a page that cannot be read, which ends it.
     pub(crate) fn touch(mut self, page: usize) -> ExitStatus {
         self.process.say(&format!("touch {page}")).expect("it reads");
         self.process.wait(LIMIT).expect("it ends")
@@ -240,7 +240,7 @@ impl Holder {
         assert!(ended.success(), "{ended}: {}", self.process.output());
     }
 
-    /// The memory that it holds for the pager with this name.
+    /// Returns the path of the pager's memfd with this name, among the program's descriptors.
     pub(crate) fn memfd(&self, name: &str) -> PathBuf {
         let all = std::fs::read_dir(format!("/proc/{}/fd", self.pid)).expect("procfs");
         let mut all = all.flatten().map(|entry| entry.path());
@@ -251,7 +251,7 @@ impl Holder {
     }
 }
 
-/// Where in a file objects of pages are that can be read by anybody: page, and where its content begins.
+/// Finds known pages in a file: their numbers, and the offsets of their content.
 pub(crate) fn readable(path: &Path) -> Vec<(usize, u64)> {
     let bytes = std::fs::read(path).expect("a file");
     let (words, _) = bytes.as_chunks::<8>();

@@ -1,4 +1,4 @@
-//! Pagers that are killed. `larder-bench memory-kills` does the same for longer.
+//! Kills of pagers. `larder-bench memory-kills` runs the same for longer.
 
 use larder_bench::campaign::Random;
 use larder_bench::campaign::memory::{Attach, Verifier};
@@ -13,8 +13,9 @@ const KILLS: Kills = Kills {
     burst_every: 4,
 };
 
+/// A process sees no wrong page when pagers are killed, only pauses.
 #[test]
-fn nobody_notices_but_a_pause_that_the_pager_was_killed() {
+fn process_survives_pager_kills() {
     let folder = on_tmpfs();
     let report = memory_kills::of_verifier(
         larder(),
@@ -33,7 +34,7 @@ fn nobody_notices_but_a_pause_that_the_pager_was_killed() {
 }
 
 #[test]
-fn nobody_notices_that_the_pager_of_a_swap_cache_was_killed() {
+fn process_survives_kills_with_swap() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--compressed", "2MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
@@ -50,7 +51,7 @@ fn nobody_notices_that_the_pager_of_a_swap_cache_was_killed() {
 }
 
 #[test]
-fn whoever_attaches_after_a_kill_leaves_nothing_in_the_process() {
+fn successor_of_killed_pager_detaches_cleanly() {
     let folder = on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());
@@ -59,7 +60,7 @@ fn whoever_attaches_after_a_kill_leaves_nothing_in_the_process() {
         let mut pager = attach.start().expect("it attaches");
         pager.wait_for_budget().expect("within the budget");
         pager.process.kill();
-        // It waits for its memory, which nobody brings.
+        // The process waits for its memory, which no pager installs.
         let mut pager = attach.start().expect("it takes the place");
         assert!(pager.stood_still.is_none() && pager.process.output().contains("in the place of another pager"));
         verifier.works().expect("goes on");
@@ -71,7 +72,7 @@ fn whoever_attaches_after_a_kill_leaves_nothing_in_the_process() {
 }
 
 #[test]
-fn a_pager_that_is_killed_while_it_attaches_leaves_nothing_that_hinders_the_next() {
+fn kill_during_attach_hinders_no_successor() {
     let folder = on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());
@@ -86,7 +87,8 @@ fn a_pager_that_is_killed_while_it_attaches_leaves_nothing_that_hinders_the_next
         let mut pager = attach.start().expect("it attaches");
         verifier.works().expect("goes on");
         pager.detach().expect("lets go");
-        // Whoever is killed amid the handing over of descriptors leaves those that it is done by (docs/memory.md).
+        // A pager that is killed while it hands over descriptors leaves the ones that the hand-over uses
+        // (docs/memory.md).
         let is_of_handing_over = |path: &std::path::Path| {
             let path = path.to_string_lossy();
             path.starts_with("socket:")
@@ -103,8 +105,9 @@ fn a_pager_that_is_killed_while_it_attaches_leaves_nothing_that_hinders_the_next
     verifier.stop().expect("all is as it was written");
 }
 
+/// A process that is attached to and detached from again and again sees only pauses.
 #[test]
-fn nobody_notices_that_a_pager_attached_and_detached() {
+fn process_survives_attach_and_detach() {
     let folder = on_tmpfs();
     let command = verifier_command("mixed");
     let report = memory_attach::of_verifier(larder(), command, folder.path(), 10, &mut Random::new(4));
@@ -114,7 +117,7 @@ fn nobody_notices_that_a_pager_attached_and_detached() {
 }
 
 #[test]
-fn a_detach_that_is_killed_is_gone_on_with() {
+fn killed_detach_is_resumed() {
     let folder = on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());

@@ -1,4 +1,4 @@
-//! Budgets that change, and such that cannot be kept.
+//! Budgets that change, and budgets that cannot be kept.
 
 use larder_vm::control::memory::MemoryProblem;
 
@@ -6,7 +6,7 @@ use crate::support::LIMIT;
 use crate::{BUDGET, Fixture, MIB};
 
 #[test]
-fn a_budget_is_lowered_and_raised_while_the_process_works() {
+fn budget_changes_while_process_works() {
     let mut fixture = Fixture::with("compressible");
     let mut pager = fixture.attach(&["--budget", "56MiB"]).start().expect("it attaches");
     for (budget, said_wanted) in [
@@ -21,7 +21,7 @@ fn a_budget_is_lowered_and_raised_while_the_process_works() {
         assert_eq!(state.problem, None, "{state:#?}");
         fixture.works();
     }
-    // With room for all, what was evicted comes back as it is touched, and nothing goes any more.
+    // With room for all pages, evicted ones come back as they are touched, and no more are evicted.
     let before = pager.state().expect("answers").evicted_pages;
     fixture.works();
     assert_eq!(pager.state().expect("answers").evicted_pages, before);
@@ -30,7 +30,7 @@ fn a_budget_is_lowered_and_raised_while_the_process_works() {
 }
 
 #[test]
-fn time_that_is_lost_by_waiting_is_told() {
+fn stall_time_is_reported() {
     let mut fixture = Fixture::with("compressible");
     let mut pager = fixture.attach(&["--budget", BUDGET]).start().expect("it attaches");
     fixture.works();
@@ -40,7 +40,7 @@ fn time_that_is_lost_by_waiting_is_told() {
         pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0,
         "{pressure:?}"
     );
-    // One of its threads waits for nothing but what it is told.
+    // One of the program's threads only waits for commands, so not all threads stall.
     assert_eq!(pressure.full.total_us, 0, "{pressure:?}");
     let (_, said) = fixture.ask("status");
     assert!(said.contains("lost, some:") && said.contains(" in all"), "{said}");
@@ -49,7 +49,7 @@ fn time_that_is_lost_by_waiting_is_told() {
 }
 
 #[test]
-fn a_share_for_compressed_pages_that_was_chosen_stays() {
+fn chosen_compressed_limit_stays() {
     let fixture = Fixture::new();
     let mut pager = fixture.start();
     let (_, said) = fixture.ask("limit --budget 40MiB --compressed 8MiB");
@@ -81,7 +81,7 @@ fn a_share_for_compressed_pages_that_was_chosen_stays() {
 }
 
 #[test]
-fn a_budget_that_cannot_be_kept_because_nothing_can_be_compressed_is_told() {
+fn incompressible_memory_is_reported() {
     let mut fixture = Fixture::with("incompressible");
     let mut pager = fixture.attach(&["--budget", BUDGET]).start().expect("it attaches");
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::Incompressible));
@@ -92,7 +92,7 @@ fn a_budget_that_cannot_be_kept_because_nothing_can_be_compressed_is_told() {
     let (_, said) = fixture.ask("status");
     assert!(said.contains(told), "{said}");
     fixture.works();
-    // Once there is room, all is well.
+    // With a budget for all pages the problem is gone.
     let (code, said) = fixture.ask("limit --budget 128MiB");
     assert_eq!(code, Some(0), "{said}");
     let state = pager.wait_until(|state| state.problem.is_none()).expect("no problem");
@@ -102,14 +102,15 @@ fn a_budget_that_cannot_be_kept_because_nothing_can_be_compressed_is_told() {
     fixture.verify();
 }
 
+/// Refaults free space in full compressed memory, although they leave holes in its segments.
 #[test]
-fn what_has_come_back_makes_room_for_more_in_full_compressed_memory() {
+fn refaults_free_full_compressed_memory() {
     let mut fixture = Fixture::with("compressible");
     let attach = fixture.attach(&["--budget", "20MiB", "--compressed", "4MiB"]);
     let mut pager = attach.start().expect("it attaches");
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::TiersFull));
     let full = is_told.expect("a problem").compressed.pages;
-    // Pages come back one by one, from here and there.
+    // Pages are refaulted singly, from all over the memory.
     let mut least = full;
     for _ in 0..60 {
         fixture.works();
@@ -123,14 +124,14 @@ fn what_has_come_back_makes_room_for_more_in_full_compressed_memory() {
 }
 
 #[test]
-fn a_budget_that_cannot_be_kept_for_want_of_room_is_told_and_nothing_is_lost() {
+fn full_tiers_are_reported_without_loss() {
     let mut fixture = Fixture::new();
     let attach = fixture.attach(&["--budget", "20MiB", "--compressed", "2MiB"]);
     let mut pager = attach.start().expect("it attaches");
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::TiersFull));
     let state = is_told.expect("a problem");
     assert!(
-        // One segment more while another is emptied.
+        // One segment in addition, while another one is emptied.
         state.used > state.budget && state.compressed.used <= 3 * MIB,
         "{state:#?}"
     );

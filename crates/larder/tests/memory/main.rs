@@ -1,4 +1,4 @@
-//! `larder memory`: programs that work on their memory and verify it, and a guest, with less memory than they use.
+//! `larder memory`: programs that use and verify their memory, and a guest, within budgets below their memory.
 
 mod control;
 mod control_group;
@@ -32,10 +32,10 @@ use larder_bench::campaign::verifier;
 use support::{larder, on_disk, on_tmpfs, run};
 use tempfile::TempDir;
 
-/// How the program below is told what memory it has.
+/// Variable that selects the memory content of the program below.
 const VERIFIER: &str = "LARDER_TEST_VERIFIER";
 
-/// No test, but the program whose memory is managed.
+/// Program whose memory is managed. It is no test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn verified() {
@@ -53,10 +53,10 @@ fn verified() {
 
 const MIB: u64 = 1 << 20;
 
-/// The memory of the program, in MiB.
+/// Memory of the program, in MiB.
 const VERIFIED_MIB: u64 = 64;
 
-/// Half of it.
+/// Budget: half of the program's memory.
 const BUDGET: &str = "32MiB";
 
 fn verifier_command(kind: &str) -> Command {
@@ -66,7 +66,7 @@ fn verifier_command(kind: &str) -> Command {
     command
 }
 
-/// A program that works on its memory and verifies it, and a place for the pager's files.
+/// A program that uses and verifies its memory, and a directory for the pager's files.
 struct Fixture {
     verifier: Verifier,
     folder: TempDir,
@@ -84,7 +84,7 @@ impl Fixture {
         }
     }
 
-    /// One whose memory is charged to that control group.
+    /// Starts a program whose memory is charged to that control group.
     fn in_group(kind: &str, group: &control_group::ControlGroup) -> Self {
         let command = group.with(&verifier_command(kind));
         Self {
@@ -109,7 +109,7 @@ impl Fixture {
         self.attach(&["--budget", BUDGET]).start().expect("it attaches")
     }
 
-    /// `larder memory` with these words and the control socket; the exit code, and what was said.
+    /// Runs `larder memory` with these arguments and the control socket; returns the exit status and the output.
     fn ask(&self, words: &str) -> (Option<i32>, String) {
         let mut command = Command::new(larder());
         command.arg("memory").args(words.split(' ')).arg("--control");
@@ -117,7 +117,7 @@ impl Fixture {
         run(command)
     }
 
-    /// What is in the folder.
+    /// Returns the names of the files in the directory.
     fn left(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
         entries
@@ -138,11 +138,11 @@ impl Fixture {
     }
 }
 
-/// What is to be as before when nobody manages a process any more.
+/// State of a process that must be as before once it is not managed any more.
 #[derive(Debug, PartialEq, Eq)]
 struct Alone {
     descriptors: BTreeMap<u32, PathBuf>,
-    /// Memory that a userfaultfd is told of.
+    /// Number of memory ranges that are registered with a userfaultfd.
     watched: usize,
 }
 
@@ -165,7 +165,7 @@ impl Alone {
 }
 
 #[test]
-fn memory_is_kept_within_its_budget_and_left_as_it_was() {
+fn budget_is_kept_and_detach_restores() {
     let mut fixture = Fixture::new();
     let before = fixture.alone();
     assert_eq!(before.watched, 0);
@@ -185,11 +185,11 @@ fn memory_is_kept_within_its_budget_and_left_as_it_was() {
         assert!(state.resident <= state.used, "{state:#?}");
         most = most.max(state.used);
     }
-    // It is kept free a little below, and gone over by what is on its way.
+    // A little of the budget is kept free, and operations in flight may exceed it.
     assert!(most <= 32 * MIB + 4 * MIB, "{most} bytes are used");
     let faults = pager.state().expect("answers").faults;
     assert!(faults.compressed.count > 0 && faults.uniform.count > 0, "{faults:?}");
-    // The program tells the same.
+    // `larder memory status` reports the same.
     let (code, said) = fixture.ask("status --output json");
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!((code, &told["budget"]), (Some(0), &(32 * MIB).into()));
@@ -210,7 +210,7 @@ fn memory_is_kept_within_its_budget_and_left_as_it_was() {
 }
 
 #[test]
-fn who_attaches_again_begins_anew() {
+fn process_can_be_reattached() {
     let mut fixture = Fixture::new();
     let before = fixture.alone();
     for _ in 0..3 {
@@ -223,12 +223,13 @@ fn who_attaches_again_begins_anew() {
     fixture.verify();
 }
 
+/// SIGTERM asks for a detach, which is refused while the host has no free memory for the pages.
 #[test]
-fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
+fn sigterm_detaches_only_with_room() {
     let mut fixture = Fixture::new();
     support::need_root("to have the pager see another /proc/meminfo");
     let before = fixture.alone();
-    // The pager's own view of the host, in which no memory is free.
+    // The pager sees a /proc/meminfo in which no memory is free.
     let (full, real) = (fixture.path("meminfo"), "/proc/meminfo");
     let meminfo = std::fs::read_to_string(real).expect("procfs");
     let none = meminfo.lines().map(|line| match line.starts_with("MemAvailable") {
@@ -236,7 +237,7 @@ fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
         false => format!("{line}\n"),
     });
     std::fs::write(&full, none.collect::<String>()).expect("writes");
-    // And its own /run, where it claims memory, so that it does not see what the pagers of other tests claim.
+    // The pager gets its own /run, where it claims memory, so that it does not see the claims of other tests' pagers.
     let bind = format!(
         "mount --bind {} {real} && mount --bind {} /run && exec \"$@\"",
         full.display(),
@@ -265,7 +266,7 @@ fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
     fixture.verify();
 }
 
-/// As two memory-backend-file objects with different offsets in one file are.
+/// One file with two mappings, as of two memory-backend-file objects with different offsets, is managed.
 #[test]
 fn file_with_two_mappings_is_managed() {
     let mut holder = holder::Holder::start_in_halves();

@@ -1,4 +1,4 @@
-//! What cannot be attached to, and what is said of it.
+//! Processes that cannot be attached to, and the errors.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use larder_bench::campaign::process::{Process, install_program};
 use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
 use crate::{BUDGET, Fixture};
 
-/// What is said of an attach that must be refused.
+/// Returns the error of an attach that must be refused.
 fn refusal(attach: &Attach) -> String {
     let (code, said) = run(attach.command());
     assert_eq!(code, Some(2), "{said}");
@@ -17,14 +17,14 @@ fn refusal(attach: &Attach) -> String {
     said
 }
 
-/// The same for a process by its number.
+/// Returns the error of an attach to the process with this PID, which must be refused.
 fn refusal_of(pid: u32) -> String {
     let folder = on_tmpfs();
     refusal(&Attach::new(larder(), folder.path(), pid, &["--budget", BUDGET]))
 }
 
 #[test]
-fn a_second_pager_is_refused_and_the_first_one_goes_on() {
+fn second_pager_is_refused() {
     let mut fixture = Fixture::new();
     let mut pager = fixture.start();
     let wanted = format!(
@@ -34,7 +34,7 @@ fn a_second_pager_is_refused_and_the_first_one_goes_on() {
     let other = on_tmpfs();
     let attach = Attach::new(larder(), other.path(), fixture.pid(), &["--budget", BUDGET]);
     assert!(refusal(&attach).contains(&wanted));
-    // Nor is the first one's socket taken away.
+    // The first pager's socket is not taken over either.
     let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     pager.state().expect("answers");
@@ -44,7 +44,7 @@ fn a_second_pager_is_refused_and_the_first_one_goes_on() {
 }
 
 #[test]
-fn budgets_that_are_too_small_are_refused_and_change_nothing() {
+fn too_small_budgets_are_refused() {
     let fixture = Fixture::new();
     let before = fixture.alone();
     for (words, wanted) in [
@@ -65,7 +65,7 @@ fn budgets_that_are_too_small_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn a_control_socket_that_cannot_be_leaves_the_process_as_it_was() {
+fn impossible_control_socket_changes_nothing() {
     let mut fixture = Fixture::new();
     let before = fixture.alone();
     std::fs::write(fixture.path("control"), "a file").expect("writes");
@@ -77,7 +77,7 @@ fn a_control_socket_that_cannot_be_leaves_the_process_as_it_was() {
 }
 
 #[test]
-fn processes_that_are_no_vm_are_refused() {
+fn unsuitable_processes_are_refused() {
     let mut sleep = Process::start(Command::new("cat")).expect("starts");
     let said = refusal_of(sleep.id());
     assert!(
@@ -85,7 +85,7 @@ fn processes_that_are_no_vm_are_refused() {
         "{said}"
     );
     sleep.kill();
-    // Larder itself.
+    // Larder itself is refused as well.
     let folder = on_tmpfs();
     let attach = Attach::of(larder(), folder.path(), &["--budget", BUDGET]);
     let attach = attach.by(&["sh", "-c", "exec \"$@\" --pid $$", "sh"]);
@@ -95,7 +95,7 @@ fn processes_that_are_no_vm_are_refused() {
     assert!(said.contains("is a thread of the kernel"), "{said}");
 }
 
-/// The process number of a thread of the kernel.
+/// Returns the PID of a kernel thread.
 fn kernel_thread() -> u32 {
     let comm = std::fs::read_to_string("/proc/2/comm").unwrap_or_default();
     assert_eq!(
@@ -106,7 +106,7 @@ fn kernel_thread() -> u32 {
 }
 
 #[test]
-fn a_guest_with_private_memory_is_told_how_to_share_it() {
+fn private_memory_error_advises_sharing() {
     let mut qemu = larder_bench::campaign::process::mortal("qemu-system-x86_64");
     qemu.args("-accel tcg -m 128 -nodefaults -display none -S -qmp stdio".split(' '));
     let mut qemu = Process::start(qemu).expect("starts");
@@ -120,10 +120,10 @@ fn a_guest_with_private_memory_is_told_how_to_share_it() {
 }
 
 #[test]
-fn whoever_has_no_right_to_a_process_is_refused() {
+fn attach_without_rights_is_refused() {
     need_root("to have processes of two users");
     let fixture = Fixture::new();
-    // Where anyone may run it.
+    // A copy of the program at a path where any user may run it.
     let folder = on_disk();
     let program = Path::new("/dev/shm").join(format!("larder-{}", std::process::id()));
     install_program(larder(), &program);
@@ -181,7 +181,7 @@ said: .ascii "ready\n"
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn a_process_of_32_bits_is_refused() {
+fn process_of_32_bits_is_refused() {
     let folder = on_disk();
     let path = |name: &str| folder.path().join(name).display().to_string();
     std::fs::write(path("narrow.s"), NARROW).expect("writes");

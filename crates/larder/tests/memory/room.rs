@@ -15,7 +15,7 @@ use crate::holder::{Holder, NONE};
 use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
 use crate::{BUDGET, Fixture, MIB};
 
-/// A program whose pages are on a slow disk, so that to bring them back takes many seconds.
+/// A program whose pages are on a slow disk, so that a detach takes many seconds.
 struct Slow {
     holder: Holder,
     pager: Pager,
@@ -47,7 +47,7 @@ impl Slow {
         command
     }
 
-    /// `larder memory detach`, once that is under way.
+    /// Starts `larder memory detach`, and waits until it is in progress.
     fn begin_detach(&self) -> Process {
         let detach = Process::start(self.command(&[])).expect("starts");
         self.is_detaching();
@@ -67,7 +67,7 @@ impl Slow {
     }
 }
 
-/// The control group of a VM has less room than its pages need: the kernel would kill it.
+/// A detach is refused if a VM's control group has less room than its pages need: the kernel would kill the VM.
 #[test]
 fn detach_beyond_group_limit_is_refused() {
     let group = ControlGroup::new("memory");
@@ -83,7 +83,7 @@ fn detach_beyond_group_limit_is_refused() {
         "{code:?} {said}"
     );
     fixture.works();
-    // So is a signal.
+    // A detach by a signal is refused, too.
     pager.process.signal(libc::SIGTERM);
     let refused = pager.process.wait_for("not detached, and goes on: ", LIMIT);
     assert!(refused.expect("is refused").contains(&place));
@@ -123,7 +123,7 @@ fn detach_stops_when_room_runs_out() {
     slow.holder.stop();
 }
 
-/// At any time: by SIGINT to the command, and by another command if it was a signal that has begun it.
+/// A detach can be cancelled at any time: by SIGINT to the command, and by another command if a signal began it.
 #[test]
 fn detach_is_cancelled_by_signal_or_command() {
     let mut slow = Slow::start(None, &[]);
@@ -151,8 +151,8 @@ fn detach_is_cancelled_by_signal_or_command() {
     slow.holder.stop();
 }
 
-/// /proc/meminfo with these numbers, in MiB, for a process that is started by the words that are returned; its /run is
-/// `run`.
+/// Returns the arguments that start a process with a fake /proc/meminfo, with these sizes in MiB, and with `run` as
+/// /run.
 fn host_of(folder: &Path, total: u64, available: u64, run: &Path) -> Vec<String> {
     need_root("to have the pager see another /proc/meminfo");
     let meminfo = folder.join("meminfo");
@@ -165,7 +165,7 @@ fn host_of(folder: &Path, total: u64, available: u64, run: &Path) -> Vec<String>
         .to_vec()
 }
 
-/// Two that detach at once do not count the same free memory; a pager that is killed has claimed nothing any more.
+/// Two concurrent detaches do not count the same free memory; the claim of a killed pager ends.
 #[test]
 fn concurrent_detaches_share_free_memory() {
     let shared = on_tmpfs();
@@ -197,7 +197,7 @@ fn concurrent_detaches_share_free_memory() {
     slow.holder.stop();
 }
 
-/// A tmpfs of that size, for the time of a test.
+/// A tmpfs with these mount options, for the time of a test.
 struct Tmpfs(TempDir);
 
 impl Tmpfs {
@@ -216,13 +216,14 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        // Its processes may be about to end.
+        // Its processes may be about to exit.
         let at = self.path().display().to_string();
         let _ = Command::new("umount").args(["--lazy", &at]).status();
     }
 }
 
-/// No process is killed, a fault is answered because other pages of the process make room for it, and the log has one line.
+/// When a tmpfs is full, a detach is refused with one log line; no process is killed, and a fault is resolved because
+/// other pages of the process make room.
 #[test]
 fn full_tmpfs_refuses_detach_with_one_log_line() {
     let (folder, disk) = (on_tmpfs(), on_disk());
@@ -253,7 +254,7 @@ fn full_tmpfs_refuses_detach_with_one_log_line() {
     holder.stop();
 }
 
-/// Huge pages of other files are nothing to a VM whose memory has none.
+/// Huge pages of other files do not matter for a VM whose memory has none.
 #[test]
 fn attach_ignores_huge_pages_of_other_files() {
     let mut fixture = Fixture::new();
@@ -277,7 +278,7 @@ fn attach_ignores_huge_pages_of_other_files() {
     fixture.verify();
 }
 
-/// Memory in a tmpfs that allows huge pages is refused, and such that has some of before.
+/// Memory in a tmpfs that allows huge pages, or that has some from before, is refused.
 #[test]
 fn attach_refuses_memory_in_huge_pages() {
     let (folder, tmpfs) = (on_tmpfs(), Tmpfs::mount("size=64M,huge=always"));
