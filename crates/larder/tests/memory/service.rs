@@ -1,4 +1,5 @@
-//! `larder memory attach --vm`: the memory of a VM's QEMUs, one after the other, as the VM's file says; and `--wait`.
+//! `larder memory attach --vm`, which manages the memory of a VM's QEMUs, one after the other, as the VM's file
+//! configures; and `--wait`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +16,7 @@ use crate::control_group::ControlGroup;
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 use crate::{Alone, MIB, verifier_command};
 
-/// A VM of a name that no other has, with a program in the place of its QEMU.
+/// A VM with a unique name, and with a program in place of its QEMU.
 struct Vm {
     name: String,
     folder: TempDir,
@@ -41,7 +42,7 @@ impl Vm {
         std::fs::write(self.file(), text).expect("writes the file");
     }
 
-    /// QEMU is started, as far as anybody can see.
+    /// Starts the program that stands for QEMU, with its pid file.
     fn boot(&self) -> Verifier {
         let verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
         let written = self.folder.path().join("qemu.pid.new");
@@ -67,7 +68,7 @@ impl Vm {
         Some(fetch_memory(&memory_control_of(&self.name)).ok()?.1)
     }
 
-    /// Waits until the memory is so.
+    /// Waits until the state of the memory satisfies `is_so`.
     fn wait_until(&self, service: &Process, is_so: impl Fn(&MemoryState) -> bool) -> MemoryState {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -85,7 +86,7 @@ impl Vm {
         })
     }
 
-    /// `larder memory` with these words and the VM's name.
+    /// Runs `larder memory` with these arguments and the VM's name.
     fn ask(&self, words: &str) -> (Option<i32>, String) {
         let mut command = Command::new(larder());
         command.arg("memory").args(words.split(' ')).arg(&self.name);
@@ -99,8 +100,9 @@ fn ends(mut service: Process) {
     assert!(ended.success(), "{}", service.output());
 }
 
+/// The service manages one QEMU after the other, also after kills of a QEMU and of the service.
 #[test]
-fn qemus_of_a_vm_are_managed_one_after_the_other_and_through_kills() {
+fn service_manages_successive_qemus_through_kills() {
     let vm = Vm::new("lives");
     let service = vm.serve();
     let (code, said) = vm.ask("status");
@@ -116,7 +118,7 @@ fn qemus_of_a_vm_are_managed_one_after_the_other_and_through_kills() {
         code == Some(0) && said.contains("budget:           32 MiB, used "),
         "{said}"
     );
-    // Who starts another one changes nothing.
+    // A second service changes nothing.
     let second_service = vm.serve();
     second_service
         .wait_for("is managed by another larder already", LIMIT)
@@ -130,7 +132,7 @@ fn qemus_of_a_vm_are_managed_one_after_the_other_and_through_kills() {
     second.works().expect("it works");
     let mut service = service;
     service.kill();
-    // The guest stands still by now, and its next pager takes it over at once.
+    // The guest is stalled by now, and its next pager takes over at once.
     let service = vm.serve();
     service
         .wait_for("in the place of another pager", LIMIT)
@@ -145,8 +147,9 @@ fn qemus_of_a_vm_are_managed_one_after_the_other_and_through_kills() {
     second.stop().expect("all is as it was written");
 }
 
+/// A reload applies a changed budget, and reports settings that need a restart.
 #[test]
-fn a_changed_file_changes_the_budget_and_what_cannot_change_is_told() {
+fn reload_applies_budget_and_reports_rest() {
     let vm = Vm::new("reload");
     let (service, mut verifier) = (vm.serve(), vm.boot());
     vm.wait_for_budget(&service, &verifier);
@@ -163,7 +166,7 @@ fn a_changed_file_changes_the_budget_and_what_cannot_change_is_told() {
     ] {
         service.wait_for(left, LIMIT).expect("is told");
     }
-    // What is wrong changes nothing, and neither does what cannot be.
+    // An invalid file changes nothing, and neither does an impossible setting.
     for (wrong, why) in [
         ("budget = \"1MiB", ": memory: a budget of 1 MiB is too small"),
         (
@@ -181,7 +184,7 @@ fn a_changed_file_changes_the_budget_and_what_cannot_change_is_told() {
         assert!(said.contains(why), "{said}");
     }
     assert_eq!(vm.state().expect("answers").budget, 40 * MIB);
-    // What somebody has changed by other means is as the file says again.
+    // A reload also reverts changes that were made by other means.
     let (code, said) = vm.ask("limit --budget 36MiB");
     assert!(code == Some(0) && said.starts_with("budget 36 MiB, "), "{said}");
     vm.write(FILE);
@@ -193,8 +196,9 @@ fn a_changed_file_changes_the_budget_and_what_cannot_change_is_told() {
     verifier.stop().expect("all is as it was written");
 }
 
+/// After a detach by command, the service leaves the process alone until a reload.
 #[test]
-fn who_is_let_go_of_is_left_alone_until_it_is_wished_otherwise() {
+fn detached_process_is_left_alone() {
     let vm = Vm::new("let-go");
     let (service, mut verifier) = (vm.serve(), vm.boot());
     vm.wait_for_budget(&service, &verifier);
@@ -202,7 +206,7 @@ fn who_is_let_go_of_is_left_alone_until_it_is_wished_otherwise() {
     let alone = format!("process {} is alone again", verifier.pid());
     assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
     verifier.works().expect("it works");
-    // It has looked again since; what it does not do cannot be waited for.
+    // Leaves the service time for another check: its inaction cannot be waited for.
     std::thread::sleep(std::time::Duration::from_secs(1));
     assert_eq!((Alone::of(verifier.pid()).watched, vm.state().is_none()), (0, true));
     service.signal(libc::SIGHUP);
@@ -212,7 +216,8 @@ fn who_is_let_go_of_is_left_alone_until_it_is_wished_otherwise() {
     verifier.stop().expect("all is as it was written");
 }
 
-/// The detach of `larder memory detach` is under way when the service is to end, and is cancelled then.
+/// The service stops even though a detach by `larder memory detach` is in progress when it gets the signal, and is
+/// cancelled then.
 #[test]
 fn stop_outlives_cancelled_detach_of_another() {
     let vm = Vm::new("outlives");
@@ -230,7 +235,7 @@ fn stop_outlives_cancelled_detach_of_another() {
     service
         .wait_for("detaching: everything is brought back into memory", LIMIT)
         .expect("begins");
-    // The service's own detach was refused by the time at which this is answered.
+    // By the time this is answered, the service's own detach has been refused.
     let (code, said) = vm.ask("status");
     assert_eq!(code, Some(0), "{said}");
     cancel_detach(&memory_control_of(&vm.name)).expect("answers");
@@ -245,8 +250,9 @@ fn stop_outlives_cancelled_detach_of_another() {
     verifier.stop().expect("all is as it was written");
 }
 
+/// A successor uses the swap cache that has the pages, even if the VM's file names another one by now.
 #[test]
-fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
+fn successor_uses_swap_cache_of_pages() {
     let (vm, disk) = (Vm::new("swap"), on_disk());
     let swap = |name: &str| {
         let path = disk.path().join(name).display().to_string();
@@ -283,8 +289,9 @@ fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
     );
 }
 
+/// A guest that waits for its memory gets a successor even if the VM's file has impossible settings by now.
 #[test]
-fn who_waits_for_its_memory_does_not_wait_for_a_file_that_asks_for_what_cannot_be() {
+fn stalled_guest_tolerates_impossible_config() {
     let vm = Vm::new("hasty");
     let (mut service, mut verifier) = (vm.serve(), vm.boot());
     vm.wait_for_budget(&service, &verifier);
@@ -306,8 +313,9 @@ fn who_waits_for_its_memory_does_not_wait_for_a_file_that_asks_for_what_cannot_b
     verifier.stop().expect("all is as it was written");
 }
 
+/// The service waits for a new QEMU while the pid file names a process that has exited.
 #[test]
-fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
+fn stale_pid_file_is_waited_past() {
     let vm = Vm::new("stale");
     let gone = vm.boot();
     gone.stop().expect("all is as it was written");
@@ -318,7 +326,7 @@ fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
     next.stop().expect("all is as it was written");
 }
 
-/// A user who can write the pid file could name any process of the host, for root to manage.
+/// A pid file that another user can write is refused, since that user could name any process of the host.
 #[test]
 fn pid_file_of_another_user_is_refused() {
     const OTHER: u32 = 12345;
@@ -337,7 +345,8 @@ fn pid_file_of_another_user_is_refused() {
     qemu.stop().expect("all is as it was written");
 }
 
-/// The clock is set after the pid file was written: a process is attached to, and its killed pager has a successor.
+/// The timestamps of the pid file do not matter: after the clock was set, a process is attached to, and its killed
+/// pager has a successor.
 #[test]
 fn times_of_pid_file_do_not_matter() {
     let vm = Vm::new("clock");
@@ -356,7 +365,7 @@ fn times_of_pid_file_do_not_matter() {
     qemu.stop().expect("all is as it was written");
 }
 
-/// By a successor of its killed pager.
+/// Checks that a successor of the killed pager manages QEMU.
 fn qemu_goes_on(vm: &Vm, qemu: &mut Verifier) {
     let service = vm.serve();
     vm.wait_for_budget(&service, qemu);
@@ -365,7 +374,7 @@ fn qemu_goes_on(vm: &Vm, qemu: &mut Verifier) {
 }
 
 #[test]
-fn a_qemu_that_is_only_just_started_is_waited_for() {
+fn attach_waits_for_starting_qemu() {
     let folder = on_tmpfs();
     let (qmp, control) = (folder.path().join("qmp"), folder.path().join("control"));
     let mut command = mortal("env");
@@ -393,8 +402,9 @@ fn a_qemu_that_is_only_just_started_is_waited_for() {
     assert!(!control.exists(), "the control socket is left");
 }
 
+/// While `attach --wait` waits, it reports why the process cannot be managed yet.
 #[test]
-fn what_cannot_be_managed_is_told_while_it_is_waited_for() {
+fn waiting_attach_reports_unmanageable_process() {
     let mut cat = Process::start(Command::new("cat")).expect("starts");
     let mut command = mortal("env");
     command

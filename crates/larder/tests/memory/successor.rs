@@ -14,7 +14,7 @@ use crate::holder::{Holder, NONE};
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 use crate::{BUDGET, Fixture, VERIFIED_MIB};
 
-/// A tracer of all threads of a process, as strace is one.
+/// A tracer of all threads of a process, like strace.
 struct Tracer {
     stop: mpsc::Sender<()>,
     thread: thread::JoinHandle<()>,
@@ -39,7 +39,7 @@ impl Tracer {
                 assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
             }
             began.send(()).expect("it is waited for");
-            // The kernel detaches it as it ends.
+            // The kernel detaches the tracer when its thread ends.
             let _ = stopped.recv();
         });
         begun.recv().expect("it traces");
@@ -52,7 +52,7 @@ impl Tracer {
     }
 }
 
-/// Maps the memory of a program here, too, for as long as this lives.
+/// A mapping of a program's memory in this process, until it is dropped.
 struct Mapped(*mut std::ffi::c_void, usize);
 
 impl Mapped {
@@ -66,7 +66,7 @@ impl Mapped {
         let path = entries.flatten().map(|entry| entry.path()).find(is_ram);
         let file = File::open(path.expect("its memory")).expect("opens");
         let bytes = (VERIFIED_MIB << 20) as usize;
-        // SAFETY: a new mapping, at an address that the kernel chooses; nothing of it is touched.
+        // SAFETY: a new mapping, at an address that the kernel chooses; it is never accessed.
         let at = unsafe {
             let nowhere = std::ptr::null_mut();
             rustix::mm::mmap(nowhere, bytes, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0)
@@ -77,11 +77,13 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: mapped by this.
+        // SAFETY: this object made the mapping.
         unsafe { rustix::mm::munmap(self.0, self.1) }.expect("it is a mapping");
     }
 }
 
+/// A successor attaches although the process has a tracer and another process has its memory mapped; a first attach
+/// is refused then.
 #[test]
 fn successor_ignores_tracer_and_external_mapping() {
     let mut fixture = Fixture::new();
@@ -96,7 +98,7 @@ fn successor_ignores_tracer_and_external_mapping() {
     assert_eq!(warned.count(), 2, "{said}");
     fixture.works();
     pager.wait_for_budget().expect("within the budget");
-    // The end of a detach takes ptrace, so it waits for the tracer to exit.
+    // The end of a detach needs ptrace, so it waits for the tracer to exit.
     pager.process.signal(libc::SIGTERM);
     let waits = |text: &Option<String>| {
         text.as_ref()
@@ -111,14 +113,15 @@ fn successor_ignores_tracer_and_external_mapping() {
     let ended = pager.process.wait(LIMIT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
     assert_eq!(fixture.alone(), before);
-    // A first attach is refused, as ever.
+    // A first attach is still refused.
     let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
     assert!(code == Some(2) && said.contains("is mapped by process"), "{said}");
     drop(mapped);
     fixture.verify();
 }
 
-/// The packaged service has neither CAP_SYS_ADMIN nor CAP_CHECKPOINT_RESTORE, so it opens memory by descriptors alone.
+/// A successor with the packaged service's capabilities manages memory for which the process has no descriptor any
+/// more. The service has neither CAP_SYS_ADMIN nor CAP_CHECKPOINT_RESTORE, so it opens memory by descriptors alone.
 #[test]
 fn successor_ignores_memory_without_descriptor() {
     let mut holder = Holder::start();
@@ -174,7 +177,7 @@ fn detach_of_frozen_process_waits_for_thaw() {
     pager
         .wait_until(|state| is_frozen(&state.detach_problem))
         .expect("it waits");
-    // It is taken back, too.
+    // The waiting detach can be cancelled, too.
     let (code, said) = fixture.ask("detach --cancel");
     assert!(
         code == Some(0) && said.contains("is still managed: cancelled"),
@@ -195,7 +198,7 @@ fn detach_of_frozen_process_waits_for_thaw() {
     fixture.verify();
 }
 
-/// The command does not take the end of the pager for the end of its work.
+/// The command does not take the pager's end for a completed detach.
 #[test]
 fn detach_reports_killed_pager() {
     let mut fixture = Fixture::new();
@@ -227,7 +230,7 @@ fn detach_reports_killed_pager() {
     fixture.verify();
 }
 
-/// The kernel chooses the pager, not the guest, when memory runs out.
+/// When memory runs out, the kernel kills the pager rather than the guest.
 #[test]
 fn pager_has_higher_oom_score() {
     let fixture = Fixture::new();

@@ -1,4 +1,5 @@
-//! What a swap cache and a slow store must not take from others: devices in use, labels at a device's end, a user's file.
+//! Disks that a swap cache and a slow store must not take: devices in use, devices with a label at their end, user
+//! files.
 
 use std::fs::File;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -15,7 +16,7 @@ fn sparse(path: &Path, mib: u64) {
     file.set_len(mib * MIB).expect("a size");
 }
 
-/// What `option` with `disk` is refused with.
+/// Returns the error of an attach whose `option` names `disk`.
 fn refusal(fixture: &Fixture, option: &str, disk: &str) -> String {
     let attach = fixture.attach(&["--budget", BUDGET, option, disk]);
     let (code, said) = run(attach.command());
@@ -23,12 +24,12 @@ fn refusal(fixture: &Fixture, option: &str, disk: &str) -> String {
     said
 }
 
-/// Claims a device as a mount does.
+/// Claims a device like a mount does.
 fn claim(device: &Path) -> std::io::Result<File> {
     File::options().read(true).custom_flags(libc::O_EXCL).open(device)
 }
 
-/// An empty block device over a sparse file in a folder.
+/// Returns an empty block device over a sparse file in a directory.
 fn empty_device() -> (TempDir, PathBuf, LoopDevice) {
     let folder = on_disk();
     let path = folder.path().join("disk");
@@ -46,7 +47,7 @@ fn with_swap(fixture: &Fixture, swap: &Path, more: &[&str]) -> Attach {
     fixture.attach(&[&words, more].concat())
 }
 
-/// A device that another program holds with O_EXCL is neither taken nor changed.
+/// A device that another program has opened with O_EXCL is neither used nor changed.
 #[test]
 fn claimed_device_is_refused_as_swap_cache() {
     let (_folder, path, device) = empty_device();
@@ -61,7 +62,7 @@ fn claimed_device_is_refused_as_swap_cache() {
     fixture.verify();
 }
 
-/// While pages are on a device nothing else can claim it, and it is free again after that.
+/// While pages are on a device, no other program can claim it; after the detach it is free again.
 #[test]
 fn managed_swap_device_is_claimed_until_detach() {
     let (_folder, _, device) = empty_device();
@@ -78,7 +79,8 @@ fn managed_swap_device_is_claimed_until_detach() {
     fixture.verify();
 }
 
-/// The guest's pages are on the device of a killed pager: its successor uses it, whoever has claimed it meanwhile.
+/// A successor of a killed pager uses the device with the guest's pages, even if another program has claimed it
+/// meanwhile.
 #[test]
 fn successor_uses_swap_device_claimed_meanwhile() {
     let (_folder, _, device) = empty_device();
@@ -87,7 +89,7 @@ fn successor_uses_swap_device_claimed_meanwhile() {
     let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.live > 0));
     state.expect("pages are on it");
     pager.process.kill();
-    // The kernel closes a killed process's files when it can.
+    // The kernel closes a killed process's files with some delay.
     let claimed = loop {
         if let Ok(claimed) = claim(&device.0) {
             break claimed;
@@ -102,7 +104,7 @@ fn successor_uses_swap_device_claimed_meanwhile() {
     fixture.verify();
 }
 
-/// A RAID member whose label is at its end, on a device, in a file and behind an NBD server, is not overwritten.
+/// A RAID member with its label at the end is not overwritten, on a device, in a file or behind an NBD server.
 #[test]
 fn raid_member_is_refused_as_swap_cache() {
     let folder = on_disk();
@@ -132,7 +134,7 @@ fn nbd(folder: &Path) -> String {
     format!("nbd+unix:///?socket={}", text(&folder.join("nbd")))
 }
 
-/// A file that was there before is not removed: it keeps its size, has no pages, and can be used again.
+/// A file that existed before is not removed: it keeps its size, has no pages any more, and can be used again.
 #[test]
 fn given_swap_file_is_kept_without_pages() {
     let folder = on_disk();
@@ -144,7 +146,7 @@ fn given_swap_file_is_kept_without_pages() {
         let mut pager = with_swap(&fixture, &path, size).start().expect("it attaches");
         let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.live > 0));
         state.expect("pages are on it");
-        // A successor knows no more than the disk says.
+        // A successor knows only what the disk says.
         pager.process.kill();
         let mut pager = with_swap(&fixture, &path, size).start().expect("it goes on");
         pager.detach().expect("it detaches");
@@ -156,7 +158,8 @@ fn given_swap_file_is_kept_without_pages() {
     fixture.verify();
 }
 
-/// A file that Larder made is removed by a successor, too, and one that has taken its path is not. Moved away it has no pages.
+/// A file that Larder created is removed, also by a successor; a file that has replaced it is not. If it was moved
+/// away, its pages are erased.
 #[test]
 fn only_made_swap_file_is_removed() {
     let folder = on_disk();

@@ -1,4 +1,4 @@
-//! The file that a swap cache is: whose it is, and how large it may become.
+//! The file of a swap cache: its owner, and its size.
 
 use std::path::{Path, PathBuf};
 
@@ -8,14 +8,14 @@ use larder_bench::campaign::process::Process;
 use crate::support::{LIMIT, disk_serve, larder, on_disk, run};
 use crate::{BUDGET, Fixture};
 
-/// With little compressed RAM, so that pages go to `swap`.
+/// Returns an attach with little compressed RAM, so that pages go to `swap`.
 fn attach(fixture: &Fixture, swap: &Path, size: &str) -> Attach {
     let swap = swap.display().to_string();
     let disk = ["--swap-cache", &swap, "--swap-size", size];
     fixture.attach(&[&["--budget", BUDGET, "--compressed", "2MiB"], &disk[..]].concat())
 }
 
-/// A program whose memory is within its budget, with that file as its swap cache.
+/// Starts a program whose memory is within its budget, with that file as its swap cache.
 fn managed(swap: &Path) -> (Fixture, Pager) {
     let fixture = Fixture::new();
     let pager = attach(&fixture, swap, "64MiB").start().expect("it attaches");
@@ -30,8 +30,9 @@ fn refusal(attach: &Attach) -> String {
     said
 }
 
+/// A swap cache in use is refused to another process, and not changed.
 #[test]
-fn a_swap_cache_in_use_is_not_changed_for_another_process() {
+fn swap_cache_in_use_is_unchanged() {
     let disk = on_disk();
     let swap = disk.path().join("swap");
     let (mut fixture, mut pager) = managed(&swap);
@@ -48,8 +49,9 @@ fn a_swap_cache_in_use_is_not_changed_for_another_process() {
     fixture.verify();
 }
 
+/// A killed pager's swap cache is kept for its successor while the process lives, and is free after that.
 #[test]
-fn what_a_killed_pager_has_on_a_disk_is_kept_for_its_successor() {
+fn killed_pagers_swap_cache_is_reserved() {
     let disk = on_disk();
     let swap = disk.path().join("swap");
     let (mut fixture, mut pager) = managed(&swap);
@@ -57,7 +59,7 @@ fn what_a_killed_pager_has_on_a_disk_is_kept_for_its_successor() {
     let said = refusal(&attach(&Fixture::new(), &swap, "64MiB"));
     let wanted = format!("pages of process {} are on it, whose pager has ended", fixture.pid());
     assert!(said.contains(&wanted), "{said}");
-    // Nor does it become a disk.
+    // It cannot be served as a disk either.
     let socket = disk.path().join("nbd");
     let uri = format!("nbd+unix:///?socket={}", socket.display());
     let (code, said) = run(disk_serve(&[
@@ -71,7 +73,7 @@ fn what_a_killed_pager_has_on_a_disk_is_kept_for_its_successor() {
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     let mut pager = attach(&fixture, &swap, "64MiB").start().expect("it goes on");
     fixture.works();
-    // That process has ended, and with it what its pages are worth.
+    // The process has ended, so its pages are not needed any more.
     pager.process.kill();
     drop(fixture);
     let other = Fixture::new();
@@ -81,8 +83,9 @@ fn what_a_killed_pager_has_on_a_disk_is_kept_for_its_successor() {
     other.verify();
 }
 
+/// A swap cache's file that its owner removes while an attach waits for it is created again.
 #[test]
-fn a_swap_cache_that_goes_while_it_is_waited_for_is_made_anew() {
+fn vanished_swap_cache_is_recreated() {
     let disk = on_disk();
     let swap = disk.path().join("swap");
     let (fixture, mut first) = managed(&swap);
@@ -103,7 +106,7 @@ fn a_swap_cache_that_goes_while_it_is_waited_for_is_made_anew() {
 }
 
 #[test]
-fn a_swap_cache_for_which_there_is_no_room_takes_none() {
+fn swap_cache_without_space_takes_none() {
     let disk = on_disk();
     let fixture = Fixture::new();
     let new = disk.path().join("new");
@@ -117,7 +120,7 @@ fn a_swap_cache_for_which_there_is_no_room_takes_none() {
             assert_eq!((there(&new), there(&empty)), (None, Some(0)));
         }
     }
-    // What was given its size and nothing else is nobody's.
+    // A file that has a size and no data is free to use.
     std::fs::File::options()
         .write(true)
         .open(&empty)
@@ -129,8 +132,9 @@ fn a_swap_cache_for_which_there_is_no_room_takes_none() {
     fixture.verify();
 }
 
+/// One file cannot be swap cache and slow store, and is not created then.
 #[test]
-fn a_swap_cache_that_is_the_slow_store_too_is_refused_and_not_made() {
+fn swap_cache_cannot_be_slow_store() {
     let disk = on_disk();
     let fixture = Fixture::new();
     let path = disk.path().join("both");
@@ -159,7 +163,7 @@ fn a_swap_cache_that_is_the_slow_store_too_is_refused_and_not_made() {
     fixture.verify();
 }
 
-/// A file may become no larger than RLIMIT_FSIZE: the kernel has a signal for that, which is no way to report it.
+/// A swap file beyond RLIMIT_FSIZE is refused; the kernel's signal for that would be no usable report.
 #[test]
 fn swap_file_beyond_rlimit_is_refused() {
     let disk = on_disk();

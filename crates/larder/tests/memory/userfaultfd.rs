@@ -1,17 +1,17 @@
-//! What a managed process has of the pager's userfaultfd: a ring that holds it, or, where there can be no ring, itself.
+//! The pager's userfaultfd in the managed process: in a ring, or, where there can be no ring, as a descriptor.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use crate::{BUDGET, Fixture};
 
-/// The command that the program below is to become.
+/// Variable with the command that the program below executes.
 const COMMAND: &str = "LARDER_TEST_WITHOUT_RINGS";
 
-/// `IORING_REGISTER_FILES` of linux/io_uring.h: the pager's other rings have no files.
+/// `IORING_REGISTER_FILES` of linux/io_uring.h: only the ring with the userfaultfd has registered files.
 const REGISTER_FILES: u32 = 2;
 
-/// The links of the process's descriptors that are of a userfaultfd, of a ring, and of the memory of a ring.
+/// Counts the process's descriptors of a userfaultfd, of a ring, and of a ring's memory.
 fn held(fixture: &Fixture) -> [usize; 3] {
     let descriptors = fixture.alone().descriptors;
     [
@@ -25,8 +25,8 @@ fn held(fixture: &Fixture) -> [usize; 3] {
 const IN_RING: [usize; 3] = [0, 1, 1];
 const OPEN: [usize; 3] = [1, 0, 0];
 
-/// Code that takes QEMU over finds no userfaultfd, and the userfaultfd ends with QEMU all the same: a page that is missing
-/// between two pagers is waited for, and none is zeros, which the program would notice.
+/// Code that takes QEMU over finds no userfaultfd, yet the userfaultfd lives as long as QEMU: a page that is missing
+/// between two pagers is waited for, and does not become zeros, which the program would notice.
 #[test]
 fn managed_process_has_no_userfaultfd() {
     let mut fixture = Fixture::new();
@@ -42,7 +42,7 @@ fn managed_process_has_no_userfaultfd() {
         pager.wait_for_budget().expect("within the budget");
         pager.process.kill();
         assert_eq!(held(&fixture), IN_RING);
-        // Long enough for the program to touch what is missing.
+        // Long enough for the program to touch missing pages.
         std::thread::sleep(std::time::Duration::from_millis(20));
         fixture.verifier.report().expect("nothing is wrong");
         pager = fixture.start();
@@ -57,8 +57,8 @@ fn managed_process_has_no_userfaultfd() {
     fixture.verify();
 }
 
-/// As on Linux before 6.8, and where a filter of system calls is in the way: the descriptor stays, which is logged, and pagers that know of rings
-/// go on with it, as after an upgrade.
+/// Where rings are unavailable, as on Linux before 6.8 or with a seccomp filter, the descriptor stays in the process,
+/// which is logged. Pagers with ring support continue with it, as after an upgrade.
 #[test]
 fn userfaultfd_stays_where_rings_are_forbidden() {
     let mut fixture = Fixture::new();
@@ -84,7 +84,8 @@ fn userfaultfd_stays_where_rings_are_forbidden() {
     fixture.verify();
 }
 
-/// No test, but a program that becomes another one, whose rings can hold no file.
+/// Program that executes another one with a seccomp filter, so that its rings cannot register files. It is no test:
+/// other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn without_rings() {
@@ -99,7 +100,7 @@ fn without_rings() {
     let skip_unless = |value, count| filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, count, value);
     let answer = |action| filter(libc::BPF_RET | libc::BPF_K, 0, 0, action);
     let mut filters = [
-        // The number of the call, and its second argument.
+        // Loads the number of the system call, then its second argument.
         load(0),
         skip_unless(libc::SYS_io_uring_register as u32, 3),
         load(24),
@@ -111,7 +112,7 @@ fn without_rings() {
         len: filters.len() as u16,
         filter: filters.as_mut_ptr(),
     };
-    // SAFETY: a filter of this thread, which becomes the other program; it lives for the call.
+    // SAFETY: the filter applies to this thread, which executes the other program, and outlives the call.
     let done = unsafe {
         libc::prctl(
             libc::PR_SET_SECCOMP,

@@ -1,5 +1,5 @@
-//! A program whose disk Larder serves: direct I/O into memory of which pages are leaving all the time, and clean ones. A guest
-//! under QEMU mostly reads into memory that it has just used, which does not leave.
+//! A program whose disk Larder serves, with direct I/O into memory whose pages are constantly evicted, and into clean
+//! pages. A guest under QEMU mostly reads into memory that it has just used, which is not evicted.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,22 +22,22 @@ use tempfile::TempDir;
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs};
 use crate::{Alone, MIB};
 
-/// What is read at a time.
+/// Size of a read, in bytes.
 const BLOCK: usize = 64 << 10;
 const WORDS: usize = BLOCK / 8;
-/// Blocks of the disk.
+/// Number of blocks of the disk.
 const BLOCKS: u64 = 512;
-/// Places of the memory for one.
+/// Number of block-sized slots in the memory.
 const PLACES: usize = 1024;
-/// Reads in flight.
+/// Number of reads in flight.
 const DEPTH: usize = 64;
-/// For so many it goes on under a pager: some thousands show it where writes are not stopped, or not waited for.
+/// Number of reads under a pager: some thousands reveal writes that are not stopped, or not waited for.
 const READS: u64 = 20_000;
 
-/// The variable with the socket of the disk of the programs below.
+/// Variable with the socket of the disk, for the programs below.
 const PROGRAM: &str = "LARDER_TEST_READS";
 
-/// What is in a block of the disk.
+/// Returns the content of a block of the disk.
 fn words(block: u64) -> impl Iterator<Item = u64> {
     let mut random = Random::new(block + 1);
     std::iter::repeat_with(move || random.below(u64::MAX)).take(WORDS)
@@ -47,7 +47,7 @@ fn bytes(block: u64) -> Vec<u8> {
     words(block).flat_map(u64::to_le_bytes).collect()
 }
 
-/// No test, but the program.
+/// Program that reads from its disk. It is no test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn reads() {
@@ -74,7 +74,8 @@ fn reads() {
     assert_eq!(findings.mismatches.load(Ordering::Relaxed), 0);
 }
 
-/// No test, but a program that fills its memory, and on the command "write" writes the first blocks of it to its disk.
+/// Program that fills its memory, and on the command "write" writes the first blocks of it to its disk. It is no
+/// test: other tests start it.
 #[test]
 #[ignore = "started by other tests"]
 fn writes() {
@@ -92,7 +93,7 @@ fn writes() {
     for line in std::io::stdin().lock().lines() {
         let is_write = line.expect("what to do") == "write";
         for place in 0..DEPTH {
-            // Reads use the last block alone, so that only the queue's pages come back besides.
+            // Reads use only the last slot, so that apart from it only the queue's pages are paged in.
             let block = [Buffer {
                 address: address_of(&guest, if is_write { place } else { PLACES - 1 }),
                 len: BLOCK as u32,
@@ -129,7 +130,7 @@ struct Findings {
 }
 
 impl Findings {
-    /// As [`Verifier`] understands it.
+    /// Prints a report in the form that [`Verifier`] parses.
     fn tell(&self, what: &str) {
         println!(
             "\n{what} accesses={} mismatches={} stalls=0 longest_us=0",
@@ -140,14 +141,14 @@ impl Findings {
     }
 }
 
-/// Reads blocks to wherever in its memory, and looks at others meanwhile.
+/// Reads blocks into random slots of its memory, and verifies other slots meanwhile.
 struct Reader {
     guest: FrontEnd,
     findings: Arc<Findings>,
     random: Random,
-    /// The block in each place; none where one is being read to.
+    /// The block in each slot; `None` while a read into the slot is in flight.
     held: Vec<Option<u64>>,
-    /// By request: the place, and the block.
+    /// Slot and block of each request in flight.
     under_way: BTreeMap<u16, (usize, u64)>,
 }
 
@@ -205,7 +206,7 @@ impl Reader {
         }
         while !self.findings.stop.load(Ordering::Relaxed) {
             while self.under_way.len() < DEPTH {
-                // Not looked at before: it would come back, and not be one of those that leave.
+                // The slot is not accessed first, which would page it in, so that it would not be one of the evicted.
                 let place = self.random.below(PLACES as u64) as usize;
                 if self.held[place].is_some() {
                     self.read(place);
@@ -248,7 +249,7 @@ impl Bed {
         Verifier::start(command).expect("a program to manage")
     }
 
-    /// A pager that keeps a program within its budget, with a swap cache.
+    /// Starts a pager that keeps a program within a budget, with a swap cache.
     fn pager(&self, folder: &TempDir, program: &Verifier) -> Pager {
         let budget = (40 * MIB).to_string();
         let swap = self.images.path().join("swap").display().to_string();
@@ -260,8 +261,9 @@ impl Bed {
     }
 }
 
+/// Direct I/O that bypasses the program's page tables, into pages that are clean or being evicted, is not lost.
 #[test]
-fn what_is_read_past_the_page_tables_to_pages_that_are_leaving_or_clean_is_not_lost() {
+fn direct_reads_into_evicted_pages_survive() {
     let (folder, bed) = (on_tmpfs(), Bed::new());
     let mut reader = bed.program("reads");
     let mut pager = bed.pager(&folder, &reader);
@@ -281,7 +283,7 @@ fn what_is_read_past_the_page_tables_to_pages_that_are_leaving_or_clean_is_not_l
     reader.stop().expect("all is as it was read");
 }
 
-/// Requests under way when a VM ends may wait for pages that are stored.
+/// Requests in flight when a VM is killed are completed, although they may wait for pages on the swap cache.
 #[test]
 fn killed_process_has_its_waiting_requests_completed() {
     let (folder, bed) = (on_tmpfs(), Bed::new());

@@ -1,5 +1,5 @@
-//! Connections that are lost and made again: every byte arrives all the same, both ways, once, and neither QEMU sees more
-//! than a pause.
+//! Connections that are lost and made again: every byte still arrives once, in both directions, and neither QEMU sees
+//! more than a pause.
 
 use std::io::Read as _;
 use std::net::Shutdown;
@@ -20,8 +20,8 @@ use crate::wire::{END, OPEN};
 const PAGES: usize = 2000;
 const IS_BACK: &str = "the link is back after";
 
-/// Carries a main channel, has this happen in the middle of it, when as much as that has gone over lanes, and sees that all
-/// arrives. What the sender said.
+/// Carries a main channel, lets `happens` act when `held_at` bytes have crossed the lanes, and checks that everything
+/// arrives. Returns the sender's output.
 fn goes_on(mut between: Between, held_at: u64, happens: impl FnOnce(&Between)) -> String {
     let stream = main_channel(PAGES);
     between.relay.hold_at(held_at);
@@ -36,21 +36,21 @@ fn goes_on(mut between: Between, held_at: u64, happens: impl FnOnce(&Between)) -
 }
 
 #[test]
-fn a_session_goes_on_when_its_connections_are_cut_in_the_middle() {
+fn session_survives_cut_connections() {
     for held_at in [1, 100_000, 2_000_001] {
         goes_on(Between::start(), held_at, |between| between.relay.cut());
     }
 }
 
 #[test]
-fn a_session_goes_on_when_one_of_its_connections_is_cut() {
+fn session_survives_one_cut_connection() {
     for number in 0..3 {
         goes_on(Between::start(), 1_000_000, |between| between.relay.cut_one(number));
     }
 }
 
 #[test]
-fn a_session_goes_on_that_is_cut_while_nothing_goes_over() {
+fn idle_session_survives_cuts() {
     let mut between = Between::start();
     for number in 1..=3 {
         between.relay.cut();
@@ -62,9 +62,9 @@ fn a_session_goes_on_that_is_cut_while_nothing_goes_over() {
     carries(&mut between, PAGES);
 }
 
-/// A router that forgets connections says nothing of it, and may still carry one way.
+/// A link that silently carries nothing in one or both directions, as after a router lost its state, is made again.
 #[test]
-fn a_link_that_carries_nothing_any_more_one_way_or_both_is_made_again() {
+fn frozen_link_is_reconnected() {
     std::thread::scope(|scope| {
         for ways in [&[Way::There][..], &[Way::Back], &[Way::There, Way::Back]] {
             scope.spawn(move || {
@@ -76,7 +76,7 @@ fn a_link_that_carries_nothing_any_more_one_way_or_both_is_made_again() {
     });
 }
 
-/// Ends a connection after so many bytes.
+/// Ends a connection after this many bytes.
 struct Cutter(u64);
 
 impl Tamper for Cutter {
@@ -88,12 +88,12 @@ impl Tamper for Cutter {
     }
 }
 
-/// Carries channels both ways over connections each of which is cut after some bytes, so many times. What they say on
-/// channels that nobody understands, and what the destination's QEMU answers, arrives as well.
+/// Carries channels in both directions over connections each of which is cut after some bytes, `cuts` times. Data of
+/// unknown channels, and answers of the destination's QEMU, arrive as well.
 fn over_and_over(words: [&[&str]; 2], seed: u64, cuts: usize) {
     let random = Mutex::new(Random::new(seed));
     let tamper = move |number: usize, way: Way| -> Option<Box<dyn Tamper>> {
-        // The first ones open the session.
+        // The first connections open the session.
         let is_cut = (3..3 + cuts).contains(&number) || number < 3;
         let mut random = random.lock().expect("whole");
         let least = if number < 3 { 8_000 } else { 0 };
@@ -140,14 +140,14 @@ fn over_and_over(words: [&[&str]; 2], seed: u64, cuts: usize) {
 }
 
 #[test]
-fn connections_that_are_cut_over_and_over_lose_nothing_and_repeat_nothing() {
+fn repeated_cuts_lose_and_repeat_nothing() {
     for seed in 1..=4 {
         over_and_over([&[], &[]], seed, 60);
     }
 }
 
 #[test]
-fn connections_over_tls_that_are_cut_over_and_over_lose_nothing_and_repeat_nothing() {
+fn repeated_tls_cuts_lose_nothing() {
     let authority = Authority::new();
     let words = authority.words();
     for seed in 5..=6 {
@@ -155,7 +155,7 @@ fn connections_over_tls_that_are_cut_over_and_over_lose_nothing_and_repeat_nothi
     }
 }
 
-/// Ends the first control connection where a message of this kind would go by, or right after it.
+/// Ends the first control connection before or after a message of this kind.
 struct CutAt {
     kind: u8,
     after: bool,
@@ -186,8 +186,9 @@ impl Tamper for CutAt {
     }
 }
 
+/// A session ends properly, however the connections are cut around its first and last messages.
 #[test]
-fn a_session_ends_in_order_however_its_end_is_cut() {
+fn session_ends_cleanly_despite_cuts() {
     for (kind, way, after) in [
         (OPEN, Way::There, false),
         (OPEN, Way::There, true),
@@ -215,7 +216,7 @@ fn a_session_ends_in_order_however_its_end_is_cut() {
 }
 
 #[test]
-fn a_link_that_does_not_come_back_is_given_up_when_patience_is_over() {
+fn lost_link_fails_after_patience() {
     let mut between = Waiting::start(&[]).joined(&["--patience", "1"]);
     let stream = main_channel(PAGES);
     between.relay.hold_at(1_000_000);
@@ -236,7 +237,7 @@ fn a_link_that_does_not_come_back_is_given_up_when_patience_is_over() {
 }
 
 #[test]
-fn a_receiver_that_is_dead_is_not_waited_for() {
+fn dead_receiver_is_not_awaited() {
     let mut between = Waiting::start(&[]).joined_directly(&["--patience", "3600"]);
     let source = between.source();
     between.receiver.process.kill();
@@ -249,7 +250,7 @@ fn a_receiver_that_is_dead_is_not_waited_for() {
 }
 
 #[test]
-fn a_receiver_that_was_started_again_knows_nothing_of_the_session_and_says_so() {
+fn restarted_receiver_rejects_old_session() {
     let mut between = Waiting::start(&[]).joined(&["--patience", "3600"]);
     let source = between.source();
     let _destination = between.destination();
@@ -272,7 +273,7 @@ fn a_receiver_that_was_started_again_knows_nothing_of_the_session_and_says_so() 
 }
 
 #[test]
-fn a_link_that_is_lost_is_told_to_those_who_watch() {
+fn lost_link_is_shown_in_status() {
     let waiting = Waiting::start(&[]);
     let folder = crate::support::on_tmpfs();
     let control = folder.path().join("control");
@@ -304,7 +305,8 @@ fn a_link_that_is_lost_is_told_to_those_who_watch() {
     carries(&mut between, 200);
 }
 
-/// Post-copy switches over in a fraction of a second, in which a connection that is lost for good is the end of the guest.
+/// Checks a move by post-copy whose connections are cut around the switch-over, a fraction of a second in which a
+/// connection that is lost for good would kill the guest.
 fn goes_over_by_post_copy(release: Release) {
     let load = Load {
         kind: "random",
@@ -329,7 +331,7 @@ fn goes_over_by_post_copy(release: Release) {
     source.migrate(&path("sender")).expect("QEMU begins");
     source.wait_for_migration(&["active"]).expect("it goes on");
     source.ask("migrate-start-postcopy", &json!({})).expect("it may");
-    // As soon as the source stands still, and besides whenever more than a frame has gone over.
+    // Cuts as soon as the source's guest is paused, and also each time that more than a frame was carried.
     let (mut stands, mut before) = (false, relay.carried());
     while destination.run_state().expect("answers") != "running" {
         let stops = !stands && source.run_state().expect("answers") != "running";
@@ -350,12 +352,14 @@ fn goes_over_by_post_copy(release: Release) {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
+/// With the host's QEMU, a move by post-copy survives cut connections at the switch-over.
 #[test]
-fn a_guest_of_the_hosts_qemu_goes_over_by_post_copy_whose_connections_are_cut_as_it_switches_over() {
+fn host_qemu_postcopy_survives_switchover_cuts() {
     goes_over_by_post_copy(Release::Host);
 }
 
+/// With QEMU 10, a move by post-copy survives cut connections at the switch-over.
 #[test]
-fn a_guest_of_qemu_10_goes_over_by_post_copy_whose_connections_are_cut_as_it_switches_over() {
+fn qemu_10_postcopy_survives_switchover_cuts() {
     goes_over_by_post_copy(Release::Debian13);
 }

@@ -1,4 +1,4 @@
-//! `--bandwidth`.
+//! `larder migrate --bandwidth`.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use crate::ends::{Waiting, carries_on, write};
 use crate::support::pattern;
 
 #[test]
-fn no_more_goes_over_the_link_than_is_allowed() {
+fn bandwidth_limit_is_kept() {
     const MIB: usize = 1 << 20;
     let mut between = Waiting::start(&[]).joined(&["--bandwidth", "4MiB"]);
     let stream = pattern(3, 8 * MIB);
@@ -19,7 +19,7 @@ fn no_more_goes_over_the_link_than_is_allowed() {
         carried >= stream.len() as u64,
         "{carried} bytes for what cannot become less"
     );
-    // What the lanes have at hand in the beginning goes at once, and the last frames need not be waited for.
+    // The lanes' initial allowance is sent at once, and the last frames need not be waited for.
     let allowed = (seconds * 4.0 + 1.5) * MIB as f64;
     assert!(carried as f64 <= allowed, "{carried} bytes in {seconds} s");
 }

@@ -1,5 +1,5 @@
-//! What breaks while a session is under way that does not connect again: whoever is left ends soon, as a failure that says
-//! why, and neither QEMU takes what it has for the whole.
+//! Failures in a session that does not reconnect: the remaining side soon ends with a failure and its reason, and
+//! neither QEMU takes a partial stream for a complete one.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -7,24 +7,24 @@ use std::os::unix::net::UnixStream;
 use crate::ends::{Between, Received, Waiting, main_channel, was_closed, write};
 use crate::support::{LIMIT, pattern};
 
-/// How far a session has come.
+/// Progress of a session at which something fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// No QEMU has connected.
     Idle,
     /// The first bytes have arrived.
     Begun,
-    /// Frames are on their way on all lanes.
+    /// Frames are in flight on all lanes.
     Middle,
-    /// The destination's QEMU takes nothing, and as much waits for it as may.
+    /// The destination's QEMU reads nothing, and the window is full.
     Full,
-    /// All has arrived, but no QEMU has closed anything.
+    /// Everything has arrived, but no QEMU has closed its end.
     Last,
 }
 
 const STAGES: [Stage; 5] = [Stage::Idle, Stage::Begun, Stage::Middle, Stage::Full, Stage::Last];
 
-/// Bytes that a sender lets be on their way before it knows how long that is.
+/// Bytes that a sender allows in flight before it has measured the link.
 const WINDOW: u64 = 4 << 20;
 
 /// A session at a stage.
@@ -35,7 +35,7 @@ struct Session {
     qemu: Option<Qemu>,
 }
 
-/// What stands for QEMU on both sides.
+/// Sockets that stand for QEMU on both sides.
 struct Qemu {
     source: UnixStream,
     destination: UnixStream,
@@ -48,7 +48,7 @@ impl Session {
             stage,
             between: Waiting::start(&[]).joined(&["--patience", "0"]),
             stream: match stage {
-                // It cannot become less on the link, and is more than the window.
+                // Incompressible, and more than the window.
                 Stage::Full => pattern(1, 48 << 20),
                 _ => main_channel(2000),
             },
@@ -72,7 +72,7 @@ impl Session {
             between.relay.hold_at(2_000_000);
         }
         let source = between.source();
-        // It lasts as long as the socket is open.
+        // The writing lasts as long as the socket is open.
         write(source.try_clone().expect("a socket"), stream[..len].to_vec());
         let destination = between.destination();
         let received = (*stage != Stage::Full).then(|| Received::from(destination.try_clone().expect("a socket")));
@@ -92,7 +92,7 @@ impl Session {
         });
     }
 
-    /// Both sides end as failures, and both QEMUs' ends are closed. What sender and receiver said.
+    /// Asserts that both sides fail, and that both QEMUs' ends are closed. Returns the output of sender and receiver.
     fn fails(mut self) -> [String; 2] {
         let said = self.between.fail();
         let Some(qemu) = self.qemu else { return said };
@@ -115,7 +115,7 @@ impl Session {
     }
 }
 
-/// At each of these stages something breaks, and both sides (or the one that is left) say one of these texts.
+/// Asserts that a failure at each of these stages makes both sides, or the remaining one, report one of these texts.
 fn breaks(stages: &[Stage], breaks: impl Fn(&mut Session), sender: &[&str], receiver: &[&str]) {
     for &stage in stages {
         let mut session = Session::at(stage);
@@ -132,7 +132,7 @@ const CUT_OFF: &str = "or something in between cut it off";
 const NETWORK: &str = "nothing was heard from the other side for 10 s: its host or the network is down";
 
 #[test]
-fn a_sender_that_is_killed_is_missed_at_once() {
+fn killed_sender_is_noticed_at_once() {
     breaks(
         &STAGES,
         |session| session.between.sender.process.kill(),
@@ -142,7 +142,7 @@ fn a_sender_that_is_killed_is_missed_at_once() {
 }
 
 #[test]
-fn a_receiver_that_is_killed_is_missed_at_once() {
+fn killed_receiver_is_noticed_at_once() {
     let lane = "the connection to the receiver: ";
     breaks(
         &STAGES,
@@ -153,14 +153,14 @@ fn a_receiver_that_is_killed_is_missed_at_once() {
 }
 
 #[test]
-fn connections_that_are_cut_are_noticed_at_both_ends() {
+fn cut_connections_fail_both_ends() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     breaks(&STAGES, |session| session.between.relay.cut(), &texts, &texts);
     breaks(&STAGES, |session| session.between.relay.cut_one(0), &texts, &texts);
 }
 
 #[test]
-fn one_lane_that_is_cut_is_noticed_even_where_nothing_goes_over_it() {
+fn cut_idle_lane_is_noticed() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     for lane in [1, 2] {
         breaks(&STAGES, |session| session.between.relay.cut_one(lane), &texts, &texts);
@@ -168,7 +168,7 @@ fn one_lane_that_is_cut_is_noticed_even_where_nothing_goes_over_it() {
 }
 
 #[test]
-fn a_network_that_carries_nothing_any_more_is_given_up() {
+fn silent_network_is_given_up() {
     std::thread::scope(|scope| {
         for stage in STAGES {
             scope.spawn(move || {
@@ -184,13 +184,13 @@ fn a_network_that_carries_nothing_any_more_is_given_up() {
 }
 
 #[test]
-fn a_destination_that_ends_in_the_middle_is_no_success() {
+fn destination_exit_is_a_failure() {
     let text = "the migration did not end well: the destination's QEMU has closed its end, or has ended";
     let ends = |session: &mut Session| {
         let qemu = session.qemu.as_mut().expect("begun");
         qemu.destination.shutdown(Shutdown::Both).expect("a socket");
         session.between.relay.release();
-        // The source goes on until it is told; in the middle it is at it.
+        // The source keeps sending until it gets the failure; at the later stage it already is.
         if session.stage == Stage::Begun {
             write(
                 qemu.source.try_clone().expect("a socket"),
@@ -202,23 +202,23 @@ fn a_destination_that_ends_in_the_middle_is_no_success() {
 }
 
 #[test]
-fn a_destination_that_ends_when_the_window_is_full_is_noticed() {
+fn destination_exit_at_full_window_noticed() {
     let mut session = Session::at(Stage::Full);
     let qemu = session.qemu.take().expect("begun");
     drop(qemu.destination);
     assert!(was_closed(&qemu.source));
-    // These bytes are of no migration, and nothing can be said of how it has ended.
+    // These bytes are no migration stream, so Larder cannot tell how the migration ended.
     session.between.succeed();
 }
 
 #[test]
-fn a_source_that_ends_in_the_middle_is_no_success() {
+fn source_exit_is_a_failure() {
     let text = "the migration did not end well: the source's QEMU has cancelled it, given it up, or ended";
     let ends = |session: &mut Session| {
         let qemu = session.qemu.as_mut().expect("begun");
         qemu.source.shutdown(Shutdown::Both).expect("a socket");
         session.between.relay.release();
-        // The destination hears of it, and ends too.
+        // The destination gets the failure, and ends too.
         let received = qemu.received.take().expect("begun").end();
         assert!(session.stream.starts_with(&received) && received.len() < session.stream.len());
         qemu.destination.shutdown(Shutdown::Both).expect("a socket");
@@ -228,7 +228,7 @@ fn a_source_that_ends_in_the_middle_is_no_success() {
 }
 
 #[test]
-fn who_is_asked_to_end_says_so_to_the_other_side() {
+fn stopped_side_informs_its_peer() {
     let stopped = ["larder: stopped"];
     let by = ["larder: the sender: stopped"];
     let term = |session: &mut Session| session.between.sender.process.signal(libc::SIGTERM);
@@ -239,7 +239,7 @@ fn who_is_asked_to_end_says_so_to_the_other_side() {
 }
 
 #[test]
-fn a_destination_where_no_qemu_waits_is_told_at_both_ends() {
+fn missing_qemu_is_reported_by_both() {
     let mut between = Between::start();
     std::fs::remove_file(between.path("qemu")).expect("a socket");
     let source = between.source();

@@ -1,5 +1,5 @@
-//! Bytes that change on the way, go missing, or come again: TCP's checksum is weak, and what is in between is not always
-//! harmless. Both sides end as failures, and the destination's QEMU gets nothing that the source's has not sent.
+//! Bytes that are changed, lost or repeated in transit: TCP's checksum is weak, and middleboxes are not always
+//! harmless. Both sides fail, and the destination's QEMU gets nothing that the source's QEMU has not sent.
 
 use std::net::Shutdown;
 
@@ -12,7 +12,7 @@ use crate::wire::{FRAME_BYTES, HELLO_BYTES, WELCOME_BYTES, frame_body};
 const CONTROL: usize = 0;
 const LANE: usize = 1;
 
-/// Changes what goes over one connection one way.
+/// A change to the data of one connection in one direction.
 struct Change {
     connection: usize,
     way: Way,
@@ -21,27 +21,27 @@ struct Change {
 
 #[derive(Clone, Copy, Debug)]
 enum How {
-    /// This bit of the byte there.
+    /// This bit of the byte at this offset flips.
     Flip { at: usize, bit: u8 },
-    /// So many bytes from there are missing.
+    /// This many bytes from this offset are lost.
     Lose { at: usize, count: usize },
-    /// So many bytes from there come twice.
+    /// This many bytes from this offset come twice.
     Repeat { at: usize, count: usize },
-    /// The connection ends there.
+    /// The connection ends at this offset.
     End { at: usize },
-    /// The frame after this one comes before it.
+    /// This frame and the next one are exchanged.
     Swap { frame: usize },
     /// This frame comes twice.
     Replay { frame: usize },
-    /// It comes again after so many others.
+    /// This frame comes again after `later` others.
     Again { frame: usize, later: usize },
 }
 
 struct Changer {
     how: How,
-    /// Bytes or frames that have gone by.
+    /// Number of bytes or frames that have passed.
     passed: usize,
-    /// Since the last whole frame.
+    /// Bytes since the last whole frame.
     held: Vec<u8>,
     kept: Vec<u8>,
 }
@@ -95,7 +95,7 @@ impl Changer {
         }
     }
 
-    /// Takes the greeting, as frame -1, and the frames out of what has come.
+    /// Removes the greeting, as frame -1, and the complete frames from the received bytes.
     fn frames(&mut self, out: &mut Vec<u8>) {
         if self.passed == 0 && self.held.len() >= HELLO_BYTES && self.held.starts_with(b"LARDMIG") {
             out.extend(self.held.drain(..HELLO_BYTES));
@@ -130,10 +130,10 @@ impl Tamper for Changer {
     }
 }
 
-/// Pages of the guest: some 5 MB on the link.
+/// Number of pages of the guest: some 5 MB on the link.
 const PAGES: usize = 2000;
 
-/// Carries a guest over one lane while that happens. Whether all of it has arrived.
+/// Carries a guest over one lane with this change. Returns true if everything has arrived.
 fn carried(change: &Change) -> bool {
     let &Change { connection, way, how } = change;
     let tamper = move |number, going: Way| -> Option<Box<dyn Tamper>> {
@@ -141,7 +141,7 @@ fn carried(change: &Change) -> bool {
     };
     let mut between = Waiting::start(&["--lanes", "1"]).joined_by(&["--patience", "0"], tamper);
     let stream = main_channel(PAGES);
-    // The messages that come before anything is carried may be those that are damaged.
+    // The damaged message may be one that precedes the stream.
     let source = between.source_unless_over();
     let writer = source
         .as_ref()
@@ -161,7 +161,7 @@ fn carried(change: &Change) -> bool {
     received.len() == stream.len()
 }
 
-/// Whatever of these happens to what goes over the lane, not all arrives.
+/// Asserts that with each of these changes on a lane not everything arrives.
 fn are_found_out(all: impl IntoIterator<Item = How>) {
     for how in all {
         let change = Change {
@@ -173,8 +173,9 @@ fn are_found_out(all: impl IntoIterator<Item = How>) {
     }
 }
 
+/// A flipped bit on a lane ends the session, and reaches no guest.
 #[test]
-fn a_bit_that_flips_on_a_lane_ends_the_session_and_reaches_no_guest() {
+fn flipped_lane_bit_ends_session() {
     let mut random = Random::new(5);
     let first = HELLO_BYTES..HELLO_BYTES + FRAME_BYTES;
     let random = (0..40).map(|_| HELLO_BYTES + random.below(4_000_000) as usize);
@@ -185,7 +186,7 @@ fn a_bit_that_flips_on_a_lane_ends_the_session_and_reaches_no_guest() {
 }
 
 #[test]
-fn bytes_of_a_lane_that_are_lost_or_come_twice_end_the_session() {
+fn lost_or_repeated_bytes_end_session() {
     let at = HELLO_BYTES;
     are_found_out([
         How::Lose { at, count: 1 },
@@ -214,7 +215,7 @@ fn bytes_of_a_lane_that_are_lost_or_come_twice_end_the_session() {
 }
 
 #[test]
-fn frames_that_come_out_of_order_or_again_end_the_session() {
+fn reordered_or_repeated_frames_end_session() {
     are_found_out([
         How::Swap { frame: 0 },
         How::Swap { frame: 5 },
@@ -226,14 +227,14 @@ fn frames_that_come_out_of_order_or_again_end_the_session() {
 }
 
 #[test]
-fn control_messages_that_are_damaged_end_the_session() {
+fn damaged_control_message_ends_session() {
     const MESSAGE_BYTES: usize = 24;
-    // Of each way the first two messages: a sign of life, and what opens the channel, or says how much was taken.
+    // The first two messages in each direction: a keepalive, and the one that opens the channel or acknowledges data.
     let ways = [(Way::There, HELLO_BYTES), (Way::Back, WELCOME_BYTES)];
     std::thread::scope(|scope| {
         for (way, first) in ways {
             for at in (first..first + 2 * MESSAGE_BYTES).step_by(5) {
-                // One whose length is another one is missed after some seconds only.
+                // A message with a damaged length is missed only after some seconds, so the cases run concurrently.
                 scope.spawn(move || {
                     for how in [How::Flip { at, bit: 1 }, How::Lose { at, count: 3 }] {
                         carried(&Change {
@@ -246,7 +247,7 @@ fn control_messages_that_are_damaged_end_the_session() {
             }
         }
     });
-    // What opens the channel comes twice.
+    // The message that opens the channel comes twice.
     carried(&Change {
         connection: CONTROL,
         way: Way::There,

@@ -1,4 +1,4 @@
-//! Devices that compress, by their libraries without the device: QATzip's in the chroot that has it.
+//! Compression devices, by their libraries without the device: QATzip in the chroot that has it.
 
 use larder_bench::campaign::guest::project;
 use larder_bench::campaign::process::install_script;
@@ -6,7 +6,7 @@ use larder_bench::campaign::process::install_script;
 use crate::ends::{Waiting, carries_on, write};
 use crate::support::{larder, on_tmpfs};
 
-/// Text of pages that are all different, with 8 bytes before each that make it no guest's.
+/// Returns compressible text of `pages` distinct pages, which is no guest's stream.
 fn text(pages: usize) -> Vec<u8> {
     let words = ["disk", "memory", "page", "guest", "link", "cache", "host", "block"];
     let mut state = 1_u64;
@@ -19,9 +19,9 @@ fn text(pages: usize) -> Vec<u8> {
     out
 }
 
-/// Carries it by a sender with these words; what that said.
+/// Carries the text by a sender with these arguments, and returns the sender's output.
 fn carried(words: &[&str]) -> String {
-    // The sender's own library, or the chroot's.
+    // The sender runs in the chroot, and loads the library there.
     let folder = on_tmpfs();
     let in_chroot = folder.path().join("larder");
     let script = format!(
@@ -37,7 +37,7 @@ fn carried(words: &[&str]) -> String {
     carries_on(&mut between, &stream, || writer.join().expect("written"))
 }
 
-/// Pages that a device has made, as the summary says.
+/// Returns the number of pages that a device has encoded, from the summary.
 fn pages_by_device(said: &str) -> u64 {
     let line = said.lines().find_map(|line| line.trim().strip_prefix("by a device:"));
     line.map_or(0, |line| {
@@ -47,12 +47,12 @@ fn pages_by_device(said: &str) -> u64 {
 }
 
 #[test]
-fn a_library_of_a_device_makes_pages_that_arrive_as_they_were() {
+fn device_library_pages_arrive_intact() {
     let said = carried(&["--accelerators", "software"]);
     assert!(said.contains(" and qat"), "{said}");
-    // On a busy machine it is only tried now and then.
+    // On a busy machine the device is used only occasionally.
     assert!(pages_by_device(&said) > 0, "{said}");
-    // Without a device it is only used if that is asked for.
+    // Without a device its library is used only on request.
     for words in [&["--accelerators", "none"][..], &[]] {
         let said = carried(words);
         assert!(!said.contains("qat") && pages_by_device(&said) == 0, "{said}");

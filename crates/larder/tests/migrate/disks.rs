@@ -1,5 +1,5 @@
-//! `larder migrate --qmp`, of guests whose disk `larder vm` serves on both hosts: it goes along. The hosts are folders for
-//! what each remembers; the image is on storage that both reach.
+//! `larder migrate --qmp` for guests whose disk `larder vm` serves on both hosts: the disk moves along. The hosts are
+//! directories with the state of each; the image is on shared storage.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
 /// Memory of the guests in MiB: their file system takes half of it.
 const MEMORY_MIB: u64 = 288;
 
-/// All comes from the disk's server.
+/// Guest script whose reads all reach the disk's server.
 const SCRIPT: &str = r#"
 # What nobody asks for again.
 dd if=/dev/urandom of=/dev/vda bs=64k seek=64 count=64 oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
@@ -33,7 +33,7 @@ while :; do
 done
 "#;
 
-/// A host that serves this image, with a cache in this mode.
+/// Returns a host that serves this image, with a cache in this mode.
 pub(crate) fn host(image: &Path, mode: &str) -> Host {
     let image = image.to_str().expect("UTF-8");
     Host::new(larder(), (image, "qcow2"), mode, on_tmpfs(), on_disk()).expect("its folders are there")
@@ -66,13 +66,13 @@ pub(crate) fn image(folder: &TempDir) -> PathBuf {
     path
 }
 
-/// All places were written anew, and found so.
+/// Waits until the guest has rewritten and verified all slots.
 fn works_for_a_round(vm: &Vm) {
     vm.wait_for_console("TICK", 2 * PLACES as usize)
         .expect("it goes on, and finds what it wrote");
 }
 
-/// Moves the guest; it is at the other host then, and its disk with it.
+/// Moves the guest with its disk to the other host, and returns it there.
 pub(crate) fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, consoles: &mut Vec<String>) -> Vm {
     let mut source = source;
     let destination = to.incoming(machine).expect("QEMU starts");
@@ -88,8 +88,9 @@ pub(crate) fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, c
     destination
 }
 
+/// A disk moves along and back, no cache serves stale data, and the caches are warm at the destination.
 #[test]
-fn a_disk_goes_along_and_comes_back_and_nothing_old_is_read_from_a_cache() {
+fn disk_moves_both_ways_without_staleness() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wt"));
@@ -104,13 +105,13 @@ fn a_disk_goes_along_and_comes_back_and_nothing_old_is_read_from_a_cache() {
     let server_there = serve(&there, &["--incoming"]);
     let guest = moves(&machine, (&here, guest), &there, &mut consoles);
     works_for_a_round(&guest);
-    // What the guest did not ask for there was hot here.
+    // The destination prefetches data that was hot at the source, beyond the guest's own reads.
     let give_up = Instant::now() + LIMIT;
     while disk(&there).cache.expect("it has one").warmed == 0 {
         assert!(Instant::now() < give_up, "{}", server_there.output());
     }
 
-    // However its server ends, it does not open the image while the VM is elsewhere.
+    // However its server ends, it does not open the image while the VM is on the other host.
     server_here.kill();
     server_here = serve(&here, &[]);
     assert!(disk(&here).away);
@@ -135,8 +136,9 @@ fn a_disk_goes_along_and_comes_back_and_nothing_old_is_read_from_a_cache() {
     tool("qemu-img", &["check", "-q", image.to_str().expect("UTF-8")]);
 }
 
+/// A VM continues to run at the source if no server at the destination can open its disk.
 #[test]
-fn a_vm_goes_on_with_its_disk_where_the_destination_cannot_open_it() {
+fn failed_disk_move_keeps_vm_here() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
@@ -144,7 +146,7 @@ fn a_vm_goes_on_with_its_disk_where_the_destination_cannot_open_it() {
     let _server = serve(&here, &[]);
     let source = here.boot(&machine).expect("the guest boots");
 
-    // Nobody waits for it there.
+    // No server at the destination waits for the disk.
     let destination = machine.incoming().expect("QEMU starts");
     let receiver = receive(&there, &destination);
     let (code, said) = run(send(&here, &source, &receiver, &[]));
@@ -153,7 +155,7 @@ fn a_vm_goes_on_with_its_disk_where_the_destination_cannot_open_it() {
     assert!(said.contains("no `larder vm` serves it at the destination"), "{said}");
     drop((receiver, destination));
 
-    // What is to be its cache is something else by then.
+    // By then the destination's cache file has other content.
     let _waits = serve(&there, &["--incoming"]);
     std::fs::write(there.cache(), vec![7; 16 << 20]).expect("writes");
     let destination = there.incoming(&machine).expect("QEMU starts");
@@ -170,11 +172,11 @@ fn a_vm_goes_on_with_its_disk_where_the_destination_cannot_open_it() {
 }
 
 #[test]
-fn a_move_ends_well_whose_mover_or_servers_are_killed_on_the_way() {
+fn move_survives_kills_of_its_processes() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
-    // QEMU 7.2 never sees again that a server has ended, once one has while QEMU waited for its VM.
+    // QEMU 7.2 never notices again that a server has exited, once one has while QEMU waited for its VM.
     let machine = machine(Release::Debian13);
     let mut server_here = serve(&here, &[]);
     let mut source = here.boot(&machine).expect("the guest boots");
@@ -184,14 +186,14 @@ fn a_move_ends_well_whose_mover_or_servers_are_killed_on_the_way() {
 
     let mut mover = Process::start(send(&here, &source, &receiver, &["--bandwidth", "64MiB"])).expect("starts");
     mover.wait_for("round 1", LIMIT).expect("it has begun");
-    // Either server, while the guest's memory is on its way.
+    // Kills either server while the guest's memory is being transferred.
     server_there.kill();
     server_there = serve(&there, &[]);
     assert!(disk(&there).away);
     server_here.kill();
     server_here = serve(&here, &[]);
     assert!(!disk(&here).away);
-    // The mover, and the server, once the disk is open nowhere, or at the destination already.
+    // Kills the mover and the server once the disk is open nowhere, or already at the destination.
     server_here.wait_for("its image is closed", LIMIT).expect("it leaves");
     mover.kill();
     server_here.kill();
@@ -204,7 +206,7 @@ fn a_move_ends_well_whose_mover_or_servers_are_killed_on_the_way() {
     assert_eq!(code, Some(0), "{heard}");
     works_for_a_round(&destination);
     assert!(disk(&here).away && !disk(&there).away);
-    // It is there for good.
+    // The disk stays at the destination for good.
     server_there.kill();
     let _server_there = serve(&there, &[]);
     works_for_a_round(&destination);
@@ -212,8 +214,9 @@ fn a_move_ends_well_whose_mover_or_servers_are_killed_on_the_way() {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
+/// After a power cycle, the source opens the disk if the move had not handed it over, and leaves it alone if it had.
 #[test]
-fn a_host_that_was_switched_off_has_the_disk_if_it_had_not_gone_and_leaves_it_alone_if_it_had() {
+fn restarted_host_knows_whose_disk() {
     need_root("each host has a boot ID of its own");
     let storage = on_disk();
     let image = image(&storage);
@@ -223,7 +226,7 @@ fn a_host_that_was_switched_off_has_the_disk_if_it_had_not_gone_and_leaves_it_al
     let mut guest = here.boot(&machine).expect("the guest boots");
     let server_there = serve(&there, &["--incoming"]);
 
-    // While the guest's memory is on its way.
+    // The host is switched off while the guest's memory is being transferred.
     let gone = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &gone);
     let mut mover = Process::start(send(&here, &guest, &receiver, &["--bandwidth", "8MiB"])).expect("starts");
@@ -238,7 +241,7 @@ fn a_host_that_was_switched_off_has_the_disk_if_it_had_not_gone_and_leaves_it_al
     let mut guest = here.boot(&machine).expect("the next guest boots");
     works_for_a_round(&guest);
 
-    // Once the destination has opened the disk, which it was told to.
+    // The host is switched off once the destination has opened the disk.
     let destination = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &destination);
     mover = Process::start(send(&here, &guest, &receiver, &[])).expect("starts");
@@ -256,8 +259,9 @@ fn a_host_that_was_switched_off_has_the_disk_if_it_had_not_gone_and_leaves_it_al
     assert!(disk(&here).away);
 }
 
+/// A disk on an NBD server is written by one host at a time, whichever process is killed.
 #[test]
-fn a_disk_on_an_nbd_server_is_written_to_by_one_host_at_a_time_whoever_is_killed() {
+fn nbd_disk_has_one_writing_host() {
     let storage = on_disk();
     let file = storage.path().join("web.raw");
     File::create(&file)
@@ -276,7 +280,7 @@ fn a_disk_on_an_nbd_server_is_written_to_by_one_host_at_a_time_whoever_is_killed
     let uri = format!("nbd+unix:///?socket={}", socket.display());
     let [here, there] = ["wb", "wt"]
         .map(|mode| Host::new(larder(), (&uri, "raw"), mode, on_tmpfs(), on_disk()).expect("its folders are there"));
-    // QEMU 7.2 never sees again that a server has ended, once one has while QEMU waited for its VM.
+    // QEMU 7.2 never notices again that a server has exited, once one has while QEMU waited for its VM.
     let machine = machine(Release::Debian13);
     let mut server_here = serve(&here, &[]);
     let guest = here.boot(&machine).expect("the guest boots");
@@ -309,7 +313,7 @@ fn a_disk_on_an_nbd_server_is_written_to_by_one_host_at_a_time_whoever_is_killed
     guest.process.kill();
     consoles.push(guest.console());
     counted(&consoles).expect("it has counted on");
-    // What only its cache has is written, too.
+    // Dirty data of the write-back cache is written, too.
     let (code, said) = run(here.vm(&["--expect"]));
     assert_eq!(code, Some(0), "{said}");
     drop((server_here, server_there));
@@ -319,7 +323,7 @@ fn a_disk_on_an_nbd_server_is_written_to_by_one_host_at_a_time_whoever_is_killed
     assert_eq!(writers_in_turn(&log), Ok(5), "{log}");
 }
 
-/// How many connections have written, each of them after the one before had written for the last time.
+/// Counts the connections that have written, each of which must begin after the previous one's last write.
 fn writers_in_turn(log: &str) -> Result<usize, String> {
     let mut writers: Vec<&str> = Vec::new();
     for line in log.lines() {
@@ -338,8 +342,9 @@ fn writers_in_turn(log: &str) -> Result<usize, String> {
     Ok(writers.len())
 }
 
+/// A move by post-copy of a VM with a served disk is refused before anything is changed.
 #[test]
-fn a_vm_with_such_a_disk_does_not_go_by_post_copy_and_is_told_so_before_anything_is_changed() {
+fn postcopy_with_served_disk_is_refused() {
     let storage = on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
@@ -358,7 +363,7 @@ fn a_vm_with_such_a_disk_does_not_go_by_post_copy_and_is_told_so_before_anything
         let is = disk(&here);
         assert!(!is.away && disk(&there).away);
         assert_eq!(is.cache.expect("it has one").mode, "wb", "as before");
-        // Without it, it goes to the same place.
+        // Without post-copy the VM moves to the same place.
         let (code, said) = run(send(&here, &source, &receiver, &[]));
         assert_eq!(code, Some(0), "{said}");
         works_for_a_round(&destination);
@@ -370,8 +375,9 @@ fn a_vm_with_such_a_disk_does_not_go_by_post_copy_and_is_told_so_before_anything
     }
 }
 
+/// Whatever is killed while a disk moves, it is open on one host with all flushed data.
 #[test]
-fn a_disk_is_at_one_host_with_all_that_was_flushed_whatever_is_killed_when_it_goes_over() {
+fn disk_move_campaign_finds_no_loss() {
     let storage = on_disk();
     let choice = DiskChoice {
         format: Some(Format::Qcow2),
@@ -385,8 +391,8 @@ fn a_disk_is_at_one_host_with_all_that_was_flushed_whatever_is_killed_when_it_go
         Fault::KillHost,
         Fault::KillHostThere,
     ];
-    // Of whose moments most are while the disk is open nowhere, or just at the destination; and without QEMU's channels, with
-    // which QEMU 10 hangs at times when a move breaks off.
+    // With this seed most kills come while the disk is open nowhere, or just opened at the destination. QEMU's
+    // multifd channels are not used, because QEMU 10 sometimes hangs with them when a move fails.
     let mut random = Random::new(7003);
     let report = campaign(larder(), Release::Debian13, Some(&choice), &faults, 5, &mut random).expect("all is well");
     assert_eq!(report.moves, 5);

@@ -1,4 +1,4 @@
-//! A sender and a receiver between two ends that a test holds itself, and that stand for QEMU's.
+//! A sender and a receiver between two ends that stand for QEMU's and that a test controls.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr};
@@ -19,8 +19,8 @@ use crate::support::{LIMIT, larder, on_tmpfs, pattern, run};
 
 const PAGE: usize = 4096;
 
-/// What QEMU's main channel says of a guest of so many pages, whose memory goes over once: header, memory, a device, end.
-/// Nothing comes back, as it does not ask for it.
+/// Returns QEMU's main channel for a guest of `pages` pages, each sent once: header, memory, a device, end. There is
+/// no return path, as the stream does not ask for it.
 pub(crate) fn main_channel(pages: usize) -> Vec<u8> {
     let mut out = b"QEVM\0\0\0\x03".to_vec();
     let section = |out: &mut Vec<u8>, kind: u8| out.extend_from_slice(&[kind, 0, 0, 0, 2]);
@@ -59,7 +59,7 @@ pub(crate) fn main_channel(pages: usize) -> Vec<u8> {
     out
 }
 
-/// A receiver that waits for its sender, and a place where QEMU would wait.
+/// A receiver that waits for its sender, and the socket where QEMU would wait.
 pub(crate) struct Waiting {
     folder: TempDir,
     incoming: UnixListener,
@@ -67,7 +67,7 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    /// With further words for it.
+    /// Starts a receiver with further arguments.
     pub(crate) fn start(words: &[&str]) -> Self {
         let folder = on_tmpfs();
         let incoming = UnixListener::bind(folder.path().join("qemu")).expect("a socket");
@@ -80,7 +80,8 @@ impl Waiting {
         }
     }
 
-    /// With root given up for that user, who QEMU runs as if `is_his`, and further words for it.
+    /// Starts a receiver that gives up root for this user, with further arguments. QEMU runs as the user if `is_his`
+    /// is set.
     pub(crate) fn start_as(user: u32, is_his: bool, words: &[&str]) -> Self {
         let folder = on_tmpfs();
         std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777)).expect("ours");
@@ -92,7 +93,7 @@ impl Waiting {
             }
             UnixListener::bind(&path).expect("a socket")
         };
-        // It is that thread's user whom the socket belongs to.
+        // A socket belongs to the user of the thread that creates it.
         let incoming = std::thread::scope(|scope| scope.spawn(listens).join().expect("no panic"));
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o777)).expect("ours");
         incoming.set_nonblocking(true).expect("a socket");
@@ -106,17 +107,17 @@ impl Waiting {
         }
     }
 
-    /// Whether QEMU was left alone.
+    /// Returns true if no connection to QEMU was made.
     pub(crate) fn is_untouched(&self) -> bool {
         self.incoming.accept().is_err()
     }
 
-    /// The connection that QEMU gets.
+    /// Returns the connection that QEMU gets.
     pub(crate) fn qemu(&self) -> UnixStream {
         connected(&self.incoming, &self.receiver).expect("the receiver connects")
     }
 
-    /// What a sender with these words says, which must be refused.
+    /// Returns the output of a sender with these arguments, which must be refused.
     pub(crate) fn refuses(&self, words: &[&str]) -> String {
         let to = self.receiver.address().to_string();
         let (code, said) = run(send_command(larder(), &self.folder.path().join("refused"), &to, words));
@@ -125,12 +126,12 @@ impl Waiting {
         said
     }
 
-    /// Gets its sender, with two lanes and further words, through a relay.
+    /// Starts a sender with two lanes and further arguments, which connects through a relay.
     pub(crate) fn joined(self, words: &[&str]) -> Between {
         self.joined_by(words, |_, _| None)
     }
 
-    /// Likewise, with a relay that changes what goes by.
+    /// Starts a sender like [`Self::joined`], through a relay that changes the data.
     pub(crate) fn joined_by(
         self,
         words: &[&str],
@@ -140,15 +141,15 @@ impl Waiting {
         self.joined_over(relay, larder(), words)
     }
 
-    /// Likewise, with nothing in between.
+    /// Starts a sender like [`Self::joined`], without a relay.
     pub(crate) fn joined_directly(self, words: &[&str]) -> Between {
-        // Nobody comes there.
+        // The relay is not used.
         let relay = Relay::start(self.receiver.address()).expect("a port");
         let to = self.receiver.address();
         self.joined_to(to, relay, larder(), words)
     }
 
-    /// Likewise, by this program for the sender's.
+    /// Starts a sender like [`Self::joined`], with this program as the sender.
     pub(crate) fn joined_with(self, larder: &Path, words: &[&str]) -> Between {
         let relay = Relay::tampering(self.receiver.address(), |_, _| None).expect("a port");
         self.joined_over(relay, larder, words)
@@ -172,11 +173,11 @@ impl Waiting {
     }
 }
 
-/// The connection that a receiver makes to QEMU; none if it ends before.
+/// Returns the connection that a receiver makes to QEMU; `None` if it ends before.
 fn connected(incoming: &UnixListener, receiver: &Side) -> Option<UnixStream> {
     let give_up = Instant::now() + LIMIT;
     loop {
-        // In this order: it may have connected and ended.
+        // Checked before accepting: the receiver may have connected and ended.
         let has_ended = receiver.process.has_ended();
         match incoming.accept() {
             Ok((socket, _)) => {
@@ -191,7 +192,7 @@ fn connected(incoming: &UnixListener, receiver: &Side) -> Option<UnixStream> {
     }
 }
 
-/// Both sides of Larder, a relay between them, and places for QEMU's ends.
+/// Both sides of Larder, a relay between them, and sockets for QEMU's ends.
 pub(crate) struct Between {
     folder: TempDir,
     incoming: UnixListener,
@@ -209,37 +210,37 @@ impl Between {
         self.folder.path().join(name)
     }
 
-    /// A connection of the source's QEMU.
+    /// Returns a connection of the source's QEMU.
     pub(crate) fn source(&self) -> UnixStream {
         UnixStream::connect(self.path("sender")).expect("the sender listens")
     }
 
-    /// The same; none if the sender has ended before.
+    /// Returns a connection of the source's QEMU; `None` if the sender has ended before.
     pub(crate) fn source_unless_over(&self) -> Option<UnixStream> {
         UnixStream::connect(self.path("sender")).ok()
     }
 
-    /// The connection that the destination's QEMU gets.
+    /// Returns the connection that the destination's QEMU gets.
     pub(crate) fn destination(&self) -> UnixStream {
         self.destination_unless_over().expect("the receiver connects")
     }
 
-    /// The same; none if the receiver ends before.
+    /// Returns the connection that the destination's QEMU gets; `None` if the receiver ends before.
     pub(crate) fn destination_unless_over(&self) -> Option<UnixStream> {
         connected(&self.incoming, &self.receiver)
     }
 
-    /// Waits for the end of both sides, which must be a failure; what sender and receiver said.
+    /// Waits until both sides have failed, and returns the output of sender and receiver.
     pub(crate) fn fail(&mut self) -> [String; 2] {
         [&mut self.sender, &mut self.receiver].map(|side| {
             let (code, said) = side.end().expect("it ends");
-            // One that was killed has no code.
+            // A killed side has no exit status.
             assert!(code.is_none_or(|code| code == 2), "{code:?} {said}");
             said
         })
     }
 
-    /// Waits for the end of both sides, which must be a success; what the sender said.
+    /// Waits until both sides have succeeded, and returns the sender's output.
     pub(crate) fn succeed(&mut self) -> String {
         let [said, _] = [&mut self.sender, &mut self.receiver].map(|side| {
             let (code, said) = side.end().expect("it ends");
@@ -250,16 +251,16 @@ impl Between {
     }
 }
 
-/// Writes all of a channel, in a thread, as far as that goes; the socket stays open.
+/// Writes a whole channel in a thread, as far as possible; the socket stays open.
 pub(crate) fn write(mut socket: UnixStream, bytes: Vec<u8>) -> JoinHandle<UnixStream> {
     std::thread::spawn(move || {
-        // It may be that the connection is to break.
+        // The test may break the connection.
         let _ = socket.write_all(&bytes);
         socket
     })
 }
 
-/// What has come of a channel, read in a thread.
+/// Data received from a channel, read in a thread.
 pub(crate) struct Received {
     state: Arc<(Mutex<Vec<u8>>, Condvar)>,
     thread: JoinHandle<()>,
@@ -271,7 +272,7 @@ impl Received {
         let shared = Arc::clone(&state);
         let thread = std::thread::spawn(move || {
             let mut piece = vec![0; 256 << 10];
-            // However it ends.
+            // Any error or end of the stream ends the reading.
             while let Ok(len @ 1..) = socket.read(&mut piece) {
                 shared.0.lock().expect("whole").extend_from_slice(&piece[..len]);
                 shared.1.notify_all();
@@ -280,7 +281,7 @@ impl Received {
         Self { state, thread }
     }
 
-    /// These, and no more.
+    /// Returns received data that consists of these bytes only.
     pub(crate) fn of(bytes: Vec<u8>) -> Self {
         Self {
             state: Arc::new((Mutex::new(bytes), Condvar::new())),
@@ -288,7 +289,7 @@ impl Received {
         }
     }
 
-    /// Waits until so many bytes have come.
+    /// Waits until this many bytes were received.
     pub(crate) fn wait_for(&self, count: usize) {
         let bytes = self.state.0.lock().expect("whole");
         let waited = self
@@ -299,14 +300,14 @@ impl Received {
         assert!(!timeout.timed_out(), "{} of {count} bytes came", bytes.len());
     }
 
-    /// Waits for the end; all that came.
+    /// Waits for the end, and returns everything that was received.
     pub(crate) fn end(self) -> Vec<u8> {
         self.thread.join().expect("read");
         std::mem::take(&mut self.state.0.lock().expect("whole"))
     }
 }
 
-/// Waits until a socket of QEMU's was closed by Larder, in whichever way.
+/// Waits until Larder has closed a socket of QEMU's, in either way.
 pub(crate) fn was_closed(mut socket: &UnixStream) -> bool {
     socket.set_read_timeout(Some(LIMIT)).expect("a socket");
     match socket.read(&mut [0]) {
@@ -315,14 +316,14 @@ pub(crate) fn was_closed(mut socket: &UnixStream) -> bool {
     }
 }
 
-/// Carries a whole channel, and lets everything end in order.
+/// Carries a whole channel, and lets everything end properly.
 pub(crate) fn carries(between: &mut Between, pages: usize) {
     let stream = main_channel(pages);
     let writer = write(between.source(), stream.clone());
     carries_on(between, &stream, || writer.join().expect("written"));
 }
 
-/// The same once `written` gives the socket back that it was written to; what the sender said.
+/// Carries a channel that `written` writes to a socket and returns; returns the sender's output.
 pub(crate) fn carries_on(between: &mut Between, stream: &[u8], written: impl FnOnce() -> UnixStream) -> String {
     let destination = between.destination();
     let received = Received::from(destination.try_clone().expect("a socket"));

@@ -1,5 +1,5 @@
-//! Moves of real guests that break off: the guest goes on at its source, or, once the destination has it, there, and never on
-//! both.
+//! Moves of real guests that fail: the guest continues to run at its source, or, once the destination has it, there,
+//! and never on both.
 
 use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::relay::Relay;
@@ -9,22 +9,22 @@ use serde_json::json;
 use crate::MEMORY_MIB;
 use crate::support::{LIMIT, larder};
 
-/// How far a migration has come.
+/// Progress of a migration at which something fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The first of the guest's memory is under way.
+    /// The transfer of the guest's memory has begun.
     Begun,
-    /// Much of it.
+    /// Much of the memory was transferred.
     Middle,
-    /// The source has stopped the guest, and has still something to send.
+    /// The source has paused the guest, and still has data to send.
     Stopped,
-    /// It has sent all of it, but the destination has not got it.
+    /// The source has sent everything, but the destination has not received it.
     Sent,
 }
 
 const STAGES: [Stage; 4] = [Stage::Begun, Stage::Middle, Stage::Stopped, Stage::Sent];
 
-/// What a move consists of, but the source.
+/// The parts of a move other than the source.
 struct Way {
     destination: Vm,
     receiver: Side,
@@ -33,7 +33,7 @@ struct Way {
 }
 
 impl Way {
-    /// Everything is ready, and QEMU has not begun.
+    /// Prepares everything, without starting QEMU's migration.
     fn new(machine: &Machine, source: &mut Vm, settings: &Settings, words: &[&str]) -> Self {
         let mut destination = machine.incoming().expect("QEMU starts");
         source.prepare(settings).expect("QEMU takes it");
@@ -42,7 +42,7 @@ impl Way {
         destination.listen(&qemu).expect("QEMU waits");
         let receiver = Side::receiver(larder(), &qemu, &[]).expect("it listens");
         let relay = Relay::start(receiver.address()).expect("a port");
-        // What breaks is to stay so.
+        // Without patience, so that a failure is final.
         let words = [&["--lanes", "2", "--patience", "0"], words].concat();
         let sender = Side::sender(larder(), &machine.folder().join("sender"), relay.address(), &words);
         Self {
@@ -53,7 +53,7 @@ impl Way {
         }
     }
 
-    /// At a stage of the migration.
+    /// Prepares a migration at this stage.
     fn at(stage: Stage, machine: &Machine, source: &mut Vm) -> Self {
         let settings = Settings {
             pause_before_switchover: matches!(stage, Stage::Stopped | Stage::Sent),
@@ -77,18 +77,19 @@ impl Way {
         if stage == Stage::Sent {
             way.relay.hold_at(way.relay.carried());
             let go_on = json!({"state": "pre-switchover"});
-            // It may answer only once the rest has been sent.
+            // QEMU may answer only once the rest has been sent.
             source.begin("migrate-continue", &go_on).expect("it goes on");
             way.relay.wait_until_held(LIMIT).expect("it sends the rest");
         }
         way
     }
 
-    /// Whatever has broken: neither of Larder's processes says that all is well, the guest works on at the source, and has
-    /// never run at the destination.
+    /// Asserts, after any failure, that neither of Larder's processes reports success, that the guest runs at the
+    /// source, and that it never ran at the destination.
     fn failed(mut self, stage: Stage, source: &mut Vm) {
         if stage == Stage::Stopped {
-            // It waits to be told, and finds out then, unless it was told by what broke.
+            // QEMU waits for this command and then notices the failure, unless the failure has ended the migration
+            // already.
             let _ = source.ask("migrate-continue", &json!({"state": "pre-switchover"}));
         }
         source
@@ -111,14 +112,14 @@ impl Way {
     }
 }
 
-/// What breaks, and how.
+/// A failure: its name, and the function that causes it.
 type Break<'a> = (&'a str, &'a dyn Fn(&mut Way));
 
 fn machine() -> Machine {
     Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up")
 }
 
-/// Moves the guest after all.
+/// Moves the guest successfully.
 fn moves(machine: &Machine, mut source: Vm) {
     let mut way = Way::new(machine, &mut source, &Settings::default(), &[]);
     source.migrate(&machine.folder().join("sender")).expect("QEMU begins");
@@ -131,8 +132,9 @@ fn moves(machine: &Machine, mut source: Vm) {
     counted(&[source.console(), way.destination.console()]).expect("it has counted on");
 }
 
+/// After a failure of Larder or the network the guest runs at its source, and can be moved again.
 #[test]
-fn a_guest_goes_on_at_its_source_when_larder_or_the_network_breaks_and_can_be_moved_after_that() {
+fn guest_survives_failure_and_moves_later() {
     let machine = machine();
     let mut source = machine.boot().expect("the guest boots");
     let breaks: [Break<'_>; 3] = [
@@ -151,11 +153,12 @@ fn a_guest_goes_on_at_its_source_when_larder_or_the_network_breaks_and_can_be_mo
     moves(&machine, source);
 }
 
+/// After a cancellation, or on a silent network, the guest runs at its source.
 #[test]
-fn a_guest_goes_on_at_its_source_when_its_migration_is_cancelled_or_the_network_is_silent() {
+fn cancelled_guest_runs_at_source() {
     let machine = machine();
     let mut source = machine.boot().expect("the guest boots");
-    // In the last stage QEMU answers nobody until it has got rid of what it sends.
+    // At the last stage QEMU answers no client until its data was sent.
     for stage in [Stage::Begun, Stage::Middle, Stage::Stopped] {
         println!("cancelled: {stage:?}");
         let way = Way::at(stage, &machine, &mut source);
@@ -172,8 +175,9 @@ fn a_guest_goes_on_at_its_source_when_its_migration_is_cancelled_or_the_network_
     moves(&machine, source);
 }
 
+/// If the destination is killed, the guest runs at its source; if the source is killed, it runs nowhere.
 #[test]
-fn a_guest_goes_on_at_its_source_when_the_destination_is_killed_and_nowhere_when_the_source_is() {
+fn guest_never_runs_from_partial_state() {
     let machine = machine();
     let mut source = machine.boot().expect("the guest boots");
     for stage in STAGES {
@@ -194,7 +198,7 @@ fn a_guest_goes_on_at_its_source_when_the_destination_is_killed_and_nowhere_when
 }
 
 #[test]
-fn a_post_copy_that_was_cut_goes_on_through_another_pair() {
+fn interrupted_postcopy_resumes_through_new_pair() {
     let machine = Machine::new(Release::Debian13, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let settings = Settings {

@@ -1,5 +1,5 @@
-//! Peers that say what no Larder says, word by word: a receiver, or a sender, ends with what was wrong, tells the peer, and
-//! lets no QEMU have any of it.
+//! Hostile peers that send invalid messages, one by one: a receiver, or a sender, ends with the reason, reports it to
+//! the peer, and passes nothing of it to a QEMU.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -20,7 +20,7 @@ fn read<const LEN: usize>(mut from: &TcpStream) -> [u8; LEN] {
     bytes
 }
 
-/// A sender that is none.
+/// A fake sender.
 struct Sender {
     control: TcpStream,
     lanes: [TcpStream; 2],
@@ -53,10 +53,10 @@ impl Sender {
     }
 }
 
-/// What the sender below always sends first, and QEMU may have.
+/// Data that the fake sender always sends first, and that QEMU may get.
 const FIRST: &[u8] = b"what QEMU says";
 
-/// A sender that begins well, and then does this, which ends the receiver with this text.
+/// Asserts that a sender which begins correctly and then does this ends the receiver with this error.
 fn bad_sender(text: &str, does: impl Fn(&Sender)) {
     let mut waiting = Waiting::start(&["--channels", "4"]);
     let sender = Sender::connect(&waiting);
@@ -66,7 +66,7 @@ fn bad_sender(text: &str, does: impl Fn(&Sender)) {
     sender.send(0, &Frame::literal(0, 0, FIRST));
     received.wait_for(FIRST.len());
     does(&sender);
-    // It is told, after what it was told before, but what it has said itself.
+    // The sender gets the error as the last message, unless it sent an error itself.
     loop {
         match next_message(&sender.control) {
             Ok((FAILED, _, _, body)) => break assert!(String::from_utf8_lossy(&body).contains(text), "{body:?}"),
@@ -89,7 +89,7 @@ fn next(number: u64, bytes: &[u8]) -> Frame {
 }
 
 #[test]
-fn frames_outside_of_what_a_channel_may_have_are_refused() {
+fn frames_outside_window_are_refused() {
     bad_sender("of channel 0, of which it may send up to ", |sender| {
         sender.send(0, &Frame::literal(1, FIRST.len() as u64 + sender.window, b"too far"));
     });
@@ -97,7 +97,7 @@ fn frames_outside_of_what_a_channel_may_have_are_refused() {
         sender.send(0, &Frame::literal(1, 3, b"what has come already"));
     });
     bad_sender("of channel 0, of which it may send up to ", |sender| {
-        // Nobody takes what is behind a gap: it is there when the next one comes.
+        // Data after a gap is held back until the next frame fills the gap.
         sender.send(0, &Frame::literal(1, 100, b"behind a gap"));
         sender.send(0, &Frame::literal(2, 105, b"partly the same"));
     });
@@ -114,7 +114,7 @@ fn frames_outside_of_what_a_channel_may_have_are_refused() {
     });
     bad_sender("of channel 0, of which it may send up to ", |sender| {
         sender.tell(CLOSE, FIRST.len() as u64 + 3);
-        // Whichever comes first.
+        // Either of the two may arrive first.
         sender.send(0, &next(1, b"more than the whole"));
     });
 }
@@ -143,9 +143,9 @@ fn frames_out_of_order_are_refused() {
 }
 
 #[test]
-fn frames_that_make_other_bytes_are_refused() {
+fn frames_that_decode_wrongly_are_refused() {
     let page = [9; 4096];
-    // A page that is kept.
+    // A page that is stored in a slot.
     let stored = Frame {
         raw: 4096,
         raw_crc: crc32c(&page),
@@ -204,7 +204,7 @@ fn frames_that_make_other_bytes_are_refused() {
                 ..stored.clone()
             },
         ),
-        // Slots of a MiB are 256.
+        // With 1 MiB of delta memory there are 256 slots.
         (
             "frame 1: ",
             Frame {
@@ -246,7 +246,7 @@ fn frames_that_make_other_bytes_are_refused() {
 }
 
 #[test]
-fn messages_that_no_sender_sends_are_refused() {
+fn invalid_sender_messages_are_refused() {
     let whole = FIRST.len() as u64;
     bad_sender(
         "the sender sent Open of channel 0 with 0 and 0 bytes, which no sender sends",
@@ -274,7 +274,7 @@ fn messages_that_no_sender_sends_are_refused() {
 }
 
 #[test]
-fn what_is_no_message_is_refused() {
+fn malformed_messages_are_refused() {
     bad_sender("a control message: the magic is ", |sender| {
         say(&sender.control, &[0x20; 24])
     });
@@ -294,7 +294,7 @@ fn what_is_no_message_is_refused() {
     });
 }
 
-/// A receiver that is none, and answers each connection's greeting with this. What the sender says in the end.
+/// Runs a fake receiver that answers each connection's greeting with `answer`, and returns the sender's final output.
 fn greets(answer: impl Fn() -> Vec<u8>) -> String {
     let (folder, listener) = (on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
     let to = listener.local_addr().expect("bound").to_string();
@@ -310,7 +310,7 @@ fn greets(answer: impl Fn() -> Vec<u8>) -> String {
 }
 
 #[test]
-fn greetings_of_no_receiver_are_refused() {
+fn invalid_receiver_greetings_are_refused() {
     let changed = |at: usize, value: &'static [u8]| {
         move || {
             let mut bytes = welcome();
@@ -388,10 +388,10 @@ fn greetings_of_no_receiver_are_refused() {
     assert!(said.contains("the answer of the receiver: its checksum is "), "{said}");
 }
 
-/// Words of a sender that does not connect again.
+/// Arguments of a sender with one lane that does not reconnect.
 const ONE_LANE: [&str; 4] = ["--lanes", "1", "--patience", "0"];
 
-/// A receiver that begins well, and then says this, which ends the sender with this text.
+/// Asserts that a receiver which begins correctly and then sends this ends the sender with this error.
 fn bad_receiver(text: &str, says: &[Vec<u8>]) {
     let (folder, listener) = (on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
     let to = listener.local_addr().expect("bound").to_string();
@@ -411,7 +411,7 @@ fn bad_receiver(text: &str, says: &[Vec<u8>]) {
     for said in says {
         say(&sockets[0], said);
     }
-    // It says why first, if that is not what it was told, and closes the connection.
+    // The sender first reports the reason, unless the receiver sent it, and then closes the connection.
     while next_message(&sockets[0]).is_ok() {}
     drop(sockets);
     let status = process.wait(LIMIT).expect("it ends");
@@ -424,7 +424,7 @@ fn bad_receiver(text: &str, says: &[Vec<u8>]) {
 }
 
 #[test]
-fn messages_that_no_receiver_sends_are_refused() {
+fn invalid_receiver_messages_are_refused() {
     let whole = FIRST.len() as u64;
     let text = ", which no receiver sends";
     bad_receiver(

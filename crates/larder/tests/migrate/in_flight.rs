@@ -1,5 +1,5 @@
-//! A guest whose disk's server is killed with requests under way in the moment in which it stops for the end of its move: its
-//! QEMU does not know how far the queue is, and it must not go on at the destination.
+//! A guest whose disk's server is killed with requests in flight just when the guest is paused for the end of its
+//! move: its QEMU does not know the position of the queue, so the guest must not run at the destination.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use super::disks::{disk, host, image, moves, receive, send, serve};
 use crate::MEMORY_MIB;
 use crate::support::{LIMIT, on_disk, run};
 
-/// Reads go past writes, of which the server carries out one in a second: requests are not answered in order.
+/// Reads overtake writes, of which the server executes one per second: requests are not answered in order.
 const SLOW: &str = "iops-write = 1";
 
-/// Several write to places of their own, and look whether what they wrote before is there; another one reads.
+/// Guest script with several writers, which verify their earlier writes, and one reader.
 const SCRIPT: &str = r#"
 mkdir /was
 writes() {
@@ -46,7 +46,7 @@ while :; do
 done
 "#;
 
-/// A guest at work, and the hosts that it is moved between.
+/// A guest under load, and the hosts between which it is moved.
 struct Bed {
     machine: Machine,
     here: Host,
@@ -77,7 +77,7 @@ impl Bed {
         (bed, guest)
     }
 
-    /// The guest has stayed, with its disk; its requests were repeated; and it goes when it is asked to again.
+    /// Checks that the guest has stayed with its disk and that its requests were repeated, and then moves it.
     fn goes_on_and_moves(self, source: Vm) {
         let is = disk(&self.here);
         assert!(!is.away && disk(&self.there).away);
@@ -91,7 +91,7 @@ impl Bed {
     }
 }
 
-/// All its writers go on.
+/// Waits until all of the guest's writers make progress.
 fn writes_on(guest: &Vm) -> anyhow::Result<()> {
     (0..4).try_for_each(|writer| guest.wait_for_console(&format!("WROTE {writer} "), 3))
 }
@@ -106,7 +106,7 @@ fn mover(bed: &Bed, source: &Vm, receiver: &larder_bench::campaign::migration::l
     mover
 }
 
-/// It was not moved, because of what QEMU does not know.
+/// Asserts that the move failed because QEMU does not know the position of the queue.
 fn stayed(mover: &mut Process, destination: &Vm) {
     let code = mover.wait(LIMIT).expect("it ends").code();
     let said = mover.output();
@@ -118,8 +118,8 @@ fn stayed(mover: &mut Process, destination: &Vm) {
     assert!(said.contains("QEMU does not know how far its queue 0 is"), "{said}");
 }
 
-/// Until some of the guest's writes wait. On a busy machine that need not be all of them: a writer takes seconds from one to the
-/// next.
+/// Waits until some of the guest's writes are pending. On a busy machine that need not be all of them, because a
+/// writer takes seconds between two writes.
 fn is_asked_for_much(host: &Host) {
     let give_up = Instant::now() + LIMIT;
     while disk(host).requests.under_way < 2 {
@@ -128,7 +128,7 @@ fn is_asked_for_much(host: &Host) {
     }
 }
 
-/// Until QEMU has said something to the server of a disk that does not read it.
+/// Waits until QEMU has sent a message to the server of a disk that does not read it.
 fn is_spoken_to(host: &Host) {
     let give_up = Instant::now() + LIMIT;
     let socket = host.socket();
@@ -147,7 +147,8 @@ fn is_spoken_to(host: &Host) {
     }
 }
 
-/// The server dies while the guest's writes wait and its VM is being moved: the VM goes on at the source, and moves then.
+/// Kills the server while the guest's writes are pending and its VM is being moved; checks that the VM runs on at the
+/// source, and can be moved then.
 fn goes_on_at_the_source(release: Release, dies: impl FnOnce(&mut Bed, &mut Vm)) {
     let (mut bed, mut source) = Bed::new(release);
     let destination = bed.there.incoming(&bed.machine).expect("QEMU starts");
@@ -162,9 +163,11 @@ fn goes_on_at_the_source(release: Release, dies: impl FnOnce(&mut Bed, &mut Vm))
     bed.goes_on_and_moves(source);
 }
 
+/// If the server is killed while QEMU asks it for the queue's position, the guest continues to run at the source.
 #[test]
-fn a_guest_whose_server_is_killed_while_qemu_asks_it_how_far_the_queue_is_goes_on_at_the_source() {
-    // QEMU before 9.1 has no disk after that, at the source or anywhere else: it tells the next server nothing of memory.
+fn kill_during_queue_query_aborts_move() {
+    // QEMU before 9.1 has no disk after that, at the source or anywhere else: it does not send the memory table to
+    // the next server.
     goes_on_at_the_source(Release::Debian13, |bed, _| {
         bed.server_here.signal(libc::SIGSTOP);
         is_spoken_to(&bed.here);
@@ -172,8 +175,9 @@ fn a_guest_whose_server_is_killed_while_qemu_asks_it_how_far_the_queue_is_goes_o
     });
 }
 
+/// If the guest is paused while its server restarts, it continues to run at the source.
 #[test]
-fn a_guest_that_stops_while_its_server_is_started_again_goes_on_at_the_source() {
+fn pause_during_server_restart_aborts_move() {
     for release in [Release::Host, Release::Debian13] {
         goes_on_at_the_source(release, |bed, source| {
             bed.server_here.kill();
@@ -185,11 +189,12 @@ fn a_guest_that_stops_while_its_server_is_started_again_goes_on_at_the_source() 
 }
 
 #[test]
-fn a_vm_that_is_paused_is_moved_though_its_server_was_killed_meanwhile() {
+fn paused_vm_moves_despite_server_kill() {
     for release in [Release::Host, Release::Debian13] {
         let (mut bed, mut source) = Bed::new(release);
         source.ask("stop", &serde_json::json!({})).expect("it stops");
-        // QEMU was told how far the queue is a moment before its server notes that: once this is answered, it has.
+        // QEMU gets the queue's position just before its server records that; once this query is answered, it is
+        // recorded.
         disk(&bed.here);
         bed.server_here.kill();
         bed.server_here = serve(&bed.here, &[]);

@@ -1,5 +1,5 @@
-//! `larder migrate send` and `larder migrate receive`: between two real QEMUs, and between ends that stand for them where
-//! each byte and each moment counts.
+//! `larder migrate send` and `larder migrate receive`: between two real QEMUs, and between simulated ends where each
+//! byte and each moment matters.
 
 mod again;
 mod bandwidth;

@@ -1,4 +1,4 @@
-//! Guests that work on their memory and check it, moved from one QEMU to another.
+//! Guests that use and verify their memory, moved from one QEMU to another.
 
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 use crate::MEMORY_MIB;
 use crate::support::{LIMIT, larder};
 
-/// Moves a guest that does such work, by post-copy after a while if the settings allow that, with further words for the
-/// sender, and checks that it works on with what it had, and that either QEMU heard what the other one said. QEMU sends what
-/// changes until it would begin that round, or as long as it likes. What the sender tells in the end.
+/// Moves a guest with this load, by post-copy if the settings say so, with further arguments for the sender. Checks
+/// that the guest continues with its memory, and that each QEMU received exactly the other's stream. QEMU sends
+/// rounds until it begins round `until_round`, or as many as it likes. Returns the sender's statistics.
 fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&str], until_round: Option<u64>) -> Value {
     let load = Load {
         kind,
@@ -68,7 +68,7 @@ fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&st
     told
 }
 
-/// How long the guest may be paused at the end, by which QEMU decides when to send no further round.
+/// Sets the maximum downtime, from which QEMU decides when to send no further round.
 fn may_pause_for(source: &mut Vm, milliseconds: u64) {
     source
         .ask("migrate-set-parameters", &json!({"downtime-limit": milliseconds}))
@@ -88,29 +88,29 @@ fn wait_for_round(source: &mut Vm, round: u64) {
     }
 }
 
-/// Pages that went as differences.
+/// Returns the number of pages that were sent as deltas.
 fn deltas(told: &Value) -> u64 {
     let ways = told["methods"].as_array().expect("a list");
     let way = ways.iter().find(|way| way["method"] == "delta").expect("it is told");
     way["pages"].as_u64().expect("a number")
 }
 
-/// A link over which it pays to encode.
+/// Options for a link on which it pays to compress.
 const SLOW: [&str; 2] = ["--bandwidth", "48MiB"];
 
-/// One over which a round takes seconds, in which also a slow guest changes much.
+/// Options for a link on which a round takes seconds, so that also a slow guest changes much in it.
 const SLOWER: [&str; 2] = ["--bandwidth", "16MiB"];
 
-/// The round before which pages have come twice, and then as differences.
+/// Round before which pages were sent twice, and then as deltas.
 const FOURTH: u64 = 4;
 
 #[test]
-fn a_guest_of_the_hosts_qemu_moves_over_one_channel() {
+fn host_qemu_moves_over_one_channel() {
     moves(Release::Host, "mixed", &Settings::default(), &[], None);
 }
 
 #[test]
-fn a_guest_of_the_hosts_qemu_moves_over_two_channels_for_pages() {
+fn host_qemu_moves_with_multifd() {
     let settings = Settings {
         multifd: 2,
         ..Settings::default()
@@ -120,7 +120,7 @@ fn a_guest_of_the_hosts_qemu_moves_over_two_channels_for_pages() {
 }
 
 #[test]
-fn a_guest_of_the_hosts_qemu_moves_by_post_copy() {
+fn host_qemu_moves_by_postcopy() {
     let settings = Settings {
         postcopy: true,
         ..Settings::default()
@@ -129,7 +129,7 @@ fn a_guest_of_the_hosts_qemu_moves_by_post_copy() {
 }
 
 #[test]
-fn a_guest_of_qemu_10_moves_over_one_channel() {
+fn qemu_10_moves_over_one_channel() {
     let told = moves(
         Release::Debian13,
         "partial",
@@ -141,7 +141,7 @@ fn a_guest_of_qemu_10_moves_over_one_channel() {
 }
 
 #[test]
-fn a_guest_of_qemu_10_moves_over_two_channels_for_pages() {
+fn qemu_10_moves_with_multifd() {
     let settings = Settings {
         multifd: 2,
         ..Settings::default()
@@ -149,8 +149,9 @@ fn a_guest_of_qemu_10_moves_over_two_channels_for_pages() {
     moves(Release::Debian13, "mixed", &settings, &SLOW, None);
 }
 
+/// Post-copy with a separate channel for urgent pages works with QEMU 10.
 #[test]
-fn a_guest_of_qemu_10_moves_by_post_copy_with_a_channel_for_urgent_pages() {
+fn qemu_10_moves_by_preemptible_postcopy() {
     let settings = Settings {
         postcopy: true,
         preempt: true,

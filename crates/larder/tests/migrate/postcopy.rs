@@ -1,4 +1,4 @@
-//! `larder migrate --postcopy` where something at the destination excludes post-copy.
+//! `larder migrate --postcopy` where an obstacle at the destination excludes post-copy.
 
 use std::process::Command;
 
@@ -29,8 +29,8 @@ fn post_copy(source: &Vm, receiver: &Side, words: &[&str]) -> Command {
     )
 }
 
-/// A pager and a QEMU that receives a VM by post-copy need the page faults of the same memory: the second is refused,
-/// whichever it is, and the VM runs.
+/// A pager and a QEMU that receives a VM by post-copy need the page faults of the same memory: the second one is
+/// refused, whichever it is, and the VM runs.
 #[test]
 fn postcopy_and_pager_exclude_each_other() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
@@ -49,7 +49,7 @@ fn postcopy_and_pager_exclude_each_other() {
         "{output}"
     );
     source.works().expect("it runs");
-    // A pager that was killed has left its userfaultfd in QEMU.
+    // A killed pager leaves its userfaultfd in QEMU.
     pager.process.kill();
     let (code, output) = run(post_copy(&source, &waits, &[]));
     assert!(
@@ -75,7 +75,7 @@ fn postcopy_and_pager_exclude_each_other() {
     waits.end().expect("its QEMU has ended");
 }
 
-/// Memory in a file of an ordinary file system cannot be received by post-copy, which QEMU would find out too late.
+/// Post-copy into a file on an ordinary file system is refused, because QEMU would detect that too late.
 #[test]
 fn postcopy_into_file_on_disk_is_refused() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");

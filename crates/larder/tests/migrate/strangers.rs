@@ -1,4 +1,4 @@
-//! Who else may come to a receiver's port.
+//! Strangers that connect to a receiver's port.
 
 use std::net::{SocketAddr, TcpStream};
 
@@ -6,7 +6,7 @@ use crate::ends::{Between, Waiting, carries, carries_on, main_channel, write};
 use crate::support::{LIMIT, larder, run};
 use crate::wire::{hello, say};
 
-/// More than a receiver greets at a time.
+/// More connections than a receiver greets at a time.
 const MANY: usize = 200;
 
 fn silent(to: SocketAddr, count: usize) -> Vec<TcpStream> {
@@ -15,7 +15,7 @@ fn silent(to: SocketAddr, count: usize) -> Vec<TcpStream> {
         .collect()
 }
 
-/// Connections that say what no sender says.
+/// Opens connections that send what no sender sends.
 fn strangers(to: SocketAddr) -> Vec<TcpStream> {
     let mut of_another_time = hello(None);
     of_another_time[8] = 9;
@@ -40,7 +40,7 @@ fn speaking(to: SocketAddr, said: &[u8]) -> TcpStream {
 }
 
 #[test]
-fn strangers_do_not_disturb_a_session_that_is_under_way() {
+fn strangers_do_not_disturb_session() {
     let mut between = Between::start();
     let stream = main_channel(2000);
     between.relay.hold_at(1_000_000);
@@ -58,7 +58,7 @@ fn strangers_do_not_disturb_a_session_that_is_under_way() {
     ] {
         between.receiver.process.wait_for(text, LIMIT).expect("it says so");
     }
-    // Not each of so many is told of.
+    // Messages about so many connections are limited.
     others.extend(silent(to, MANY));
     let second = larder_bench::campaign::migration::larder::send_command(
         larder(),
@@ -78,7 +78,7 @@ fn strangers_do_not_disturb_a_session_that_is_under_way() {
 }
 
 #[test]
-fn a_sender_gets_in_past_many_who_say_nothing() {
+fn sender_gets_past_silent_strangers() {
     let waiting = Waiting::start(&[]);
     let to = waiting.receiver.address();
     let others = (silent(to, MANY), strangers(to));

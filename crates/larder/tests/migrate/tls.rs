@@ -1,4 +1,4 @@
-//! TLS: who may send to whom.
+//! TLS: authentication of sender and receiver.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::ends::{Waiting, carries};
 use crate::support::{LIMIT, certificates, on_tmpfs, run};
 
-/// An authority, and certificates of it for a sender, and for receivers.
+/// A certificate authority, with certificates for a sender and for receivers.
 pub(crate) struct Authority(TempDir);
 
 impl Authority {
@@ -61,7 +61,7 @@ impl Authority {
             .to_owned()
     }
 
-    /// Has this one's certificate of that name from another authority.
+    /// Replaces the certificate of that name by one of another authority.
     fn with(self, other: &Self, name: &str) -> Self {
         for part in ["cert", "key"] {
             let file = format!("{name}-{part}.pem");
@@ -70,7 +70,7 @@ impl Authority {
         self
     }
 
-    /// Another folder with the same files, of a host that remembers no other one.
+    /// Copies the files to another directory, as of a host that remembers no other one.
     pub(crate) fn copy(&self) -> Self {
         let copy = Self(on_tmpfs());
         for entry in std::fs::read_dir(self.0.path()).expect("a folder").flatten() {
@@ -81,7 +81,7 @@ impl Authority {
         copy
     }
 
-    /// The SHA-256 of the public key of its certificate of that name, as openssl has it.
+    /// Returns the SHA-256 of the public key of the certificate of that name, as openssl prints it.
     pub(crate) fn key(&self, name: &str) -> String {
         let command = format!(
             "openssl x509 -in {name}-cert.pem -noout -pubkey | openssl pkey -pubin -outform der | sha256sum | cut -d' ' -f1"
@@ -91,7 +91,7 @@ impl Authority {
         succeed(shell).trim().to_owned()
     }
 
-    /// The file of the hosts that are remembered: `senders` or `receivers`.
+    /// Returns the file of the remembered hosts: `senders` or `receivers`.
     fn remembered(&self, which: &str) -> PathBuf {
         self.0.path().join("state/migrate").join(which)
     }
@@ -103,7 +103,8 @@ fn succeed(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// A sender is refused, both sides say why, and QEMU is not troubled; then the right one comes.
+/// Asserts that a sender is refused, that both sides report the reason, and that QEMU gets no connection; then the
+/// right sender succeeds.
 fn refused([sender, receiver]: [&[&str]; 2], [by_sender, by_receiver]: [&str; 2], right: &[&str]) {
     let waiting = Waiting::start(receiver);
     let said = waiting.refuses(sender);
@@ -117,7 +118,7 @@ fn refused([sender, receiver]: [&[&str]; 2], [by_sender, by_receiver]: [&str; 2]
     carries(&mut waiting.joined(right), 200);
 }
 
-/// Sees whether something readable goes by.
+/// Records the data that passes, to search it for plain text.
 struct Eavesdropper(Arc<Mutex<Vec<u8>>>);
 
 impl Tamper for Eavesdropper {
@@ -129,7 +130,7 @@ impl Tamper for Eavesdropper {
 }
 
 #[test]
-fn a_session_over_tls_carries_every_byte_and_shows_none() {
+fn tls_session_shows_no_plaintext() {
     let authority = Authority::new();
     let words = authority.words();
     let heard: Arc<Mutex<Vec<u8>>> = Arc::default();
@@ -144,7 +145,7 @@ fn a_session_over_tls_carries_every_byte_and_shows_none() {
 }
 
 #[test]
-fn a_sender_of_another_authority_is_refused() {
+fn sender_of_other_authority_is_refused() {
     let (right, other) = (Authority::new(), Authority::new());
     let wrong = right.copy().with(&other, "client");
     refused(
@@ -158,7 +159,7 @@ fn a_sender_of_another_authority_is_refused() {
 }
 
 #[test]
-fn a_sender_without_a_certificate_is_refused() {
+fn sender_without_certificate_is_refused() {
     let right = Authority::new();
     let waiting = Waiting::start(&right.words());
     let mut command = Command::new("openssl");
@@ -176,7 +177,7 @@ fn a_sender_without_a_certificate_is_refused() {
 }
 
 #[test]
-fn a_receiver_of_another_authority_is_refused() {
+fn receiver_of_other_authority_is_refused() {
     let (right, other) = (Authority::new(), Authority::new());
     let receiver = right.copy().with(&other, "server");
     let wants_other = right.copy();
@@ -192,7 +193,7 @@ fn a_receiver_of_another_authority_is_refused() {
 }
 
 #[test]
-fn a_receiver_with_another_name_is_refused() {
+fn receiver_with_wrong_name_is_refused() {
     let right = Authority::new();
     let elsewhere = right.copy();
     elsewhere.sign("server", "serverAuth", "DNS:other.example");
@@ -208,7 +209,7 @@ fn a_receiver_with_another_name_is_refused() {
 }
 
 #[test]
-fn only_a_peer_with_one_of_the_fingerprints_is_taken() {
+fn only_given_fingerprints_are_accepted() {
     let right = Authority::new();
     let (server, client) = (right.fingerprint("server"), right.fingerprint("client"));
     let wrong = "00:".repeat(31) + "00";
@@ -236,8 +237,9 @@ fn only_a_peer_with_one_of_the_fingerprints_is_taken() {
     assert!(waiting.is_untouched());
 }
 
+/// With TLS on one side only, both sides report that.
 #[test]
-fn with_tls_on_one_side_only_both_say_so() {
+fn one_sided_tls_fails_both_sides() {
     let right = Authority::new();
     refused(
         [&[], &right.words()],
@@ -251,7 +253,7 @@ fn with_tls_on_one_side_only_both_say_so() {
     );
 }
 
-/// Each side remembers the key of the other one at the first move, and finds it again at the next one.
+/// Each side remembers the key of the other one at the first move, and accepts it at the next one.
 #[test]
 fn peers_are_remembered_at_first_use() {
     let source = Authority::new();
@@ -272,13 +274,14 @@ fn peers_are_remembered_at_first_use() {
     }
 }
 
-/// A host that is remembered with another key is refused, with what accepts it; that is remembered then.
+/// A host that is remembered with another key is refused, with advice how to accept it; once accepted, it is
+/// remembered.
 #[test]
 fn changed_certificate_is_refused_until_given() {
     let source = Authority::new();
     let destination = source.copy();
     carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
-    // The receiver's is another one.
+    // The receiver gets another key.
     let old = destination.key("server");
     destination.sign("server", "serverAuth", certificates::LOCALHOST);
     let new = destination.key("server");
@@ -294,9 +297,9 @@ fn changed_certificate_is_refused_until_given() {
     assert!(waiting.is_untouched());
     let [tls, folder] = source.words();
     carries(&mut waiting.joined(&[tls, folder, "--peer", &new]), 200);
-    // It is remembered from then on.
+    // The new key is remembered from then on.
     carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
-    // The sender's is another one.
+    // The sender gets another key.
     let old = source.key("client");
     source.sign("client", "clientAuth", "DNS:source.example");
     let new = source.key("client");
@@ -318,7 +321,7 @@ fn changed_certificate_is_refused_until_given() {
     carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
 }
 
-/// A renewed certificate with the same key needs nothing.
+/// A renewed certificate with the same key is accepted.
 #[test]
 fn renewed_certificate_with_same_key_is_accepted() {
     let source = Authority::new();
@@ -332,7 +335,7 @@ fn renewed_certificate_with_same_key_is_accepted() {
     assert_eq!(remembered(), records);
 }
 
-/// A host may be named by a name in its certificate; nothing is remembered then.
+/// A host may be given by a name in its certificate; nothing is remembered then.
 #[test]
 fn peer_is_accepted_by_name_in_certificate() {
     let right = Authority::new();
@@ -357,7 +360,7 @@ fn peer_is_accepted_by_name_in_certificate() {
     }
 }
 
-/// Records that cannot be read, or are a link, refuse before anything is sent, and stay as they are.
+/// Records that cannot be read, or are a link, make the peer be refused before anything is sent, and stay unchanged.
 #[test]
 fn unusable_records_refuse_peers() {
     let right = Authority::new();

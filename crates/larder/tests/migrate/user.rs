@@ -1,4 +1,4 @@
-//! A receiver that was started as root beside a QEMU of another user.
+//! A receiver that is started as root for a QEMU of another user.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -8,11 +8,11 @@ use crate::ends::{Waiting, carries};
 use crate::support::{larder, need_root, run};
 use crate::tls::Authority;
 
-/// Nobody, who has no group but his own.
+/// The user `nobody`, who is in no other group.
 const USER: u32 = 65534;
 
 #[test]
-fn a_receiver_gives_up_root_and_reaches_a_qemu_of_that_user() {
+fn receiver_drops_root_and_reaches_qemu() {
     need_root("to give it up");
     let folder = crate::support::on_tmpfs();
     std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("ours");
@@ -53,7 +53,7 @@ fn a_receiver_gives_up_root_and_reaches_a_qemu_of_that_user() {
 }
 
 #[test]
-fn a_receiver_of_one_user_gives_nothing_to_another() {
+fn receiver_refuses_other_users_qemu() {
     need_root("to give it up");
     let mut between = Waiting::start_as(USER, false, &[]).joined(&[]);
     let _source = between.source();
@@ -65,13 +65,13 @@ fn a_receiver_of_one_user_gives_nothing_to_another() {
     );
 }
 
-/// A receiver that gives up root remembers senders as its new user, in a directory that root has made for that.
+/// A receiver that gives up root remembers senders as its new user, in a directory that root has created for that.
 #[test]
 fn receiver_without_root_remembers_senders() {
     need_root("to give it up");
     let source = Authority::new();
     let destination = source.copy();
-    // As /var/lib is.
+    // Like /var/lib.
     let state = destination.path().join("state");
     std::fs::create_dir(&state).expect("a folder");
     for folder in [&destination.path(), &state] {
