@@ -1,4 +1,5 @@
-//! NBD clients that read and write any bytes: their changes are exact, and a guest writing the same sectors loses nothing.
+//! NBD clients that read and write any bytes: their changes are exact, and a guest writing the same sectors loses
+//! nothing.
 
 mod support;
 
@@ -22,7 +23,7 @@ const TRIM: u16 = 4;
 const WRITE_ZEROES: u16 = 6;
 const FUA: u16 = 1;
 
-/// A client of `NBD_OPT_EXPORT_NAME`, which learns no block sizes.
+/// A client that uses `NBD_OPT_EXPORT_NAME`, and so gets no block sizes.
 struct Client {
     stream: UnixStream,
     size: u64,
@@ -33,7 +34,7 @@ impl Client {
         let mut stream = UnixStream::connect(socket).expect("connects");
         let mut greeting = [0; 18];
         stream.read_exact(&mut greeting).expect("a greeting");
-        // Fixed newstyle, no padding.
+        // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES.
         let mut hello = 3u32.to_be_bytes().to_vec();
         hello.extend(b"IHAVEOPT");
         hello.extend(1u32.to_be_bytes());
@@ -46,7 +47,7 @@ impl Client {
         Self { stream, size }
     }
 
-    /// Makes a request; the error's number.
+    /// Makes a request, and returns its error number.
     fn ask(&mut self, command: u16, flags: u16, start: usize, len: usize, payload: &[u8]) -> u32 {
         let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
         request.extend(flags.to_be_bytes());
@@ -80,7 +81,7 @@ impl Client {
     }
 }
 
-/// A server of `image` over NBD and vhost-user, with the NBD socket and the URI.
+/// Starts a server of `image` over NBD and vhost-user; returns it with the NBD socket and the URI.
 fn served(image: &Path, folder: &Path, options: &[&str]) -> (Server, PathBuf, String) {
     let socket = folder.join("nbd");
     let uri = format!("nbd+unix:///disk?socket={}", socket.display());
@@ -93,7 +94,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
-/// Random requests of any bytes against a model in memory, then the image against the model.
+/// Compares random requests of any bytes with a model in memory, and then the image with the model.
 fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
     const DISK: usize = 1 << 20;
     let sockets = on_tmpfs();
@@ -120,7 +121,7 @@ fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
             }
             6 => {
                 client.change(TRIM, start, len);
-                // A discarded byte is old or zero, and no other byte changes.
+                // A discarded byte keeps its value or becomes zero, and no other byte changes.
                 let left = client.read(start, len);
                 for (now, was) in left.iter().zip(&mut model[range]) {
                     assert!(*now == *was || *now == 0, "step {step}: a discard wrote something");
@@ -170,7 +171,8 @@ fn large_blocks_serve_any_bytes() {
     check_any_bytes(&device.0, &["--format", "raw"], 3);
 }
 
-/// The minimum block size is one byte, the preferred one the device's. Tools copy files of odd lengths both ways.
+/// The minimum block size is one byte, the preferred one is the device's. Tools copy files of odd lengths in both
+/// directions.
 #[test]
 fn tools_copy_files_of_odd_lengths() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
@@ -213,11 +215,11 @@ fn tools_copy_files_of_odd_lengths() {
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
-/// The bytes of each sector that a client of NBD writes beside a guest.
+/// The bytes of each sector that an NBD client writes while a guest writes the sector.
 const PART: std::ops::Range<usize> = 100..300;
 
-/// A guest's completed writes stay whole while clients write parts of the same sectors, and two clients that write halves
-/// of a sector lose nothing to each other.
+/// A guest's completed writes stay whole while clients write parts of the same sectors, and two clients that write
+/// halves of a sector lose nothing to each other.
 #[test]
 fn guest_write_survives_parts_written_concurrently() {
     const SECTORS: usize = 4;
@@ -253,7 +255,8 @@ fn guest_write_survives_parts_written_concurrently() {
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
-/// Writes parts of the guest's sectors, and one half of others, of which a second client writes the other half.
+/// Writes parts of the guest's sectors, and one half of further sectors, of which a second client writes the other
+/// half.
 fn write_parts(socket: &Path, half: usize, sectors: usize, is_over: &AtomicBool) {
     let mut client = Client::connect(socket, "disk");
     let mut round = 0;
@@ -271,8 +274,8 @@ fn write_parts(socket: &Path, half: usize, sectors: usize, is_over: &AtomicBool)
     }
 }
 
-/// A part of a sector that is written leaves what another client of the export has written beside it, also where the
-/// sector was read ahead before that.
+/// A write of a part of a sector keeps the bytes that another client of the export has written to the rest, even if
+/// the sector was read ahead before that.
 #[test]
 fn part_keeps_what_another_client_wrote() {
     const BLOCK: usize = 4096;
@@ -295,7 +298,7 @@ fn part_keeps_what_another_client_wrote() {
     assert_eq!(store.stop().expect("stops"), Some(0));
 }
 
-/// The description is shown as it was given, and one that the protocol has no room for is refused.
+/// The description is shown as given, and one that is too long for the protocol is refused.
 #[test]
 fn export_has_the_description_given() {
     let (folder, sockets) = (on_disk(), on_tmpfs());

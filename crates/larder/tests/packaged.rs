@@ -1,5 +1,5 @@
-//! The project's files besides the program: those of the Debian package, which `make package-test` tries in full, and the
-//! script that runs the tests.
+//! The project's files other than the program: those of the Debian package, which `make package-test` tests in full,
+//! and the script that runs the tests.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -17,13 +17,13 @@ fn text(path: &Path) -> &str {
 }
 
 #[test]
-fn the_sample_becomes_the_file_of_a_vm() {
+fn sample_is_a_valid_vm_file() {
     let folder = on_disk();
     let image = folder.path().join("web.qcow2");
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
     let sample = std::fs::read_to_string(project().join("packaging/vms/example.toml.sample")).expect("the sample");
     let file = folder.path().join("web.toml");
-    // What is commented out is right, too.
+    // The lines that are commented out are valid, too.
     let said = sample
         .replace("\n#cache", "\ncache")
         .replace("\n#socket", "\nsocket")

@@ -1,4 +1,4 @@
-//! What a move tells on its control socket, and is told there.
+//! A move's state on its control socket, and the commands that it accepts there.
 
 use std::io::Write;
 use std::path::Path;
@@ -16,14 +16,14 @@ fn migrate(words: &[&str], control: &Path, more: &[&str]) -> (Option<i32>, Strin
     run(command)
 }
 
-/// What is told there.
+/// Returns the state from the control socket.
 fn state(control: &Path) -> Value {
     let (code, said) = migrate(&["status"], control, &["--output", "json"]);
     assert_eq!(code, Some(0), "{said}");
     serde_json::from_str(&said).expect("JSON")
 }
 
-/// The same once it is so.
+/// Returns the state once it satisfies `is_so`.
 fn state_when(control: &Path, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -42,7 +42,7 @@ struct Sockets {
     destination: std::path::PathBuf,
 }
 
-/// Both sides, each with a control socket, the sender with further words.
+/// Starts both sides, each with a control socket, and the sender with further arguments.
 fn between(words: &[&str]) -> (Between, Sockets) {
     let folder = crate::support::on_tmpfs();
     let path = |name: &str| folder.path().join(name);
@@ -59,9 +59,10 @@ fn between(words: &[&str]) -> (Between, Sockets) {
     (between, sockets)
 }
 
+/// A move reports its progress, and a changed limit takes effect at once.
 #[test]
-fn a_move_tells_how_it_goes_and_keeps_to_other_limits_from_when_it_is_told() {
-    // With it, it would take hours.
+fn move_reports_progress_and_obeys_limits() {
+    // With this limit the move would take hours.
     let (mut between, sockets) = between(&["--bandwidth", "1KiB"]);
     let before = state(&sockets.source);
     assert_eq!(
@@ -125,8 +126,8 @@ fn a_move_tells_how_it_goes_and_keeps_to_other_limits_from_when_it_is_told() {
             let way = ways.iter().find(|way| way["method"] == method).expect("it is told");
             way["pages"].as_u64().expect("a number")
         };
-        // The first page of a section names its block, so two of the 400 zero pages are sent as they are; so is a page in
-        // which the writer was interrupted for long.
+        // The first page of a section names its block, so two of the 400 zero pages are sent uncompressed. So is a
+        // page in which the writer was interrupted for long.
         assert!((380..=398).contains(&pages("zero")), "{sent}");
         assert!((380..=400).contains(&pages("same")), "{sent}");
         assert_eq!(pages("delta"), 0);
@@ -157,8 +158,9 @@ fn a_move_tells_how_it_goes_and_keeps_to_other_limits_from_when_it_is_told() {
     }
 }
 
+/// A move can be cancelled on its socket, and clients that watch it get the final state.
 #[test]
-fn a_move_is_cancelled_over_its_socket_and_whoever_watches_hears_how_it_ended() {
+fn cancelled_move_reports_end_to_watchers() {
     let (mut between, sockets) = between(&["--bandwidth", "1KiB"]);
     let mut source = between.source();
     let _destination = between.destination();
@@ -175,7 +177,7 @@ fn a_move_is_cancelled_over_its_socket_and_whoever_watches_hears_how_it_ended() 
 }
 
 #[test]
-fn what_a_socket_is_told_that_makes_no_sense_changes_nothing() {
+fn invalid_limit_requests_change_nothing() {
     let (_between, sockets) = between(&["--bandwidth", "1MiB"]);
     let before = state(&sockets.source)["limits"].clone();
     for (body, status) in [

@@ -1,5 +1,5 @@
-//! `larder migrate --qmp` and `larder migrate receive --qmp`: the whole move, of a guest that works on its memory and checks
-//! it.
+//! `larder migrate --qmp` and `larder migrate receive --qmp`: complete moves of a guest that uses and verifies its
+//! memory.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -36,8 +36,9 @@ fn take_back(vm: &Vm) -> (Option<i32>, String) {
     run(command)
 }
 
+/// Unsuitable destinations are refused, an aborted move restores QEMU's settings, and then the VM moves.
 #[test]
-fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
+fn refusals_and_abort_precede_successful_move() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let before = source.ask("query-migrate-parameters", &json!({})).expect("answers");
@@ -54,13 +55,13 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("there is nothing to take back"), "{said}");
 
-    // A QEMU that runs is no place for another VM.
+    // A QEMU that runs a VM cannot receive another one.
     let busy = receive_whole_command(larder(), "127.0.0.1:0", source.qmp_for_others(), &[]);
     let (code, said) = run(busy);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("-incoming defer"), "{said}");
 
-    // Given up in time, the VM goes on, and QEMU is set as it was.
+    // After a timeout the VM continues, and QEMU has its old settings.
     let mut gives_up = machine.incoming().expect("QEMU starts");
     let waits = receiver(&gives_up);
     let (code, said) = moves(&source, &waits, &["--timeout", "1", "--bandwidth", "4MiB"]);
@@ -87,7 +88,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
         number("/moved/downtime-ms") > 0.0 && number("/moved/rounds") >= 2.0,
         "{told}"
     );
-    // It lets no lane take more than that, whatever else the host does.
+    // The lanes stay within the CPU limit, whatever else the host does.
     let processors = number("/sent/cpu_seconds") / number("/moved/seconds");
     println!("{processors} processors");
     assert!(processors <= 0.044, "{processors} processors: {told}");
@@ -102,7 +103,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
-/// Most of what the guest works on is in memory that a virtio-mem device has plugged.
+/// A VM moves whose load is mostly in memory that a virtio-mem device has plugged.
 #[test]
 fn vm_with_virtio_mem_moves() {
     const AT_BOOT_MIB: u64 = 384;
@@ -133,7 +134,7 @@ fn ask(words: &[&str]) -> (Option<i32>, String) {
     run(command)
 }
 
-/// What is told on a control socket once it is so.
+/// Returns the state from a control socket once it satisfies `is_so`.
 fn state_when(control: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -148,7 +149,7 @@ fn state_when(control: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Valu
     }
 }
 
-/// A move is watched, told to keep to other limits, and cancelled; the VM goes on.
+/// Checks that a move can be watched, limited and cancelled, and that the VM continues to run.
 fn cancelled(machine: &Machine, source: &mut Vm) {
     let mut destination = machine.incoming().expect("QEMU starts");
     let waits = receiver(&destination);
@@ -186,7 +187,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         "{said}"
     );
     state_when(at, "it keeps to them", |state| state["limits"]["downtime_ms"] == 700);
-    // Whoever looks at QEMU sees that it is not QEMU that decides when its guest stops.
+    // QEMU's own limit shows that Larder decides when the guest is paused.
     let set = source.ask("query-migrate-parameters", &json!({}));
     assert_eq!(set.expect("answers")["downtime-limit"], 1);
     let (code, said) = ask(&["cancel", at]);
@@ -203,7 +204,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     destination.process.kill();
 }
 
-/// Words that QEMU is started by, to have these options besides.
+/// Returns a command prefix that starts QEMU with further options.
 fn with(options: &str) -> [String; 4] {
     ["sh", "-c", &format!("exec \"$@\" {options}"), "sh"].map(str::to_owned)
 }
@@ -212,8 +213,9 @@ fn words(all: &[String]) -> Vec<&str> {
     all.iter().map(String::as_str).collect()
 }
 
+/// A destination that differs from the source is refused with the difference, and the VM continues to run.
 #[test]
-fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
+fn unsuitable_destination_keeps_vm_here() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     for (options, said) in [
@@ -233,7 +235,7 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
         assert!(code == Some(1) && is_told, "{options}: {code:?} {heard}");
         assert_eq!(verdict(&heard).expect("JSON")["vm"], "here", "{options}");
     }
-    // Each with what belongs to the other.
+    // A receiver of a stream alone and a sender of a complete move do not fit, nor the reverse.
     let stream_alone = Side::receiver(larder(), &machine.folder().join("nothing"), &[]).expect("it listens");
     let (code, heard) = moves(&source, &stream_alone, &[]);
     assert!(
@@ -241,7 +243,7 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
         "{heard}"
     );
     source.works().expect("it goes on");
-    // One that has all and more will do.
+    // A destination with additional CPU features is accepted.
     let destination = machine.incoming_by(&words(&with("-cpu max"))).expect("QEMU starts");
     let mut waits = receiver(&destination);
     let sender = machine.folder().join("sender");
@@ -252,7 +254,7 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
         code == Some(2) && heard.contains("or send by larder migrate VM"),
         "{heard}"
     );
-    // The source has no room for its record, and thinks better of it; it waits for another one.
+    // The source cannot write its record of the move and gives up; the receiver waits for another source.
     let full = tmpfs(&machine.folder().join("full"), "size=64k");
     std::fs::create_dir(full.0.join("migrations")).expect("a folder");
     std::fs::set_permissions(full.0.join("migrations"), PermissionsExt::from_mode(0o700)).expect("ours");
@@ -273,11 +275,11 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
     assert_eq!(waits.end().expect("it ends").0, Some(0));
 }
 
-/// A VM that its user has paused, and whose destination finds out at the very end that it lacks a device. QEMU before 10 calls
-/// it 'postmigrate' then, and does not send it again before it has run.
+/// Checks that a VM which its user has paused stays paused when its destination finds only at the very end that it
+/// lacks a device. QEMU before 10 is then in the state 'postmigrate', and cannot send the VM again before it has run.
 fn stays_paused(release: Release) {
     let machine = Machine::new(release, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
-    // No PCI device, of which nobody knows before.
+    // The missing device is no PCI device, so it is not detected before.
     let more = with("-serial null");
     let mut source = machine.boot_by(&words(&more)).expect("the guest boots");
     let version = source.ask("query-version", &json!({})).expect("answers");
@@ -317,18 +319,20 @@ fn stays_paused(release: Release) {
     assert_eq!(code, Some(0), "{heard}");
 }
 
+/// With the host's QEMU, a paused VM that could not be moved stays paused.
 #[test]
-fn a_paused_vm_of_the_hosts_qemu_that_could_not_be_moved_is_paused_as_before() {
+fn failed_move_keeps_vm_paused() {
     stays_paused(Release::Host);
 }
 
+/// With QEMU 10, a paused VM that could not be moved stays paused.
 #[test]
-fn a_paused_vm_of_qemu_10_that_could_not_be_moved_is_paused_as_before() {
+fn failed_move_keeps_qemu_10_paused() {
     stays_paused(Release::Debian13);
 }
 
 #[test]
-fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
+fn both_hosts_report_postcopy_phase() {
     let load = Load {
         kind: "random",
         rate: 0,
@@ -346,7 +350,7 @@ fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
         &["--control", controls[1]],
     );
     let mut waits = Side::listening(command).expect("it listens");
-    // Slow enough to be seen when most of it is still to come.
+    // Slow enough that the post-copy phase is seen while most of the memory is missing.
     let words = ["--bandwidth", "8MiB", "--postcopy", "--control", controls[0]];
     let to = waits.address().to_string();
     let mover = Process::start(move_command(larder(), source.qmp_for_others(), &to, &words)).expect("larder starts");
@@ -372,13 +376,14 @@ fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
     destination.verifies().expect("its memory is right");
 }
 
+/// Whatever is cut or killed during a move, the VM runs on at most one host, and is not lost.
 #[test]
-fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
+fn vm_runs_on_one_host_always() {
     let report = campaign(larder(), Release::Host, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
     assert_eq!(report.moves, 9);
 }
 
-/// A mover of a VM of which most is still to come.
+/// Starts a mover whose VM has most of its memory still to be transferred.
 fn slow_mover(source: &Vm, receiver: &Side) -> Process {
     let to = receiver.address().to_string();
     let command = move_command(larder(), source.qmp_for_others(), &to, &["--bandwidth", "1MiB"]);
@@ -387,8 +392,9 @@ fn slow_mover(source: &Vm, receiver: &Side) -> Process {
     mover
 }
 
+/// After a mover was killed, the move can be repeated with a new QEMU at the destination, as the message advises.
 #[test]
-fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
+fn killed_mover_needs_new_destination_qemu() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
@@ -420,8 +426,9 @@ fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
     other.wait_for(" takes in no other: ", LIMIT).expect("it says so");
 }
 
+/// If the source's QEMU is killed before everything was sent, both sides report that the VM is lost.
 #[test]
-fn a_vm_whose_qemu_dies_before_all_has_gone_is_lost_and_nobody_says_otherwise() {
+fn killed_source_qemu_is_reported_lost() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
@@ -441,7 +448,7 @@ fn a_vm_whose_qemu_dies_before_all_has_gone_is_lost_and_nobody_says_otherwise() 
     assert_eq!(verdict(&said).expect("JSON")["vm"], "lost", "{said}");
 }
 
-/// A VM that its guest or its operator ends during a move has nothing to be asked for again, and the report says what ended it.
+/// A VM that its guest or its operator ends during a move cannot be asked for again, and the report names the cause.
 #[test]
 fn vm_ended_during_move_is_reported() {
     for (command, cause) in [
@@ -456,7 +463,7 @@ fn vm_ended_during_move_is_reported() {
             process: slow_mover(&source, &waits),
             address: None,
         };
-        // QEMU may end before it has answered.
+        // QEMU may exit before it has answered.
         let _ = source.ask(command, &json!({}));
         let (code, said) = mover.end().expect("it ends");
         assert_eq!(code, Some(2), "{said}");

@@ -1,4 +1,4 @@
-//! What sender and receiver say to one another, by `docs/migration-wire.md` and nothing else.
+//! The protocol between sender and receiver, implemented from `docs/migration-wire.md` alone.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -19,7 +19,7 @@ pub(crate) const WELCOME_BYTES: usize = 72;
 pub(crate) const FRAME_BYTES: usize = 64;
 const MESSAGE_BYTES: usize = 24;
 
-/// CRC-32C (Castagnoli), bit by bit.
+/// Computes CRC-32C (Castagnoli), bit by bit.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0_u32;
     for &byte in bytes {
@@ -35,15 +35,15 @@ pub(crate) fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     bytes[at..at + value.len()].copy_from_slice(value);
 }
 
-/// Makes the last four bytes the checksum of those before.
+/// Sets the last four bytes to the checksum of those before.
 pub(crate) fn seal(bytes: &mut [u8]) {
     let at = bytes.len() - 4;
     let crc = crc32c(&bytes[..at]);
     put(bytes, at, &crc.to_le_bytes());
 }
 
-/// What a sender says first: of a control connection without a session, of a lane with one and its number. It does not
-/// come back when it is lost.
+/// Returns a sender's greeting: for a control connection without a session, for a lane with its session and number.
+/// The sender does not reconnect after a loss.
 pub(crate) fn hello(lane: Option<(u8, [u8; 16])>) -> [u8; HELLO_BYTES] {
     let mut bytes = [0; HELLO_BYTES];
     put(&mut bytes, 0, b"LARDMIG\x01");
@@ -59,7 +59,7 @@ pub(crate) fn hello(lane: Option<(u8, [u8; 16])>) -> [u8; HELLO_BYTES] {
     bytes
 }
 
-/// What a receiver answers.
+/// Returns a receiver's answer to a greeting.
 pub(crate) fn welcome() -> [u8; WELCOME_BYTES] {
     let mut bytes = [0; WELCOME_BYTES];
     put(&mut bytes, 0, b"LARDMIG\x02");
@@ -84,7 +84,7 @@ pub(crate) fn message(kind: u8, channel: u16, value: u64, body: &[u8]) -> Vec<u8
     bytes
 }
 
-/// A frame, whose fields are to be changed before it is made.
+/// A frame, whose fields can be changed before it is encoded.
 #[derive(Clone)]
 pub(crate) struct Frame {
     pub(crate) channel: u16,
@@ -101,7 +101,7 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// Of fewer than 128 bytes, as they are.
+    /// Creates a frame of fewer than 128 literal bytes.
     pub(crate) fn literal(number: u64, offset: u64, bytes: &[u8]) -> Self {
         Self {
             channel: 0,
@@ -140,13 +140,13 @@ impl Frame {
     }
 }
 
-/// How many bytes follow a frame's header.
+/// Returns the number of bytes after a frame's header.
 pub(crate) fn frame_body(header: &[u8]) -> usize {
     let field = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes")) as usize;
     [36, 40, 44, 48].into_iter().map(field).sum()
 }
 
-/// The next message but signs of life and of what has come: its kind, channel, value and body.
+/// Returns the next message other than keepalives and acknowledgements: its kind, channel, value and body.
 pub(crate) fn next_message(mut from: &TcpStream) -> io::Result<(u8, u16, u64, Vec<u8>)> {
     loop {
         let mut header = [0; MESSAGE_BYTES];
@@ -162,7 +162,7 @@ pub(crate) fn next_message(mut from: &TcpStream) -> io::Result<(u8, u16, u64, Ve
     }
 }
 
-/// Says something, whether or not the other side still listens.
+/// Sends bytes, whether or not the other side still reads.
 pub(crate) fn say(mut to: &TcpStream, bytes: &[u8]) {
     let _ = to.write_all(bytes);
 }

@@ -1,4 +1,4 @@
-//! What is said of command lines that cannot be.
+//! Errors of invalid command lines of `larder migrate`.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -8,8 +8,8 @@ use std::process::Command;
 
 use crate::support::{larder, on_tmpfs, run};
 
-/// A command line, and what is said of it. LONG is a path of 120 bytes, PORT a port that is taken, and `taken` a socket that
-/// somebody listens on, `stale` one on which nobody does any more; the others say what is no QMP.
+/// Command lines and their errors. LONG is a path of 120 bytes, PORT a port in use, `taken` a socket with a listener,
+/// and `stale` one without. The sockets with other names answer with something that is not QMP.
 const WRONG: [(&str, &str); 60] = [
     (
         "send",
@@ -245,11 +245,11 @@ const WRONG: [(&str, &str); 60] = [
 ];
 
 #[test]
-fn a_monitor_that_lets_many_wait_is_not_waited_for() {
+fn full_monitor_backlog_is_not_awaited() {
     let folder = on_tmpfs();
     let path = folder.path().join("q");
     let listener = UnixListener::bind(&path).expect("a socket");
-    // The next one would wait for as long as nobody is taken.
+    // With a full backlog, a further client would block until a connection is accepted.
     rustix::net::listen(&listener, 0).expect("so few may wait");
     let _waits = UnixStream::connect(&path).expect("it may wait");
     for line in ["--to 127.0.0.1:1", "--take-back", "receive --listen 127.0.0.1:0"] {
@@ -263,13 +263,13 @@ fn a_monitor_that_lets_many_wait_is_not_waited_for() {
     }
 }
 
-/// Listens, and says this to whoever comes.
+/// Listens, and sends `said` to each client.
 fn says(folder: &Path, name: &str, said: &'static [u8]) {
     let listener = UnixListener::bind(folder.join(name)).expect("a socket");
     std::thread::spawn(move || {
         let mut clients = Vec::new();
         for mut client in listener.incoming().flatten() {
-            // It may have gone.
+            // The client may have disconnected.
             let _ = client.write_all(said);
             clients.push(client);
         }
@@ -277,7 +277,7 @@ fn says(folder: &Path, name: &str, said: &'static [u8]) {
 }
 
 #[test]
-fn command_lines_that_cannot_be_are_refused_with_what_is_wrong() {
+fn invalid_command_lines_are_explained() {
     let folder = on_tmpfs();
     std::fs::write(folder.path().join("file"), "").expect("a file");
     let _taken = UnixListener::bind(folder.path().join("taken")).expect("a socket");
@@ -290,7 +290,7 @@ fn command_lines_that_cannot_be_are_refused_with_what_is_wrong() {
     let number = port.local_addr().expect("bound").port().to_string();
     for (line, text) in WRONG {
         let filled = |text: &str| text.replace("LONG", &"a".repeat(120)).replace("PORT", &number);
-        // The word is one of the usage, too.
+        // The word PORT is also part of the usage message.
         let wanted = if line.contains(":PORT") {
             filled(text)
         } else {

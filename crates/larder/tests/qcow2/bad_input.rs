@@ -1,4 +1,4 @@
-//! Images that cannot be served are refused, with a message that names the file, what is wrong, and where.
+//! Images that cannot be served are refused, with a message that names the file, the problem and its position.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use crate::served::{Health, Served, health, qemu_io, refused, text};
 use crate::support::{LIMIT, on_tmpfs, tool};
 
 const CLUSTER: u64 = 64 << 10;
-/// The incompatible feature bit.
+/// The incompatible feature bit of dirty images.
 const DIRTY: u64 = 1;
 
-/// An image as bytes, to be changed by hand. Offsets are those of the header (QEMU `docs/interop/qcow2.txt`).
+/// An image as bytes, to be changed. Offsets are those of the header (QEMU `docs/interop/qcow2.txt`).
 pub(crate) struct Bytes(pub(crate) Vec<u8>);
 
 impl Bytes {
@@ -50,13 +50,13 @@ impl Bytes {
         self.u64_at(self.refcount_table())
     }
 
-    /// The L2 table of the beginning of the disk.
+    /// Returns the offset of the disk's first L2 table.
     pub(crate) fn l2(&self) -> u64 {
         self.u64_at(self.l1()) & 0x00ff_ffff_ffff_fe00
     }
 }
 
-/// An image of 64 KiB clusters, of which the first two have data.
+/// Creates an image with clusters of 64 KiB, of which the first two have data.
 pub(crate) fn sound(folder: &TempDir, name: &str) -> PathBuf {
     let image = folder.path().join(name);
     tool("qemu-img", &["create", "-f", "qcow2", text(&image), "8M"]);
@@ -65,7 +65,7 @@ pub(crate) fn sound(folder: &TempDir, name: &str) -> PathBuf {
     image
 }
 
-/// A sound image with a change.
+/// Creates a sound image and applies a change to its bytes.
 fn broken(folder: &TempDir, change: impl FnOnce(&mut Bytes)) -> PathBuf {
     let image = sound(folder, "broken.qcow2");
     let mut bytes = Bytes::of(&image);
@@ -74,7 +74,7 @@ fn broken(folder: &TempDir, change: impl FnOnce(&mut Bytes)) -> PathBuf {
     image
 }
 
-/// Must be refused, saying all this, and stay as it is.
+/// Asserts that an image is refused with a message that contains all of `says`, and is not changed.
 fn is_refused(image: &Path, says: &[&str]) {
     let before = fs::read(image).expect("reads");
     let said = refused(image, &["--format", "qcow2"]);
@@ -88,7 +88,7 @@ fn is_refused(image: &Path, says: &[&str]) {
 }
 
 #[test]
-fn what_is_no_qcow2_image_is_refused() {
+fn file_of_other_format_is_refused() {
     let folder = on_tmpfs();
     let image = folder.path().join("image");
     for bytes in [
@@ -109,7 +109,7 @@ fn what_is_no_qcow2_image_is_refused() {
 }
 
 #[test]
-fn a_truncated_image_is_refused() {
+fn truncated_image_is_refused() {
     let folder = on_tmpfs();
     for (len, says) in [
         (10, ""),
@@ -122,7 +122,7 @@ fn a_truncated_image_is_refused() {
         let image = broken(&folder, |bytes| bytes.0.truncate(len as usize));
         is_refused(&image, &[says]);
     }
-    // The refcount table at the end.
+    // The refcount table is at the end, which is missing.
     let image = broken(&folder, |bytes| {
         let at = bytes.0.len() as u64;
         bytes.put_u64(48, at);
@@ -131,7 +131,7 @@ fn a_truncated_image_is_refused() {
 }
 
 #[test]
-fn a_header_that_makes_no_sense_is_refused() {
+fn invalid_header_is_refused() {
     let folder = on_tmpfs();
     let header = |change: &dyn Fn(&mut Bytes), says: &str| {
         is_refused(&broken(&folder, change), &[says]);
@@ -169,7 +169,7 @@ fn a_header_that_makes_no_sense_is_refused() {
         },
         "snapshot table",
     );
-    // The backing file's name, or where there is none.
+    // Invalid positions and contents of the backing file's name.
     header(
         &|bytes| {
             bytes.put_u64(8, 0xa2 << 56);
@@ -199,7 +199,7 @@ fn a_header_that_makes_no_sense_is_refused() {
         },
         "backing file",
     );
-    // An extension that does not end.
+    // An extension that exceeds the header.
     header(
         &|bytes| {
             let at = u64::from(bytes.0[103]);
@@ -211,7 +211,7 @@ fn a_header_that_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn features_that_are_not_known_are_refused_by_name() {
+fn unknown_features_are_refused_by_name() {
     let folder = on_tmpfs();
     for bit in [5, 31, 63] {
         let image = broken(&folder, |bytes| {
@@ -222,7 +222,7 @@ fn features_that_are_not_known_are_refused_by_name() {
     }
     let image = broken(&folder, |bytes| bytes.put_u64(72, 1 << 1));
     is_refused(&image, &["corrupt"]);
-    // Both can be read all the same.
+    // Both kinds of images can be opened read-only.
     for bits in [DIRTY, 1 << 1] {
         let image = broken(&folder, |bytes| bytes.put_u64(72, bits));
         let before = fs::read(&image).expect("reads");
@@ -231,7 +231,7 @@ fn features_that_are_not_known_are_refused_by_name() {
         served.stop();
         assert!(fs::read(&image).expect("reads") == before);
     }
-    // Unknown features that are compatible, or that a writer clears, are nobody's concern.
+    // Unknown compatible and autoclear features do not prevent writing.
     let image = broken(&folder, |bytes| {
         bytes.put_u64(80, 1 << 40);
         bytes.put_u64(88, 1 << 41);
@@ -246,11 +246,11 @@ fn features_that_are_not_known_are_refused_by_name() {
 }
 
 #[test]
-fn a_dirty_image_is_not_used_before_it_is_repaired() {
+fn dirty_image_is_repaired_before_use() {
     let folder = on_tmpfs();
     let image = broken(&folder, |bytes| {
         bytes.put_u64(72, DIRTY);
-        // The data is used, whatever the refcounts say.
+        // Simulates stale refcounts, which say that clusters with data are free.
         let block = bytes.refcount_block();
         bytes.put(block + 10, &[0; 4]);
     });
@@ -300,7 +300,7 @@ fn encrypted_images_are_refused() {
 }
 
 #[test]
-fn backing_files_that_cannot_be_opened_are_named() {
+fn unopenable_backing_files_are_named() {
     let folder = on_tmpfs();
     let front = folder.path().join("front.qcow2");
     let over = |base: &str, format: &str| {
@@ -334,7 +334,7 @@ fn backing_files_that_cannot_be_opened_are_named() {
     is_refused(&front, &["backing file '.'"]);
     over("https://host.invalid/base", "raw");
     is_refused(&front, &["https://host.invalid/base"]);
-    // A loop of two, and damage behind: the file that is damaged is named.
+    // A loop of two images, and damage further down: the damaged file is named.
     let middle = folder.path().join("middle.qcow2");
     over("middle.qcow2", "qcow2");
     tool(
@@ -360,7 +360,7 @@ fn backing_files_that_cannot_be_opened_are_named() {
 }
 
 #[test]
-fn a_chain_without_end_is_refused() {
+fn endless_chain_is_refused() {
     let folder = on_tmpfs();
     let name = |number: u32| folder.path().join(format!("{number}.qcow2"));
     let template = Bytes::of(&sound(&folder, "template"));
@@ -376,7 +376,7 @@ fn a_chain_without_end_is_refused() {
 }
 
 #[test]
-fn data_files_that_cannot_be_opened_are_named() {
+fn unopenable_data_files_are_named() {
     let folder = on_tmpfs();
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
@@ -387,7 +387,7 @@ fn data_files_that_cannot_be_opened_are_named() {
     );
     fs::remove_file(&data).expect("removes");
     is_refused(&image, &[text(&data), "external data file", "No such file"]);
-    // Without its name.
+    // The header does not name the data file.
     let mut bytes = Bytes::of(&image);
     let at = bytes
         .0
@@ -399,8 +399,9 @@ fn data_files_that_cannot_be_opened_are_named() {
     is_refused(&image, &["external data file", "does not name"]);
 }
 
+/// A data file may be shorter than the disk, and is found relative to the image.
 #[test]
-fn a_data_file_may_be_shorter_than_the_disk_and_lie_beside_the_image() {
+fn short_data_file_beside_image_works() {
     let folder = on_tmpfs();
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
@@ -429,8 +430,9 @@ fn a_data_file_may_be_shorter_than_the_disk_and_lie_beside_the_image() {
     assert_eq!(raw[900 << 10..904 << 10], [4; 4 << 10]);
 }
 
+/// An empty backing file or data file reads as zeros.
 #[test]
-fn an_empty_backing_file_or_data_file_reads_as_zeros() {
+fn empty_backing_or_data_file_works() {
     let folder = on_tmpfs();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("base.raw"), []).expect("writes");

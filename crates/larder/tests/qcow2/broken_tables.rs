@@ -1,5 +1,5 @@
-//! Images whose tables make no sense, which shows only when they are used: the guest gets an error, the log says what
-//! and where, the rest of the disk works, and nothing is written where it must not be.
+//! Images with invalid table entries, which are detected only in use: the guest gets an error, the log names the
+//! entry and the problem, the rest of the disk works, and nothing is written where it must not be.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,8 +26,8 @@ fn broken(folder: &TempDir, change: impl FnOnce(&mut Bytes)) -> PathBuf {
     image
 }
 
-/// The first cluster of the disk is neither read nor written, and the image stays as it is; the second one is fine. The
-/// log says all this.
+/// Asserts that the disk's first cluster can be neither read nor written, that the image is unchanged, that the
+/// second cluster works, and that the log contains all of `says`.
 fn only_the_first_cluster_fails(image: &Path, says: &[&str]) {
     let before = fs::read(image).expect("reads");
     for options in [&["--read-only"][..], &[]] {
@@ -57,7 +57,7 @@ fn only_the_first_cluster_fails(image: &Path, says: &[&str]) {
 }
 
 #[test]
-fn an_entry_that_leads_nowhere_is_an_error() {
+fn invalid_l2_entry_is_an_error() {
     let folder = on_tmpfs();
     for (entry, says) in [
         (COPIED | 0x5_0200, "0x50200, which is no multiple of the cluster size"),
@@ -75,8 +75,8 @@ fn an_entry_that_leads_nowhere_is_an_error() {
     }
 }
 
-/// QEMU gives an error too, since version 2 has no zero clusters: the entry may mean zeros, the old data, or the backing
-/// file's.
+/// The zero flag in an image of version 2 is an error, as in QEMU: version 2 has no zero clusters, so the entry may
+/// mean zeros, the old data, or the backing file's.
 #[test]
 fn version_2_zero_flag_fails() {
     for keeps_host in [false, true] {
@@ -116,7 +116,7 @@ fn version_2_zero_flag_fails() {
 }
 
 #[test]
-fn a_cluster_that_lies_where_metadata_is_is_not_served() {
+fn data_entry_into_metadata_is_refused() {
     let folder = on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     for place in [
@@ -147,7 +147,7 @@ fn a_cluster_that_lies_where_metadata_is_is_not_served() {
 }
 
 #[test]
-fn a_table_that_lies_where_other_metadata_is_is_not_used() {
+fn table_overlapping_metadata_is_not_used() {
     let folder = on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     for place in [template.refcount_table(), template.refcount_block(), template.l1()] {
@@ -160,7 +160,7 @@ fn a_table_that_lies_where_other_metadata_is_is_not_used() {
         assert!(said.contains("overlap"), "{said}");
         assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");
     }
-    // A refcount block that is something else.
+    // A refcount block overlaps other metadata.
     for place in [template.l1(), template.l2(), template.refcount_table()] {
         let image = broken(&folder, |bytes| {
             let at = bytes.refcount_table();
@@ -173,7 +173,7 @@ fn a_table_that_lies_where_other_metadata_is_is_not_used() {
     }
 }
 
-/// The disk cannot be read to its end.
+/// Asserts that the disk cannot be read completely.
 fn is_not_read_whole(image: &Path, says: &str) {
     let served = Served::new(image, &["--read-only"]);
     let into = image.with_extension("dump");
@@ -186,8 +186,9 @@ fn is_not_read_whole(image: &Path, says: &str) {
     assert!(log.contains(says), "'{says}' is missing: {log}");
 }
 
+/// A truncated image is refused for writing until it is repaired; a read-only server fails reads of the missing part.
 #[test]
-fn a_truncated_image_is_not_written_and_what_is_missing_is_an_error() {
+fn truncated_image_is_never_written() {
     let folder = on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     let data = template.u64_at(template.l2()) & !COPIED;
@@ -209,7 +210,7 @@ fn a_truncated_image_is_not_written_and_what_is_missing_is_an_error() {
         );
         assert!(fs::read(&image).expect("reads") == before, "the image has changed");
         is_not_read_whole(&image, says);
-        // What is lost is given up by the user, not by chance.
+        // A repair gives the lost data up at the user's request.
         let repaired = larder_check(&image, &["--repair"]);
         assert!(repaired.contains("past the end of the file"), "{repaired}");
         let served = Served::new(&image, &[]);
@@ -220,7 +221,7 @@ fn a_truncated_image_is_not_written_and_what_is_missing_is_an_error() {
             "write -P 3 1M 1M".to_owned(),
         ]);
         served.stop();
-        // The space that was lost may be said to be used.
+        // The lost space may be counted as used.
         health(&image);
     }
 }
@@ -233,8 +234,9 @@ fn larder_check(image: &Path, options: &[&str]) -> String {
     said
 }
 
+/// Images whose file is shorter than its clusters for a legitimate reason are served.
 #[test]
-fn images_whose_file_ends_early_for_a_reason_are_served() {
+fn legitimately_short_image_files_work() {
     let folder = on_tmpfs();
     let image = folder.path().join("image.qcow2");
     for options in [
@@ -253,7 +255,7 @@ fn images_whose_file_ends_early_for_a_reason_are_served() {
         served.stop();
         assert_eq!(health(&image), Health::Clean, "{options}");
     }
-    // The last cluster is there in part.
+    // The last cluster is incomplete.
     let image = broken(&folder, |bytes| {
         let len = bytes.0.len() - (60 << 10);
         bytes.0.truncate(len);
@@ -267,7 +269,7 @@ fn images_whose_file_ends_early_for_a_reason_are_served() {
     ]);
     served.stop();
     assert_eq!(health(&image), Health::Clean);
-    // Space behind the end that was allocated when the power failed, and leads from nowhere.
+    // Space after the end that was allocated before a power loss, and that no entry points to.
     let image = broken(&folder, |bytes| {
         let block = bytes.refcount_block();
         let clusters = bytes.0.len() as u64 / (64 << 10);
@@ -279,8 +281,9 @@ fn images_whose_file_ends_early_for_a_reason_are_served() {
     assert_eq!(health(&image), Health::Leaks);
 }
 
+/// New clusters are not placed where an existing entry points past the end of the file.
 #[test]
-fn nothing_is_put_where_an_entry_leads_past_the_end() {
+fn new_clusters_avoid_dangling_entry() {
     let folder = on_tmpfs();
     for cluster_ahead in [0, 3, 100] {
         let image = broken(&folder, |bytes| {
@@ -290,7 +293,7 @@ fn nothing_is_put_where_an_entry_leads_past_the_end() {
         });
         let served = Served::new(&image, &[]);
         assert!(!served.try_io(&["read 0 4k"]).0, "it is read");
-        // Until the file would have to go there, or all is written.
+        // Writes until the file would have to grow to that offset, or the disk is full.
         let mut written = 0;
         for at in 2..128u64 {
             let (success, said) = served.try_io(&[format!("write -P 9 {}k 64k", at * 64)]);
@@ -300,7 +303,7 @@ fn nothing_is_put_where_an_entry_leads_past_the_end() {
             }
             written += 1;
         }
-        // Space is taken several clusters at a time.
+        // Space is allocated several clusters at a time.
         assert!(
             written <= cluster_ahead,
             "{written} clusters found room before {cluster_ahead}"
@@ -317,7 +320,7 @@ fn nothing_is_put_where_an_entry_leads_past_the_end() {
 }
 
 #[test]
-fn a_refcount_block_that_leads_nowhere_is_an_error() {
+fn invalid_refcount_block_is_an_error() {
     let folder = on_tmpfs();
     for place in [1 << 40, 0x9_0200, 0x00ff_ffff_ffff_0000] {
         let image = broken(&folder, |bytes| {
@@ -337,7 +340,7 @@ fn a_refcount_block_that_leads_nowhere_is_an_error() {
 }
 
 #[test]
-fn metadata_that_is_said_to_be_free_is_not_overwritten() {
+fn metadata_marked_free_is_not_overwritten() {
     let folder = on_tmpfs();
     let image = broken(&folder, |bytes| {
         let at = bytes.refcount_block();
@@ -354,7 +357,7 @@ fn metadata_that_is_said_to_be_free_is_not_overwritten() {
 }
 
 #[test]
-fn a_compressed_cluster_that_cannot_be_decompressed_is_an_error() {
+fn broken_compressed_cluster_is_an_error() {
     let folder = on_tmpfs();
     for compression in ["zlib", "zstd"] {
         let raw = folder.path().join("raw");
@@ -412,7 +415,7 @@ fn a_compressed_cluster_that_cannot_be_decompressed_is_an_error() {
 }
 
 #[test]
-fn a_guest_recovers_a_broken_compressed_cluster_by_writing_it() {
+fn writing_repairs_broken_compressed_cluster() {
     let folder = on_tmpfs();
     let raw = folder.path().join("raw");
     fs::write(&raw, [17; 64 << 10]).expect("writes");
@@ -431,11 +434,11 @@ fn a_guest_recovers_a_broken_compressed_cluster_by_writing_it() {
     assert_eq!(health(&image), Health::Clean);
 }
 
-/// How many images are damaged at random.
+/// Number of images with random damage.
 const DAMAGED: u64 = 60;
 
 #[test]
-fn no_damage_makes_the_server_panic_or_hang() {
+fn random_damage_never_panics_or_hangs() {
     for seed in 0..images(DAMAGED) {
         let mut random = Random::new(5_000_000 + seed);
         let folder = on_tmpfs();
@@ -468,7 +471,7 @@ fn no_damage_makes_the_server_panic_or_hang() {
             }
         }
         fs::write(&made.image, &bytes.0).expect("writes");
-        // It may serve or refuse it, but must do so.
+        // The image may be served or refused.
         let mut served = Served::unchecked(&made.image, &[]);
         if served.process.wait_for("serving", LIMIT).is_ok() {
             let _ = served.try_io(&commands(&made.disk.operations(&mut random, 30)));

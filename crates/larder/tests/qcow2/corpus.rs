@@ -1,4 +1,4 @@
-//! Images of every kind: read as QEMU reads them, and written so that QEMU reads what was written.
+//! Images of every kind: read as QEMU reads them, and written so that QEMU reads the same.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use crate::served::{Folder, Health, Served, compare, dump, health, text};
 use crate::spec::{Kind, Made, Spec};
 use crate::support::{on_disk, on_tmpfs, tool};
 
-/// How many images of each kind.
+/// Number of images of each kind.
 const IMAGES: u64 = 24;
 
 pub(crate) fn images(default: u64) -> u64 {
@@ -20,7 +20,7 @@ pub(crate) fn images(default: u64) -> u64 {
     }
 }
 
-/// What QEMU reads of a snapshot.
+/// Returns QEMU's content of a snapshot.
 fn snapshot(made: &Made, name: &str) -> Vec<u8> {
     let into = made.image.with_extension("snapshot");
     let which = format!("snapshot.name={name}");
@@ -41,7 +41,7 @@ fn snapshot(made: &Made, name: &str) -> Vec<u8> {
     fs::read(into).expect("reads")
 }
 
-/// What must stay as it is.
+/// Snapshots and backing files, which must not change.
 pub(crate) struct Kept {
     snapshots: Vec<Vec<u8>>,
     backing_files: Vec<Vec<u8>>,
@@ -73,7 +73,7 @@ impl Kept {
     }
 }
 
-/// How it is served, now and then otherwise than by default.
+/// Returns options for a server, some of which are not the default.
 pub(crate) fn options(random: &mut Random) -> Vec<&'static str> {
     match random.below(6) {
         0 => vec!["--buffered"],
@@ -132,51 +132,51 @@ fn check_images(kind: Kind) {
 }
 
 #[test]
-fn plain_images_are_read_and_written_as_qemu_does() {
+fn plain_images_match_qemu() {
     check_images(Kind::Plain);
 }
 
 #[test]
-fn images_of_version_2_are_read_and_written_as_qemu_does() {
+fn version_2_images_match_qemu() {
     check_images(Kind::Version2);
 }
 
 #[test]
-fn images_of_small_clusters_are_read_and_written_as_qemu_does() {
+fn small_cluster_images_match_qemu() {
     check_images(Kind::SmallClusters);
 }
 
 #[test]
-fn images_of_large_clusters_are_read_and_written_as_qemu_does() {
+fn large_cluster_images_match_qemu() {
     check_images(Kind::LargeClusters);
 }
 
 #[test]
-fn compressed_images_are_read_and_written_as_qemu_does() {
+fn compressed_images_match_qemu() {
     check_images(Kind::Compressed);
 }
 
 #[test]
-fn images_with_subclusters_are_read_and_written_as_qemu_does() {
+fn subcluster_images_match_qemu() {
     check_images(Kind::ExtendedL2);
 }
 
 #[test]
-fn chains_of_images_are_read_and_written_as_qemu_does() {
+fn backing_chains_match_qemu() {
     check_images(Kind::Chain);
 }
 
 #[test]
-fn images_with_a_data_file_are_read_and_written_as_qemu_does() {
+fn data_file_images_match_qemu() {
     check_images(Kind::DataFile);
 }
 
 #[test]
-fn images_with_snapshots_are_read_and_written_as_qemu_does() {
+fn snapshot_images_match_qemu() {
     check_images(Kind::Snapshots);
 }
 
 #[test]
-fn preallocated_images_are_read_and_written_as_qemu_does() {
+fn preallocated_images_match_qemu() {
     check_images(Kind::Preallocated);
 }

@@ -1,4 +1,4 @@
-//! External data files, where each guest cluster has one place, and the first one has offset 0.
+//! External data files, in which each guest cluster has a fixed offset, and the first one has offset 0.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::support::{larder, on_tmpfs, run, tool};
 const COPIED: u64 = 1 << 63;
 const CLUSTERS: u64 = 16;
 
-/// An image with a data file beside it.
+/// An image with a data file in the same directory.
 struct Pair {
     image: PathBuf,
     data: PathBuf,
@@ -33,7 +33,7 @@ impl Pair {
         }
     }
 
-    /// A file in which each cluster has another byte, beginning with `first`.
+    /// Creates a file in which each cluster has its own byte, beginning with `first`.
     fn pattern(&self, first: u8) -> PathBuf {
         let path = self.image.with_file_name("pattern");
         let bytes: Vec<u8> = (0..CLUSTERS as u8)
@@ -43,7 +43,7 @@ impl Pair {
         path
     }
 
-    /// Commands of qemu-io that read each cluster alone, which must have the byte that `expected` gives.
+    /// Returns commands of qemu-io that read each cluster alone, and verify it with the byte from `expected`.
     fn reads(&self, expected: impl Fn(u8) -> u8) -> Vec<String> {
         let len = self.cluster_len;
         (0..CLUSTERS as u8)
@@ -51,7 +51,7 @@ impl Pair {
             .collect()
     }
 
-    /// QEMU and the data file agree that each cluster is in its place.
+    /// Asserts that QEMU and the data file have each cluster at its fixed offset.
     fn is_in_place(&self, expected: impl Fn(u8) -> u8) {
         assert_eq!(health(&self.image), Health::Clean);
         let (success, said) = qemu_io("qcow2", text(&self.image), &self.reads(&expected));
@@ -70,8 +70,8 @@ const SHAPES: [(&str, u64); 4] = [
     ("data_file_raw=off,extended_l2=on", 64 << 10),
 ];
 
-/// A request that maps many clusters, the first one among them, leaves each where it was written, for later requests,
-/// the next server, and QEMU. In a raw data file clusters are mapped anew after QEMU has discarded them.
+/// A request that maps many clusters, including the first one, leaves each at its offset, for later requests, the
+/// next server, and QEMU. In a raw data file, clusters that QEMU has discarded are mapped again.
 #[test]
 fn data_file_clusters_stay_in_place() {
     for (options, cluster_len) in SHAPES {
@@ -98,7 +98,7 @@ fn data_file_clusters_stay_in_place() {
     }
 }
 
-/// The same for unflushed writes of a killed server: their mapping is in its journal.
+/// Unflushed writes of a killed server, whose mapping is in its journal, also leave each cluster at its offset.
 #[test]
 fn data_file_clusters_survive_kill() {
     for (options, cluster_len) in SHAPES {
@@ -116,7 +116,7 @@ fn data_file_clusters_survive_kill() {
     }
 }
 
-/// Zeroes of a cluster of which some subclusters are allocated cover the others too, which the backing file has data for.
+/// Zeroing a cluster with some allocated subclusters also covers the others, for which the backing file has data.
 #[test]
 fn zeroes_cover_unallocated_subclusters() {
     for (flags, data_file) in [("-z", true), ("-zu", true), ("-z", false), ("-zu", false)] {
@@ -132,7 +132,7 @@ fn zeroes_cover_unallocated_subclusters() {
             &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "1M"],
         );
         let served = Served::new(&image, &[]);
-        // Allocated, then zeros, in one cluster; a request that ends within another one.
+        // A cluster with allocated and then zero subclusters, and a request that ends within another cluster.
         served.io(&[
             "write -P 1 66k 2k",
             "write -z 80k 4k",
@@ -149,15 +149,15 @@ fn zeroes_cover_unallocated_subclusters() {
     }
 }
 
-/// Runs `larder disk check`; returns the exit code and the output.
+/// Runs `larder disk check`; returns the exit status and the output.
 pub(crate) fn check(image: &Path, options: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(larder());
     command.args(["disk", "check"]).args(options).arg(image);
     run(command)
 }
 
-/// An entry that leads to another place of the data file than its own fails the requests that meet it, as in QEMU, and
-/// nothing is written where it leads. A check finds it, and a repair has it lead to the one place that can be right.
+/// An entry that points to a wrong offset of the data file fails requests for it, as in QEMU, and nothing is written
+/// there. A check finds the entry, and a repair makes it point to the only possible offset.
 #[test]
 fn misplaced_data_file_entry_fails() {
     for (options, cluster_len) in SHAPES {

@@ -1,5 +1,5 @@
-//! Images that fill a device or an export, which cannot grow: no write fails while a cluster is free. And an image in a
-//! file, which grows only when none is.
+//! Images that fill a device or an export, which cannot grow: no write fails while a cluster is free. An image in a
+//! file grows only when no cluster is free.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::support::{LIMIT, LoopDevice, on_disk, on_tmpfs, tool};
 
 const MIB: u64 = 1 << 20;
 
-/// A device of `size` bytes with an image of a disk of `disk` bytes, all of it mapped but `free`.
+/// Creates a device of `size` bytes with an image of a disk of `disk` bytes, all of it mapped except `free`.
 fn nearly_full(folder: &Path, size: u64, disk: u64, free: &str) -> (LoopDevice, PathBuf) {
     let file = folder.join("device");
     fs::File::create(&file)
@@ -40,9 +40,9 @@ fn nearly_full(folder: &Path, size: u64, disk: u64, free: &str) -> (LoopDevice, 
     (device, file)
 }
 
-/// The free clusters are counted by slices of refcounts far from the first one.
+/// Free clusters far from the first slices of refcounts are found without a delay on a device.
 #[test]
-fn write_to_full_device_finds_free_clusters_at_once() {
+fn full_device_finds_free_clusters_immediately() {
     let folder = on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "7900M 256M");
     let served = Served::new(&device.0, &["--format", "qcow2"]);
@@ -51,8 +51,9 @@ fn write_to_full_device_finds_free_clusters_at_once() {
     assert_eq!(health(&device.0), Health::Clean);
 }
 
+/// Free clusters far from the first slices of refcounts are found without a delay on an export.
 #[test]
-fn write_to_full_export_finds_free_clusters_at_once() {
+fn full_export_finds_free_clusters_immediately() {
     let folder = on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "7900M 256M");
     let sockets = on_tmpfs();
@@ -95,16 +96,17 @@ fn full_device_takes_writes_after_discards() {
     }
 }
 
+/// An image file with free clusters does not grow over several starts of its server.
 #[test]
-fn image_file_with_free_clusters_stays_as_long_over_starts() {
+fn image_with_free_clusters_never_grows() {
     let folder = on_disk();
     let grown = space::growth(crate::support::larder(), folder.path(), 8 << 30, 65536, 8).expect("it is served");
     assert_eq!(grown, 0);
 }
 
-/// The L1 table of a larger disk has a place inside, if there is none behind.
+/// The L1 table of a larger disk is placed in free clusters if there is no space at the end.
 #[test]
-fn disk_on_full_device_is_resized_into_free_clusters() {
+fn resize_on_full_device_uses_gaps() {
     let folder = on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "1G 64M");
     let resize = ["disk", "resize", text(&device.0), "8T"];
@@ -115,9 +117,10 @@ fn disk_on_full_device_is_resized_into_free_clusters() {
     assert_eq!(health(&device.0), Health::Clean);
 }
 
-/// A volume that is extended while it is served holds old bytes of others.
+/// A volume that is extended while it is served, with stale bytes of other volumes in the new part, never shows
+/// these.
 #[test]
-fn device_extended_while_served_never_shows_old_bytes() {
+fn extended_device_never_shows_stale_bytes() {
     let folder = on_disk();
     let file = folder.path().join("device");
     fs::write(&file, vec![0x5e; 8 << 20]).expect("a file");
@@ -129,7 +132,7 @@ fn device_extended_while_served_never_shows_old_bytes() {
     let device = LoopDevice::new(&file, 512);
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&device.0), "64M"]);
     let served = Served::new(&device.0, &["--format", "qcow2"]);
-    // It is full.
+    // The device is full.
     let (success, said) = served.try_io(&["write -P 1 0 2M"]);
     assert!(!success && said.contains("No space left"), "{said}");
     fs::write(folder.path().join("old"), vec![0x5e; 3 << 20]).expect("a file");
@@ -147,7 +150,7 @@ fn device_extended_while_served_never_shows_old_bytes() {
         ],
     );
     tool("losetup", &["--set-capacity", text(&device.0)]);
-    // The server looks at the size now and then.
+    // The server polls the size from time to time.
     let mut tries = 0;
     while !served.try_io(&["write -P 2 16M 512"]).0 {
         tries += 1;

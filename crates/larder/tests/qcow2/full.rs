@@ -1,5 +1,5 @@
-//! A full file system: what was acknowledged can be flushed, because the room for the way to it was there before; it is
-//! in the image, whatever becomes of the journal.
+//! A full file system: acknowledged writes can be flushed, because space for their metadata was reserved before, and
+//! the flush puts them into the image, so that the journal is not needed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,29 +8,30 @@ use crate::served::{Health, Served, health, qemu_io, qemu_io_with, text};
 use crate::space::{SHAPES, ext4};
 use crate::support::{LIMIT, LoopDevice, fill, on_disk, on_tmpfs, tmpfs, tool};
 
-/// Bytes of a write.
+/// Size of a write, in bytes.
 const LEN: u64 = 4096;
 
-/// Writes into a file system that has [`ROOM`] left, in bytes; not all can succeed.
+/// Number of writes into a file system with [`ROOM`] free bytes; not all of them can succeed.
 const WRITES: u64 = 256;
+/// Free space of the file system, in bytes.
 const ROOM: u64 = 256 << 10;
 
-/// What was there before the server came.
+/// State of the image before the server starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
-    /// Nothing.
+    /// Without data.
     Empty,
-    /// A backing file, which the clusters that are written are copied from.
+    /// A backing file, from which the written clusters are copied.
     Backed,
-    /// Tables that a snapshot has, too, so that they are copied.
+    /// A snapshot shares the tables, so that they are copied.
     Snapshot,
-    /// Tables that have holes in the file where they are zeros, as after `cp --sparse=always`.
+    /// The tables have holes in the file where they are zeros, as after `cp --sparse=always`.
     Holes,
 }
 
-/// Where a write goes: each to another L2 table as long as `tables` last, then behind the first ones.
+/// Returns the offset of a write: each is in another L2 table as long as `tables` last, then after the first ones.
 fn place(step: u64, span: u64, tables: u64) -> u64 {
-    // Not to where the first write of `Before` was, nor to its slice of the table.
+    // Avoids the first write of `Before`, and its slice of the table.
     step % tables * span + span / 2 + step / tables * LEN
 }
 
@@ -38,12 +39,12 @@ fn pattern(step: u64) -> u64 {
     step % 251 + 1
 }
 
-/// Writes that are flushed at the end only.
+/// Runs writes that are flushed only at the end.
 fn try_writes(served: &Served, commands: &[String]) -> (bool, String) {
     qemu_io_with(&["-t", "writeback"], "raw", &served.uri(), commands)
 }
 
-/// The steps whose writes succeeded.
+/// Returns the steps whose writes succeeded, and the output.
 fn write_all(served: &Served, steps: impl Iterator<Item = u64>, span: u64, tables: u64) -> (Vec<u64>, String) {
     let steps: Vec<u64> = steps.collect();
     let commands = steps.iter().map(|step| {
@@ -77,7 +78,7 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
         fs::File::create(&backing)
             .and_then(|file| file.set_len(tables * span))
             .expect("a file");
-        // Something to copy, around the first write.
+        // Data to be copied, around the first write.
         let write = format!("write -P 255 {} 1M", span / 2);
         tool("qemu-io", &["-f", "raw", "-c", &write, text(&backing)]);
         arguments.extend(["-b", text(&backing), "-F", "raw"]);
@@ -103,7 +104,7 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
 
 fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     let what = format!("{shape}, {before:?}");
-    // What an L2 table covers, in bytes.
+    // Bytes that an L2 table covers.
     let (span, tables) = match shape {
         _ if shape.contains("cluster_size=512") => (512 * 64, 512),
         _ if shape.contains("cluster_size=4k") => (4096 * 512, 256),
@@ -115,7 +116,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     let ballast = mounted.join("ballast");
     prepare(&image, elsewhere.path(), shape, before, span, tables);
     let served = Served::new(&image, &[]);
-    // What is left of the room goes to data, if nobody sees to it that its tables have some.
+    // Without a reservation, data would take the space that its tables need.
     let first = tables / 4;
     let (mut written, said) = write_all(&served, 0..first, span, tables);
     assert_eq!(written.len() as u64, first, "{what}: {said}");
@@ -134,7 +135,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     written.extend(more);
     served.io(&["flush"]);
 
-    // Without the server and its journal; its session is cleared as by any other program.
+    // A copy without the server and its journal; its session bits are cleared, as any other program would do.
     let copy: PathBuf = elsewhere.path().join("copy.qcow2");
     fs::copy(&image, &copy).expect("copies");
     health(&copy);
@@ -149,7 +150,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
 const BEFORE: [Before; 4] = [Before::Empty, Before::Backed, Before::Snapshot, Before::Holes];
 
 #[test]
-fn what_was_acknowledged_can_be_flushed_on_a_full_tmpfs() {
+fn acknowledged_writes_flush_on_full_tmpfs() {
     for shape in SHAPES {
         for before in BEFORE {
             let folder = on_tmpfs();
@@ -160,7 +161,7 @@ fn what_was_acknowledged_can_be_flushed_on_a_full_tmpfs() {
 }
 
 #[test]
-fn what_was_acknowledged_can_be_flushed_on_a_full_ext4() {
+fn acknowledged_writes_flush_on_full_ext4() {
     for shape in SHAPES {
         for before in BEFORE {
             let folder = on_disk();
@@ -170,9 +171,10 @@ fn what_was_acknowledged_can_be_flushed_on_a_full_ext4() {
     }
 }
 
-/// A loop device knows nothing of the room that its file has: so it is with every copy-on-write or thin store.
+/// A server that cannot commit names its journal, with advice. A loop device cannot reserve space of its file, like a
+/// copy-on-write or thin store.
 #[test]
-fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
+fn failed_commit_names_journal_and_advice() {
     let folder = on_disk();
     let mount = tmpfs(&folder.path().join("mounted"), "size=4M");
     let (file, ballast) = (mount.0.join("image"), mount.0.join("ballast"));
@@ -182,7 +184,7 @@ fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"],
     );
-    // A table, whose part for the rest of the disk is a hole then.
+    // Allocates a table, whose part for the rest of the disk becomes a hole.
     assert!(qemu_io("qcow2", text(&made), &["write -P 1 0 64k"]).0);
     tool("cp", &["--sparse=always", text(&made), text(&file)]);
     fill(&ballast);
@@ -212,8 +214,9 @@ fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
     assert!(qemu_io("qcow2", text(&device.0), &["read -P 2 128M 64k"]).0);
 }
 
+/// On a full file system, space that the guest discards can be written again at once.
 #[test]
-fn what_a_guest_discards_on_a_full_file_system_can_be_written_again_at_once() {
+fn discarded_space_is_reusable_when_full() {
     for cluster_size in ["512", "4k", "64k"] {
         let folder = on_tmpfs();
         let mount = tmpfs(&folder.path().join("mounted"), "size=8M");

@@ -1,4 +1,5 @@
-//! What a killed server had not flushed: who finds it, who is refused, and what the commands about images say of it.
+//! Unflushed changes of a killed server: which server finds them, which is refused, and what the image commands
+//! report.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -17,7 +18,8 @@ use crate::support::{
 const AUTOCLEAR: u64 = 88;
 const NOBODY: u32 = 65534;
 
-/// Who serves an image, with which folder for journals, and with a file in place of the boot ID, as in a container.
+/// User that serves an image, with a directory for journals, and with a file in place of the boot ID, as in a
+/// container.
 #[derive(Clone, Copy, Default)]
 struct Who<'a> {
     user: Option<u32>,
@@ -65,7 +67,7 @@ impl Who<'_> {
         }
     }
 
-    /// The server ends with an error; what it says.
+    /// Asserts that the server fails; returns its output.
     fn is_refused(self, image: &Path) -> String {
         let before = fs::read(image).expect("reads");
         let mut server = self.serve(image);
@@ -109,7 +111,7 @@ impl Server {
     }
 }
 
-/// An image for all to use, one of whose clusters was flushed.
+/// Creates an image that all users may write, with one flushed cluster.
 fn image(folder: &TempDir) -> PathBuf {
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
     let image = folder.path().join("image.qcow2");
@@ -151,7 +153,7 @@ fn disk(arguments: &[&str], image: &Path) -> (Option<i32>, String) {
     run(Who::default().command(&all))
 }
 
-/// The journal that `disk info` tells of.
+/// Returns the journal that `disk info` reports.
 fn journal_of(image: &Path) -> PathBuf {
     let (code, said) = disk(&["info", "--output", "json"], image);
     assert_eq!(code, Some(0), "{said}");
@@ -162,10 +164,10 @@ fn journal_of(image: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_journal_is_found_whatever_the_environment_says() {
+fn journal_is_found_in_any_environment() {
     let (folder, runtime, other) = (on_disk(), on_tmpfs(), on_tmpfs());
     let (runtime, other) = (Some(runtime.path()), Some(other.path()));
-    // Root may have a folder that comes first; somebody else has not.
+    // Root may have a further directory that is searched first; other users have not.
     for user in [None, Some(NOBODY)] {
         let image = image(&folder);
         for directory in [runtime, other] {
@@ -193,7 +195,7 @@ fn a_journal_is_found_whatever_the_environment_says() {
 }
 
 #[test]
-fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
+fn missing_journal_refuses_image_until_discarded() {
     let folder = on_disk();
     let image = image(&folder);
     let anybody = Who::default();
@@ -223,13 +225,13 @@ fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
 }
 
 #[test]
-fn an_image_whose_server_is_dying_is_never_told_to_be_clean() {
+fn dying_servers_image_never_looks_clean() {
     let folder = on_disk();
     for _ in 0..20 {
         let image = image(&folder);
         let server = Who::default().serve(&image).serving();
         server.io(&["write -P 8 30M 64k", "flush"]);
-        // It loses its locks while some of these look.
+        // The server loses its locks while some of these commands run.
         let looks = std::array::from_fn::<_, 6, _>(|_| {
             let look = Who::default().command(&["disk", "info", "--output", "json", text(&image)]);
             Process::start(look).expect("starts")
@@ -250,7 +252,7 @@ fn an_image_whose_server_is_dying_is_never_told_to_be_clean() {
 }
 
 #[test]
-fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
+fn overlay_reports_backing_files_journal() {
     let folder = on_disk();
     let base = image(&folder);
     kill_unflushed(Who::default(), &base);
@@ -295,8 +297,9 @@ fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
     assert!(!of_overlay.contains("journal:"), "{said} {of_overlay}");
 }
 
+/// An image that was changed or replaced since its server was killed is refused until its journal is discarded.
 #[test]
-fn an_image_that_has_left_its_journal_behind_is_refused_until_it_is_given_up() {
+fn overtaken_journal_refuses_image_until_discarded() {
     let folder = on_disk();
     let anybody = Who::default();
     let changed = image(&folder);
@@ -315,10 +318,10 @@ fn an_image_that_has_left_its_journal_behind_is_refused_until_it_is_given_up() {
 }
 
 #[test]
-fn a_journal_of_a_block_device_is_of_no_other_that_gets_its_number() {
+fn device_journal_ignores_reused_device_number() {
     let folder = on_disk();
     let anybody = Who::default();
-    // None that other tests are given.
+    // A number that is not allocated to other tests.
     let device = PathBuf::from(format!("/dev/loop{}", 100 + std::process::id() % 100));
     let attach = || {
         let image = image(&folder);
@@ -340,8 +343,9 @@ fn a_journal_of_a_block_device_is_of_no_other_that_gets_its_number() {
     drop(second);
 }
 
+/// An image that was replaced although its journal had no unflushed changes is served with a warning.
 #[test]
-fn an_image_that_was_replaced_although_nothing_was_missing_is_served_with_a_warning() {
+fn replaced_image_is_served_with_warning() {
     let folder = on_disk();
     let who = Who::default();
     let image = image(&folder);
@@ -359,7 +363,7 @@ fn an_image_that_was_replaced_although_nothing_was_missing_is_served_with_a_warn
 }
 
 #[test]
-fn an_idle_server_that_was_killed_leaves_nothing_to_warn_of() {
+fn killed_idle_server_causes_no_warning() {
     let folder = on_disk();
     let who = Who::default();
     let image = image(&folder);
@@ -374,8 +378,9 @@ fn an_idle_server_that_was_killed_leaves_nothing_to_warn_of() {
     is_all_there(who.serve(&image), &image);
 }
 
+/// A journal is found by a server that sees another boot ID, as in a container.
 #[test]
-fn a_journal_is_found_by_who_sees_another_boot_id() {
+fn journal_is_found_across_boot_ids() {
     let folder = on_disk();
     let image = image(&folder);
     let id = folder.path().join("boot_id");
@@ -410,7 +415,7 @@ fn is_refused_until_given_up(who: Who<'_>, image: &Path) {
 }
 
 #[test]
-fn a_journal_can_be_given_up() {
+fn journal_can_be_discarded() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
@@ -441,7 +446,7 @@ fn a_journal_can_be_given_up() {
 }
 
 #[test]
-fn after_a_start_of_the_host_an_image_is_served_without_its_journal() {
+fn journal_is_not_needed_after_reboot() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
@@ -461,7 +466,7 @@ fn after_a_start_of_the_host_an_image_is_served_without_its_journal() {
 }
 
 #[test]
-fn root_goes_on_where_the_server_of_the_image_s_owner_was_killed() {
+fn root_resumes_image_owners_journal() {
     need_root("to take up what another user has left");
     let folder = on_disk();
     let image = image(&folder);
@@ -470,7 +475,7 @@ fn root_goes_on_where_the_server_of_the_image_s_owner_was_killed() {
         ..Who::default()
     };
     kill_unflushed(nobody, &image);
-    // Of a user who does not own the image it is not believed.
+    // A journal of a user who does not own the image is not trusted.
     let said = Who::default().is_refused(&image);
     assert!(said.contains("does not own the image"), "{said}");
     chown(&image, Some(NOBODY), None).expect("chowns");
@@ -480,7 +485,7 @@ fn root_goes_on_where_the_server_of_the_image_s_owner_was_killed() {
 }
 
 #[test]
-fn another_user_is_refused_where_a_server_of_root_was_killed() {
+fn user_cannot_resume_roots_journal() {
     need_root("to take up what another user has left");
     let folder = on_disk();
     let image = image(&folder);
@@ -495,7 +500,7 @@ fn another_user_is_refused_where_a_server_of_root_was_killed() {
 }
 
 #[test]
-fn a_repair_puts_what_was_not_flushed_into_the_image_first() {
+fn repair_applies_journal_first() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
@@ -510,21 +515,22 @@ fn a_repair_puts_what_was_not_flushed_into_the_image_first() {
 }
 
 #[test]
-fn a_dirty_image_is_repaired_and_keeps_what_was_not_flushed() {
+fn dirty_image_repair_keeps_journaled_writes() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let mut bytes = Bytes::of(&image);
     bytes.put_u64(72, bytes.u64_at(72) | 1);
-    // What the journal leads to has no refcount yet, and what the image leads to has lost its own.
+    // Clusters in the journal have no refcount yet, and clusters of the image have lost theirs.
     let block = bytes.refcount_block();
     bytes.put(block + 2 * 5, &[0; 40]);
     fs::write(&image, &bytes.0).expect("writes");
     is_all_there(Who::default().serve(&image), &image);
 }
 
+/// A read-only server reads unflushed changes from the journal, and changes neither image nor journal.
 #[test]
-fn a_read_only_server_reads_what_is_not_in_the_image_yet_and_leaves_it() {
+fn read_only_server_reads_foreign_journal() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
@@ -553,7 +559,7 @@ fn a_read_only_server_reads_what_is_not_in_the_image_yet_and_leaves_it() {
 }
 
 #[test]
-fn an_overlay_sees_what_is_not_in_its_backing_file_yet() {
+fn overlay_sees_backing_files_journal() {
     let folder = on_disk();
     let who = Who::default();
     let base = image(&folder);
@@ -582,7 +588,7 @@ fn an_overlay_sees_what_is_not_in_its_backing_file_yet() {
         "the backing file has changed"
     );
     let after = ["read -P 9 48k 512", "read -P 2 49k 47k", "read -P 3 20M 300k"];
-    // The same when it is there.
+    // The data is the same once it is in the backing file.
     let journal = journal_of(&base);
     let (code, said) = disk(&["check", "--repair"], &base);
     assert_eq!(code, Some(0), "{said}");
@@ -590,7 +596,7 @@ fn an_overlay_sees_what_is_not_in_its_backing_file_yet() {
     server.io(&after);
     server.stop();
 
-    // What is missing may turn up, and would change the disk then.
+    // A missing journal refuses the overlay: if the journal turned up later, the disk would change.
     kill_unflushed(who, &base);
     assert!(journal.exists());
     fs::remove_file(&journal).expect("removes");
@@ -602,7 +608,7 @@ fn an_overlay_sees_what_is_not_in_its_backing_file_yet() {
 }
 
 #[test]
-fn journals_of_images_that_are_no_more_are_swept_away_and_no_others() {
+fn only_orphaned_journals_are_removed() {
     need_root("to know whether an image is no more");
     let folder = on_disk();
     let who = Who::default();
@@ -621,7 +627,7 @@ fn journals_of_images_that_are_no_more_are_swept_away_and_no_others() {
     let beside = folder.path().join("beside.qcow2");
     tool("qemu-img", &["create", "-f", "qcow2", text(&beside), "1M"]);
     who.serve(&beside).serving().stop();
-    // An image that gets the inode of one that is gone is not told of its journal.
+    // An image that gets the inode of a removed one does not get its journal.
     assert!(
         !of_gone.exists() || of_gone == own_journal(&other),
         "{} is left",
@@ -638,7 +644,7 @@ fn journals_of_images_that_are_no_more_are_swept_away_and_no_others() {
     assert!(!of_kept.exists());
 }
 
-/// Where root's server of an image has its journal.
+/// Returns the path of the journal of root's server of an image.
 fn own_journal(image: &Path) -> PathBuf {
     let found = image.metadata().expect("it is there");
     let name = format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino());
@@ -649,9 +655,9 @@ fn own_journal(image: &Path) -> PathBuf {
         .unwrap_or_else(|| name.into())
 }
 
-/// A write does not wait for room in a journal that is emptied early enough.
+/// A journal that is half full is committed without a flush, so that writes need not wait for space in it.
 #[test]
-fn half_full_journal_is_committed_without_a_flush() {
+fn half_full_journal_commits_without_flush() {
     const CLUSTER: u64 = 512;
     const HALF: u64 = 4096;
     const FIRST_VALID: usize = 48;
@@ -685,6 +691,6 @@ fn half_full_journal_is_committed_without_a_flush() {
     let reads = commands("read");
     server.io(&reads.iter().map(String::as_str).collect::<Vec<_>>());
     server.stop();
-    // Clusters that were taken ahead may leak.
+    // Clusters that were allocated ahead may leak.
     health(&image);
 }

@@ -1,4 +1,4 @@
-//! `kill -9` under load: the image stays sound, and all that was flushed is there.
+//! `kill -9` under load: the image stays sound, and all flushed data is there.
 
 use std::process::Command;
 
@@ -12,11 +12,12 @@ use crate::served::{Folder, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
 use crate::support::{LIMIT, MARK, larder, on_disk, on_tmpfs, run, tool};
 
-/// How many images of each kind.
+/// Number of images of each kind.
 const IMAGES: u64 = 4;
+/// Number of kills per image.
 const KILLS: u64 = 4;
 
-/// Starts qemu-io over NBD, which says at once what it has done.
+/// Starts qemu-io over NBD, with unbuffered output.
 fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Process {
     let mut command = Command::new("stdbuf");
     command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap"]);
@@ -31,8 +32,8 @@ fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Proce
     Process::start(command).expect("starts")
 }
 
-/// Compressed clusters that share a host cluster are overwritten and flushed, so that it is free; then data goes there, and
-/// the server is killed before another flush. The image has its old refcount, of the compressed clusters, until then.
+/// Compressed clusters that share a host cluster are overwritten and flushed, which frees the host cluster. Then data
+/// goes there, and the server is killed before another flush. Until then the image has the cluster's old refcount.
 #[test]
 fn reused_compressed_cluster_survives_kill() {
     for leaves in [None, Some("discard 1M 128k")] {
@@ -77,7 +78,7 @@ fn kill_under_load(kind: Kind, seed: u64) {
     let mut model = Model::new(dump("qcow2", text(&made.image), &into));
     for _ in 0..KILLS {
         let served = Served::new(&made.image, &options(&mut random));
-        // It may know of what its predecessor had done but not flushed, which QEMU does not see.
+        // The server may see unflushed changes of its predecessor, which QEMU does not.
         let is = served.dump();
         if let Err(wrong) = model.check_after_kill(&is) {
             panic!("after a kill and a start: {wrong}");
@@ -86,7 +87,7 @@ fn kill_under_load(kind: Kind, seed: u64) {
         let flushed = made.disk.operations(&mut random, 12);
         model.apply(&flushed);
         model.flushed();
-        // The server dies after some answers, which come while other requests are under way.
+        // The server is killed after some answers, while other requests are in flight.
         let unsure = made.disk.operations(&mut random, 40);
         model.apply(&unsure);
         println!(
@@ -94,7 +95,7 @@ fn kill_under_load(kind: Kind, seed: u64) {
             commands(&flushed).join("\n"),
             commands(&unsure).join("\n")
         );
-        // Two lines of each.
+        // Each operation prints two lines.
         let answers = 2 * unsure.iter().filter(|operation| operation.len > 0).count() as u64;
         let client = client(&served, &flushed, &unsure);
         client.wait_for(MARK.1, LIMIT).expect("an answer");
@@ -113,7 +114,7 @@ fn kill_under_load(kind: Kind, seed: u64) {
         }
         kept.check(&made);
         if random.below(3) == 0 {
-            // What QEMU has written since is what counts, once the journal is given up.
+            // Once the journal is discarded, QEMU's later writes are the valid ones.
             let operations = made.disk.operations(&mut random, 6);
             let (success, said) = qemu_io("qcow2", text(&made.image), &commands(&operations));
             assert!(success, "{said}");
@@ -136,17 +137,20 @@ fn kill_under_loads(kinds: &[Kind]) {
     }
 }
 
+/// After a kill under load the image is sound, and has all flushed data.
 #[test]
-fn a_killed_server_leaves_a_sound_image_with_all_that_was_flushed() {
+fn kill_leaves_plain_images_sound() {
     kill_under_loads(&[Kind::Plain, Kind::Version2, Kind::SmallClusters, Kind::LargeClusters]);
 }
 
+/// After a kill under load, backing chains, images with snapshots and images with subclusters are sound.
 #[test]
-fn a_killed_server_leaves_sound_chains_snapshots_and_subclusters() {
+fn kill_leaves_chains_and_snapshots_sound() {
     kill_under_loads(&[Kind::Chain, Kind::Snapshots, Kind::ExtendedL2]);
 }
 
+/// After a kill under load, compressed and preallocated images and images with a data file are sound.
 #[test]
-fn a_killed_server_leaves_sound_compressed_preallocated_and_divided_images() {
+fn kill_leaves_compressed_and_split_sound() {
     kill_under_loads(&[Kind::Compressed, Kind::Preallocated, Kind::DataFile]);
 }

@@ -1,4 +1,4 @@
-//! Who may use an image while it is served: nobody who would change what the other sees.
+//! Locks of an image that is served: no other process may change data that a user relies on.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +10,7 @@ use crate::support::{on_disk, on_tmpfs, tool, wait_until};
 
 const LOCKED: &str = "Failed to get";
 
-/// An image with a backing file of its own.
+/// Creates an image with its own backing file.
 fn overlay(folder: &TempDir, name: &str) -> PathBuf {
     let base = folder.path().join("base.qcow2");
     if !base.exists() {
@@ -25,7 +25,7 @@ fn overlay(folder: &TempDir, name: &str) -> PathBuf {
     image
 }
 
-/// Whether `qemu-img` may do this; what it said otherwise.
+/// Runs `qemu-img`; the error is its output.
 fn qemu_img(arguments: &[&str]) -> Result<(), String> {
     let output = Command::new("qemu-img")
         .args(arguments)
@@ -54,7 +54,7 @@ fn is_locked(result: Result<(), String>) {
 }
 
 #[test]
-fn nobody_else_opens_an_image_that_is_served_and_anybody_does_afterwards() {
+fn served_image_is_locked_until_stop() {
     for folder in [on_disk(), on_tmpfs()] {
         let image = overlay(&folder, "image.qcow2");
         let base = folder.path().join("base.qcow2");
@@ -67,7 +67,7 @@ fn nobody_else_opens_an_image_that_is_served_and_anybody_does_afterwards() {
             let said = refused(&image, options);
             assert!(said.contains("in use"), "{said}");
         }
-        // The backing file is read by all and written by nobody.
+        // The backing file can be read by all processes, and written by none.
         reads(&base).expect("a shared reader");
         is_locked(writes(&base));
         let said = refused(&base, &[]);
@@ -87,7 +87,7 @@ fn nobody_else_opens_an_image_that_is_served_and_anybody_does_afterwards() {
 }
 
 #[test]
-fn an_image_that_is_served_read_only_is_read_by_all_and_written_by_nobody() {
+fn read_only_image_allows_readers_only() {
     for folder in [on_disk(), on_tmpfs()] {
         let image = overlay(&folder, "image.qcow2");
         let served = Served::new(&image, &["--read-only"]);
@@ -108,7 +108,7 @@ fn an_image_that_is_served_read_only_is_read_by_all_and_written_by_nobody() {
 }
 
 #[test]
-fn a_data_file_belongs_to_one_image_at_a_time() {
+fn data_file_serves_one_image() {
     let folder = on_disk();
     let data = folder.path().join("data");
     let options = format!("data_file={}", text(&data));
@@ -126,14 +126,14 @@ fn a_data_file_belongs_to_one_image_at_a_time() {
 }
 
 #[test]
-fn an_image_that_qemu_uses_is_refused() {
+fn image_in_use_by_qemu_refused() {
     let folder = on_disk();
     let image = overlay(&folder, "image.qcow2");
     let socket = folder.path().join("qemu");
     let mut command = Command::new("qemu-nbd");
     command.args(["-f", "qcow2", "-t", "-k", text(&socket), text(&image)]);
     let _qemu = larder_bench::campaign::process::Process::start(command).expect("starts");
-    // It listens once it has the image.
+    // qemu-nbd listens once it has opened the image.
     wait_until("qemu-nbd listens", || socket.exists());
     let said = refused(&image, &[]);
     assert!(said.contains("in use"), "{said}");
@@ -141,7 +141,7 @@ fn an_image_that_qemu_uses_is_refused() {
     assert!(said.contains("image.qcow2") && said.contains("in use"), "{said}");
 }
 
-/// An image on top of one that is in use.
+/// Creates an overlay of an image that is in use.
 fn overlay_of(image: &Path) -> PathBuf {
     let top = image.with_file_name("top.qcow2");
     let name = image.file_name().and_then(|name| name.to_str()).expect("UTF-8");

@@ -1,7 +1,7 @@
-//! The qcow2 format through the front door: images that QEMU's tools made are served over NBD, used by QEMU's tools, and
-//! judged by QEMU's tools.
+//! The qcow2 format, tested through the program: images that QEMU's tools create are served over NBD, used by QEMU's
+//! tools, and checked by QEMU's tools.
 //!
-//! `LARDER_QCOW2_IMAGES=N` tries N images of each kind; the seeds go on where the default ends.
+//! `LARDER_QCOW2_IMAGES=N` tests N images of each kind; the seeds continue after those of the default.
 
 mod bad_input;
 mod broken_tables;

@@ -1,24 +1,24 @@
-//! What a disk may hold: for each sector all contents that the operations allow, now and after a kill.
+//! A model of a disk: for each sector, all contents that the operations allow, now and after a kill.
 
 use crate::operations::{Fill, Operation, SECTOR};
 
-/// What one sector may hold.
+/// A content that a sector may have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Content {
-    /// What it held at the beginning.
+    /// The initial content.
     Base,
-    /// What was filled in, and how far into that it lies.
+    /// A fill, and the sector's offset within it.
     Filled(Fill, u64),
 }
 
 #[derive(Clone)]
 struct Sectors(Vec<Vec<Content>>);
 
-/// A disk.
+/// Model of a disk.
 pub(crate) struct Model {
     base: Vec<u8>,
     now: Sectors,
-    /// After a kill.
+    /// Contents that are possible after a kill.
     durable: Sectors,
 }
 
@@ -30,7 +30,7 @@ impl Sectors {
         }
     }
 
-    /// The first sector of `bytes` that holds what it must not.
+    /// Returns an error that names the first sector of `bytes` with an impossible content.
     fn check(&self, base: &[u8], bytes: &[u8]) -> Result<(), String> {
         if bytes.len() != base.len() {
             return Err(format!("{} bytes instead of {}", bytes.len(), base.len()));
@@ -55,7 +55,7 @@ impl Sectors {
 }
 
 impl Model {
-    /// A disk that holds `base`, durably.
+    /// Creates the model of a disk that durably holds `base`.
     pub(crate) fn new(base: Vec<u8>) -> Self {
         let sectors = Sectors(vec![vec![Content::Base]; base.len() / SECTOR as usize]);
         Self {
@@ -69,7 +69,7 @@ impl Model {
         self.base.len() as u64
     }
 
-    /// All these succeed. After a kill some may have happened and some not.
+    /// Records operations that succeed. After a kill each of them may be missing.
     pub(crate) fn apply(&mut self, operations: &[Operation]) {
         operations.iter().for_each(|operation| self.change(operation));
     }
@@ -84,7 +84,7 @@ impl Model {
                     self.now.0[index] = vec![content];
                     self.durable.may_be(index, content);
                 }
-                // A discarded sector holds what it did, or zeros.
+                // A discarded sector keeps its content, or becomes zeros.
                 None => {
                     self.now.may_be(index, Content::Filled(Fill::Zero, 0));
                     self.durable.may_be(index, Content::Filled(Fill::Zero, 0));
@@ -93,17 +93,17 @@ impl Model {
         }
     }
 
-    /// Everything so far is durable.
+    /// Records a flush: everything so far is durable.
     pub(crate) fn flushed(&mut self) {
         self.durable = self.now.clone();
     }
 
-    /// `bytes` is what a client reads.
+    /// Checks `bytes`, which a client has read.
     pub(crate) fn check(&self, bytes: &[u8]) -> Result<(), String> {
         self.now.check(&self.base, bytes)
     }
 
-    /// `bytes` is what the image holds after a kill.
+    /// Checks `bytes`, the image's content after a kill.
     pub(crate) fn check_after_kill(&self, bytes: &[u8]) -> Result<(), String> {
         self.durable.check(&self.base, bytes)
     }

@@ -1,4 +1,4 @@
-//! Names of other files within an image: Larder opens those that QEMU opens, and says of the others what they are.
+//! Names of other files within an image: Larder opens those that QEMU opens, and explains the others.
 
 use std::fs;
 use std::net::TcpListener;
@@ -9,7 +9,7 @@ use larder_bench::campaign::process::Process;
 use crate::served::{Served, dump, qemu_io, refused, text};
 use crate::support::{LIMIT, LoopDevice, disk_serve, larder, on_tmpfs, tool};
 
-/// Where a header has the length of the backing file's name.
+/// Offset in the header of the length of the backing file's name.
 const NAME_LEN_AT: usize = 16;
 
 fn overlay(image: &Path, backing: &str, format: &str) {
@@ -30,12 +30,12 @@ fn overlay(image: &Path, backing: &str, format: &str) {
     tool("qemu-img", &words);
 }
 
-/// What `larder disk info` says of an image.
+/// Returns the output of `larder disk info` for an image.
 fn info(image: &str) -> String {
     tool(text(larder()), &["disk", "info", "--backing-chain", image])
 }
 
-/// Both must read the same of the image.
+/// Asserts that Larder and QEMU read the same data from the image.
 fn reads_as_qemu(image: &Path, case: &str) {
     let by_qemu = dump("qcow2", text(image), &image.with_extension("dump"));
     let served = Served::new(image, &["--read-only"]);
@@ -44,21 +44,22 @@ fn reads_as_qemu(image: &Path, case: &str) {
     served.stop();
 }
 
-/// Serves a raw image at an address, until it is dropped.
+/// Serves a raw image at an address, until the process is dropped.
 fn export(image: &Path, uri: &str) -> Process {
     let process = Process::start(disk_serve(&[text(image), "--read-only", "--nbd", uri])).expect("starts");
     process.wait_for("serving", LIMIT).expect("serves");
     process
 }
 
-/// The drivers of files, devices and exports are formats, too, and exports have older names.
+/// All names of backing files that QEMU opens are opened: with the drivers of files, devices and exports as formats,
+/// and with the older syntax of exports.
 #[test]
 fn backing_names_of_qemu_are_opened() {
     let folder = on_tmpfs();
     let at = |name: &str| folder.path().join(name);
     let (base, image) = (at("base.raw"), at("over.qcow2"));
     fs::write(&base, [66; 1 << 20]).expect("writes");
-    // Read-only, so that the server and QEMU may read it, too.
+    // Read-only, so that the server and QEMU can read it at the same time.
     let device = LoopDevice::new(&base, 512);
     let port = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
     let port = port.expect("a port").port();
@@ -83,14 +84,14 @@ fn backing_names_of_qemu_are_opened() {
         let said = info(text(&image));
         assert!(!said.contains("cannot"), "{said}");
     }
-    // The same names where a user names an image.
+    // The same names work on the command line.
     for name in [older_unix, format!("file:{}", text(&base))] {
         let said = info(&name);
         assert!(said.contains("raw"), "{said}");
     }
 }
 
-/// A zero byte ends a name, and an empty name says nothing, as in QEMU.
+/// A zero byte ends a name, and an empty name means none, as in QEMU.
 #[test]
 fn zero_bytes_end_names_in_headers() {
     let folder = on_tmpfs();
@@ -102,7 +103,7 @@ fn zero_bytes_end_names_in_headers() {
         change(&mut bytes);
         fs::write(&image, bytes).expect("writes");
     };
-    // The extension of the backing format: its kind, its length, `raw`, and five bytes up to the next one.
+    // The extension of the backing format: its type, its length, `raw`, and five bytes of padding.
     let format_at = |bytes: &[u8]| {
         let kind = 0xe279_2aca_u32.to_be_bytes();
         bytes.windows(4).position(|found| found == kind).expect("is there")
@@ -130,7 +131,7 @@ fn zero_bytes_end_names_in_headers() {
     served.stop();
 }
 
-/// A name that only QEMU opens is no missing file: the message says what it is, and what opens it instead.
+/// A name that only QEMU can open is not reported as a missing file: the message explains it, with an alternative.
 #[test]
 fn names_of_other_protocols_are_explained() {
     let folder = on_tmpfs();

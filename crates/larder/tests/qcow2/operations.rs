@@ -1,4 +1,4 @@
-//! What clients do to a disk, as commands of qemu-io.
+//! Operations of clients on a disk, as commands of qemu-io.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -10,11 +10,11 @@ use crate::support::{on_tmpfs, pattern};
 
 pub(crate) const SECTOR: u64 = 512;
 
-/// Bytes of a pattern; longer writes repeat it.
+/// Length of a pattern in bytes; longer writes repeat it.
 const PATTERN_LEN: u64 = 128 << 10;
 const PATTERNS: usize = 8;
 
-/// What a write leaves in a range.
+/// Content that a write leaves in a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Fill {
     Byte(u8),
@@ -26,21 +26,21 @@ pub(crate) enum Fill {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Action {
     Write(Fill),
-    /// A whole cluster, compressed (no such thing over NBD).
+    /// Writes a whole cluster, compressed (not possible over NBD).
     WriteCompressed(Fill),
     WriteZeroes {
         unmap: bool,
     },
     Discard,
     Flush,
-    /// Waits for what was started before.
+    /// Waits for the asynchronous operations before.
     Settle,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operation {
     pub(crate) action: Action,
-    /// Without waiting for the end.
+    /// The operation is asynchronous.
     pub(crate) later: bool,
     pub(crate) start: u64,
     pub(crate) len: u64,
@@ -58,7 +58,7 @@ fn patterns() -> &'static Patterns {
         let of = |index: usize| {
             let mut bytes = pattern(1000 + index as u64, PATTERN_LEN as usize);
             if index % 2 == 1 {
-                // Compresses to a third or so.
+                // Masked so that the pattern compresses to about a third.
                 bytes.iter_mut().for_each(|byte| *byte &= 3);
             }
             std::fs::write(folder.path().join(index.to_string()), &bytes).expect("writes a pattern");
@@ -74,7 +74,7 @@ fn pattern_file(index: usize) -> PathBuf {
 }
 
 impl Fill {
-    /// The bytes of the sector that begins `at` bytes into the range.
+    /// Returns the bytes of the sector `at` bytes into the range.
     pub(crate) fn sector(self, at: u64) -> [u8; SECTOR as usize] {
         match self {
             Self::Byte(byte) => [byte; SECTOR as usize],
@@ -105,7 +105,7 @@ impl Fill {
 }
 
 impl Operation {
-    /// What the range holds afterwards, if it is sure.
+    /// Returns the content of the range afterwards; `None` if it is uncertain.
     pub(crate) fn fill(&self) -> Option<Fill> {
         match self.action {
             Action::Write(fill) | Action::WriteCompressed(fill) => Some(fill),
@@ -114,10 +114,10 @@ impl Operation {
         }
     }
 
-    /// As a command of qemu-io.
+    /// Returns the operation as a command of qemu-io.
     pub(crate) fn command(&self) -> String {
         let (start, len) = (self.start, self.len);
-        // qemu-io knows no asynchronous write of a pattern.
+        // qemu-io has no asynchronous write of a pattern.
         match (self.action, self.later) {
             (Action::Write(fill @ Fill::Byte(_)), true) => format!("aio_write {} {start} {len}", fill.option()),
             (Action::Write(fill), _) => format!("write {} {start} {len}", fill.option()),
@@ -133,14 +133,14 @@ impl Operation {
     }
 }
 
-/// The disk that operations are for.
+/// Properties of the disk that operations are for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Disk {
     pub(crate) size: u64,
     pub(crate) cluster_len: u64,
 }
 
-/// Bytes that one operation changes at most, but at least two clusters.
+/// Maximum length of an operation in bytes, though at least two clusters.
 const LEN_MAX: u64 = 200 << 10;
 
 impl Disk {
@@ -149,7 +149,7 @@ impl Disk {
         let per_cluster = self.cluster_len / SECTOR;
         let near = |random: &mut Random, at: u64| (at + random.below(5)).saturating_sub(2);
         let start = match random.below(4) {
-            // At a cluster's edge or near it, and near the end of the disk.
+            // The range begins at or near a cluster's edge, or near the end of the disk.
             0 => random.below(sectors) / per_cluster * per_cluster,
             1 => {
                 let edge = random.below(sectors) / per_cluster * per_cluster;
@@ -187,7 +187,7 @@ impl Disk {
         }
     }
 
-    /// Some clusters, written compressed: each once, because QEMU does that only where nothing is.
+    /// Returns compressed writes of some clusters, each only once, because QEMU cannot overwrite a cluster that way.
     pub(crate) fn compressed(&self, random: &mut Random) -> Vec<Operation> {
         let clusters = self.size.div_ceil(self.cluster_len);
         let step = 1 + random.below(clusters.div_ceil(10));
@@ -203,7 +203,7 @@ impl Disk {
         starts.take(20).map(operation).collect()
     }
 
-    /// About `count` operations; those that are under way at the same time do not overlap.
+    /// Returns about `count` operations; those in flight at the same time do not overlap.
     pub(crate) fn operations(&self, random: &mut Random, count: usize) -> Vec<Operation> {
         let mut all = Vec::new();
         let mut under_way: Vec<(u64, u64)> = Vec::new();
@@ -235,7 +235,7 @@ impl Disk {
     }
 }
 
-/// As commands of qemu-io.
+/// Returns the operations as commands of qemu-io.
 pub(crate) fn commands(operations: &[Operation]) -> Vec<String> {
     operations.iter().map(Operation::command).collect()
 }

@@ -1,4 +1,4 @@
-//! A served image and QEMU's tools as its clients.
+//! A served image, with QEMU's tools as its clients.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use tempfile::TempDir;
 
 use crate::support::{LIMIT, disk_serve, io_without_flush, on_tmpfs, tool};
 
-/// A path as text.
+/// Returns a path as text.
 pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
-/// `larder disk serve` of an image over NBD.
+/// A running `larder disk serve` of an image over NBD.
 pub(crate) struct Served {
     pub(crate) process: Process,
     image: PathBuf,
@@ -27,7 +27,7 @@ fn uri_in(folder: &Path) -> String {
 }
 
 impl Served {
-    /// Starts to serve; whether that succeeds shows later.
+    /// Starts a server without waiting for its success.
     pub(crate) fn unchecked(image: &Path, options: &[&str]) -> Self {
         let folder = on_tmpfs();
         let uri = uri_in(folder.path());
@@ -53,30 +53,30 @@ impl Served {
         uri_in(self.folder.path())
     }
 
-    /// Runs commands of qemu-io; whether none failed, and what it said.
+    /// Runs commands of qemu-io; returns true if all succeeded, and the output.
     pub(crate) fn try_io<S: AsRef<str>>(&self, commands: &[S]) -> (bool, String) {
         qemu_io("raw", &self.uri(), commands)
     }
 
-    /// Runs commands of qemu-io, none of which may fail.
+    /// Runs commands of qemu-io, all of which must succeed.
     pub(crate) fn io<S: AsRef<str>>(&self, commands: &[S]) -> String {
         let (success, said) = self.try_io(commands);
         assert!(success, "{said}\n{}", self.process.output());
         said
     }
 
-    /// See [`io_without_flush`].
+    /// Runs commands as [`io_without_flush`] does.
     pub(crate) fn io_without_flush<S: AsRef<str>>(&self, commands: &[S]) -> Process {
         io_without_flush(&self.uri(), commands)
     }
 
-    /// What a client reads, the whole disk.
+    /// Returns the content of the whole disk as a client reads it.
     pub(crate) fn dump(&self) -> Vec<u8> {
         let into = self.folder.path().join("dump");
         dump("raw", &self.uri(), &into)
     }
 
-    /// Asks it to end, which must succeed; what it said.
+    /// Stops the server, which must succeed, and returns its output.
     pub(crate) fn stop(mut self) -> String {
         self.process.signal(libc::SIGTERM);
         let status = self.process.wait(LIMIT).expect("ends");
@@ -86,14 +86,15 @@ impl Served {
         said
     }
 
-    /// Kills it.
+    /// Kills the server.
     pub(crate) fn kill(mut self) {
         self.process.kill();
         await_release(&self.image);
     }
 }
 
-/// Larder must refuse to serve this; what it says, which names the file, or one in the same folder that it leads to.
+/// Asserts that Larder refuses to serve an image; returns the output, which names the file, or a file of the same
+/// directory that the image refers to.
 pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
     let mut served = Served::unchecked(image, options);
     assert!(
@@ -109,8 +110,8 @@ pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
     said
 }
 
-/// Waits until nobody has the image locked: the kernel drops the locks of a process that has ended when its last I/O
-/// has, which may be a moment later.
+/// Waits until no process has the image locked: the kernel drops the locks of a process that has exited only after
+/// its last I/O.
 pub(crate) fn await_release(image: &Path) {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -126,12 +127,13 @@ pub(crate) fn await_release(image: &Path) {
     }
 }
 
-/// Runs commands of qemu-io; whether none failed, and what it said.
+/// Runs commands of qemu-io; returns true if all succeeded, and the output.
 pub(crate) fn qemu_io<S: AsRef<str>>(format: &str, image: &str, commands: &[S]) -> (bool, String) {
     qemu_io_with(&[], format, image, commands)
 }
 
-/// The same with more options. With `-t writeback` what is written is flushed at the end; otherwise after each write.
+/// Runs commands of qemu-io with more options. With `-t writeback` writes are flushed at the end; otherwise after
+/// each write.
 pub(crate) fn qemu_io_with<S: AsRef<str>>(
     options: &[&str],
     format: &str,
@@ -145,12 +147,12 @@ pub(crate) fn qemu_io_with<S: AsRef<str>>(
     }
     let output = command.arg(image).output().expect("qemu-io is there");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    // What is asynchronous does not count in the status.
+    // Errors of asynchronous commands do not affect the exit status.
     let success = output.status.success() && !said.contains("failed") && !said.to_lowercase().contains("error");
     (success, said)
 }
 
-/// The content of a disk as QEMU reads it.
+/// Returns the content of a disk as QEMU reads it.
 pub(crate) fn dump(format: &str, image: &str, into: &Path) -> Vec<u8> {
     tool("qemu-img", &["convert", "-f", format, "-O", "raw", image, text(into)]);
     let bytes = fs::read(into).expect("reads");
@@ -158,20 +160,20 @@ pub(crate) fn dump(format: &str, image: &str, into: &Path) -> Vec<u8> {
     bytes
 }
 
-/// `qemu-img compare` of a raw file and an image, sizes included.
+/// Compares a raw file and an image with `qemu-img compare`, including their sizes.
 pub(crate) fn compare(raw: &Path, format: &str, image: &str) {
     let said = tool("qemu-img", &["compare", "-f", "raw", "-F", format, text(raw), image]);
     assert!(!said.contains("size mismatch"), "{image}: {said}");
 }
 
-/// What `qemu-img check` finds.
+/// Result of `qemu-img check`.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Health {
     Clean,
     Leaks,
 }
 
-/// Checks an image; errors fail the test.
+/// Checks an image with `qemu-img check`; errors fail the test.
 pub(crate) fn health(image: &Path) -> Health {
     let output = Command::new("qemu-img")
         .args(["check", "-f", "qcow2", text(image)])
@@ -185,7 +187,7 @@ pub(crate) fn health(image: &Path) -> Health {
     }
 }
 
-/// A folder that stays if the test fails.
+/// A temporary directory that is kept if the test fails.
 pub(crate) struct Folder(Option<TempDir>);
 
 impl Folder {

@@ -1,4 +1,4 @@
-//! A full file system: the client is told, the image stays sound, and writing goes on once there is space.
+//! A full file system: the client gets an error, the image stays sound, and writes succeed again once there is space.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn a_full_file_system(mounted: &Path, options: &str) {
     let served = Served::new(&image, &[]);
     served.io(&["write -P 1 0 1M", "flush"]);
     fill(&ballast);
-    // The image may have some space left, but not that much.
+    // The image may have some space left, but less than a write needs.
     let mut written = vec![true];
     let mut refusals = 0;
     for mib in 1..64u64 {
@@ -33,16 +33,16 @@ fn a_full_file_system(mounted: &Path, options: &str) {
         }
     }
     assert_eq!(refusals, 3, "there was space after all");
-    // What is there already is read, and written in place.
+    // Existing data can be read, and overwritten in place.
     served.io(&["read -P 1 0 1M", "write -P 99 64k 64k", "read -P 99 64k 64k"]);
-    // A flush may have no room for what it must write, but nothing is lost.
+    // A flush may lack space for its metadata, but nothing is lost.
     let (success, said) = served.try_io(&["flush"]);
     assert!(success || said.contains("No space left on device"), "{said}");
 
     fs::remove_file(&ballast).expect("removes");
     served.io(&["flush", "write -P 200 40M 3M", "write -z 44M 1M", "flush"]);
     for (mib, success) in written.iter().enumerate().skip(1) {
-        // What was refused holds anything that was there or was to be there.
+        // A refused write may leave the old or the new data.
         if *success {
             served.io(&[format!("read -P {} {mib}M 1M", mib + 1)]);
         }
@@ -75,7 +75,7 @@ pub(crate) const SHAPES: [&str; 4] = [
 ];
 
 #[test]
-fn a_full_tmpfs_is_told_to_the_client_and_writing_goes_on_when_there_is_space() {
+fn full_tmpfs_fails_writes_until_space() {
     for shape in SHAPES {
         let folder = on_disk();
         let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
@@ -84,7 +84,7 @@ fn a_full_tmpfs_is_told_to_the_client_and_writing_goes_on_when_there_is_space() 
 }
 
 #[test]
-fn a_full_ext4_is_told_to_the_client_and_writing_goes_on_when_there_is_space() {
+fn full_ext4_fails_writes_until_space() {
     for shape in SHAPES {
         let folder = on_disk();
         let mount = ext4(folder.path(), &folder.path().join("mounted"));
@@ -92,8 +92,9 @@ fn a_full_ext4_is_told_to_the_client_and_writing_goes_on_when_there_is_space() {
     }
 }
 
+/// A server that stops on a full file system leaves a sound image, and reports data that is not in it.
 #[test]
-fn an_image_is_sound_when_its_server_stops_on_a_full_file_system() {
+fn stop_on_full_disk_is_safe() {
     for shape in SHAPES {
         let folder = on_disk();
         let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
@@ -106,7 +107,7 @@ fn an_image_is_sound_when_its_server_stops_on_a_full_file_system() {
         served.process.signal(libc::SIGTERM);
         let status = served.process.wait(crate::support::LIMIT).expect("ends");
         let said = served.process.output();
-        // Either all is in the image, or it says that it is not.
+        // Either everything is in the image, or the server reports that it is not.
         assert!(
             status.code() == Some(0) || said.contains("what was written last may not be on the disk"),
             "{said}"

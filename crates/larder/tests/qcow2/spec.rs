@@ -1,4 +1,4 @@
-//! What an image is like, and how QEMU's tools make it.
+//! Properties of test images, and their creation by QEMU's tools.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use crate::operations::{Disk, Operation, SECTOR, commands};
 use crate::served::{Health, health, qemu_io, text};
 use crate::support::tool;
 
-/// What is special about an image.
+/// Distinguishing feature of an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// Any cluster size and refcount width.
@@ -18,7 +18,7 @@ pub(crate) enum Kind {
     LargeClusters,
     Compressed,
     ExtendedL2,
-    /// Backing files behind each other.
+    /// A chain of backing files.
     Chain,
     DataFile,
     Snapshots,
@@ -28,23 +28,23 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Compressed {
     No,
-    /// Some clusters among others.
+    /// Some clusters.
     Some,
-    /// All of them: `qemu-img convert -c`.
+    /// All clusters, by `qemu-img convert -c`.
     All,
 }
 
-/// What lies behind an image.
+/// Backing files of an image.
 #[derive(Clone, Debug)]
 enum Backing {
-    /// Its bytes need not be a whole number of sectors.
+    /// A raw file; its size need not be a multiple of a sector.
     Raw {
         bytes: u64,
     },
     Qcow2(Box<Spec>),
 }
 
-/// An image.
+/// Properties of an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     version: u32,
@@ -56,19 +56,19 @@ pub(crate) struct Spec {
     preallocation: &'static str,
     pub(crate) size: u64,
     compressed: Compressed,
-    /// With or without `data_file_raw`.
+    /// Presence of a data file, and the value of `data_file_raw`.
     data_file: Option<bool>,
     snapshots: u64,
     backing: Option<Backing>,
     operations: usize,
 }
 
-/// An image that was made.
+/// An image that was created.
 pub(crate) struct Made {
     pub(crate) image: PathBuf,
     pub(crate) disk: Disk,
     pub(crate) snapshots: Vec<String>,
-    /// What it reads from and must not change.
+    /// Backing files, which must not change.
     pub(crate) backing_files: Vec<PathBuf>,
 }
 
@@ -79,7 +79,7 @@ fn one_of<T: Copy>(random: &mut Random, all: &[T]) -> T {
 fn size(random: &mut Random, cluster_bits: u32) -> u64 {
     let most = (1u64 << 20).max(5 << cluster_bits);
     match random.below(4) {
-        // Whole clusters now and then.
+        // A multiple of the cluster size in one of four cases.
         0 => (1 + random.below(most >> cluster_bits)) << cluster_bits,
         _ => (1 + random.below(most / SECTOR)) * SECTOR,
     }
@@ -150,7 +150,7 @@ impl Spec {
                     // Compressed clusters share host clusters.
                     self.refcount_bits = self.refcount_bits.max(8);
                 }
-                // What refcounts of two bits can count.
+                // Limited to the number that refcounts of two bits can count.
                 self.snapshots = 1 + random.below(if self.refcount_bits == 2 { 2 } else { 4 });
                 self.extended = self.version == 3 && self.cluster_bits >= 14 && random.below(4) == 0;
                 self.operations = 4 + random.below(12) as usize;
@@ -190,7 +190,7 @@ impl Spec {
         }
     }
 
-    /// Makes the image, and what it needs, in `folder`.
+    /// Creates the image and its other files in `folder`.
     pub(crate) fn make(&self, folder: &Path, random: &mut Random) -> Made {
         self.make_as(folder, "image", random)
     }
@@ -209,7 +209,7 @@ impl Spec {
             options += &format!(",backing_file={name},backing_fmt={format}");
         });
         if let Some(raw) = self.data_file {
-            // QEMU looks for a relative name where it runs.
+            // QEMU resolves a relative name from its working directory, so the path is absolute.
             options += &format!(",data_file={}", text(&folder.join(format!("{name}.data"))));
             if raw {
                 options += ",data_file_raw=on";
@@ -265,7 +265,7 @@ impl Spec {
     }
 }
 
-/// Has QEMU do all this to an image.
+/// Executes operations on an image with QEMU.
 fn use_it(format: &str, image: &Path, operations: &[Operation]) {
     let (success, said) = qemu_io(format, text(image), &commands(operations));
     assert!(success, "{said}");
@@ -285,12 +285,12 @@ fn make_raw(path: &Path, bytes: u64, random: &mut Random) {
 }
 
 impl Backing {
-    /// `depth` files behind each other.
+    /// Returns a chain of `depth` backing files.
     fn new(front: u64, depth: u64, random: &mut Random) -> Self {
         if depth == 1 && random.below(2) == 0 {
             let bytes = match random.below(3) {
                 0 => front,
-                // Longer or shorter, and not always whole sectors.
+                // Longer or shorter, and not always a multiple of a sector.
                 _ => 1 + random.below(front * 3 / 2),
             };
             return Self::Raw { bytes };
@@ -320,7 +320,7 @@ impl Backing {
         Self::Qcow2(Box::new(spec))
     }
 
-    /// Makes it; its name, as `front` is to have it, and its format.
+    /// Creates the files; returns the name by which `front` refers to the first one, and its format.
     fn make(
         &self,
         folder: &Path,
@@ -328,7 +328,7 @@ impl Backing {
         random: &mut Random,
         files: &mut Vec<PathBuf>,
     ) -> (String, &'static str) {
-        // Every other one in a folder of its own.
+        // Every other file is in its own directory.
         let sub = if files.len().is_multiple_of(2) { "below/" } else { "" };
         let name = format!("{front}-base");
         std::fs::create_dir_all(folder.join(sub)).expect("a folder");
