@@ -1,4 +1,4 @@
-//! What `larder disk serve` refuses, what it says then, and what it says of a disk that it serves.
+//! Errors and messages of `larder disk serve`.
 
 mod support;
 
@@ -25,7 +25,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
-/// Runs `larder disk serve` with these arguments, which must fail with all of `words` in what it says.
+/// Asserts that `larder disk serve` with these arguments fails with all of `words` in its output.
 fn refused(arguments: &[&str], words: &[&str]) -> String {
     let (code, said) = run(disk_serve(arguments));
     assert_eq!(code, Some(2), "{arguments:?}: {said}");
@@ -38,7 +38,7 @@ fn refused(arguments: &[&str], words: &[&str]) -> String {
 }
 
 #[test]
-fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
+fn unsuitable_image_is_refused_with_reason() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let socket = sockets.path().join("s");
     let serve = |image: &Path, words: &[&str]| {
@@ -82,7 +82,7 @@ fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_user_without_permission_is_told_so() {
+fn missing_permission_is_reported() {
     need_root("to run larder as nobody");
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("chmod");
@@ -109,8 +109,9 @@ fn a_user_without_permission_is_told_so() {
     assert!(said.contains("may not write to its folder"), "{said}");
 }
 
+/// A disk in use by QEMU is refused, and QEMU refuses a disk that Larder serves.
 #[test]
-fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
+fn locks_exclude_qemu_both_ways() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let socket = sockets.path().join("s");
@@ -118,7 +119,7 @@ fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
     struct Nbd(i32);
     impl Drop for Nbd {
         fn drop(&mut self) {
-            // SAFETY: a plain system call; the process is one that this test started and that nobody else waits for.
+            // SAFETY: a plain system call; the process was started by this test, and is waited for only here.
             unsafe { libc::kill(self.0, libc::SIGKILL) };
         }
     }
@@ -151,7 +152,7 @@ fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
     assert!(!said.contains("share=on"), "that is how others spell it: {said}");
     assert!(!socket.exists());
     drop(theirs);
-    // The dying process' lock is waited for.
+    // The server waits for the lock of the process that is ending.
     let ours = serve(&disk, sockets.path(), &[]);
     let output = Command::new("qemu-io")
         .args(["-f", "raw", "-c", "write 0 512", text(&disk)])
@@ -166,14 +167,14 @@ fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
         &[&named, "must let others use it too"],
     );
     assert!(!said.contains("pass --share"), "it was given: {said}");
-    // Two readers go together.
+    // Two readers can share the disk.
     ours.stop().expect("stops");
     let _reader = serve(&disk, sockets.path(), &["--read-only"]);
     tool("qemu-io", &["-r", "-f", "raw", "-c", "read 0 512", text(&disk)]);
 }
 
 #[test]
-fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
+fn unusable_socket_is_left_alone() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let at = |socket: &Path, words: &[&str]| refused(&[text(&disk), "--socket", text(socket)], words);
@@ -188,7 +189,7 @@ fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
     at(&file, &["is no socket", "left alone"]);
     assert_eq!(fs::read(&file).expect("is there"), b"mine");
     at(sockets.path(), &["is no socket"]);
-    // Nor is it another process that has it.
+    // The error does not blame another process.
     let once = sockets.path().join("once");
     let again = sockets.path().join("./again/../once");
     fs::create_dir(sockets.path().join("again")).expect("a folder");
@@ -210,7 +211,7 @@ fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
         refused(&[[text(&disk)].as_slice(), &options].concat(), &[words]);
         assert!(!once.exists());
     }
-    // What a killed server left is not in the way.
+    // The socket of a killed server is replaced.
     let mut dead = serve(&disk, sockets.path(), &[]);
     dead.process.kill();
     assert!(dead.socket.exists());
@@ -221,7 +222,7 @@ fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
 }
 
 #[test]
-fn wrong_options_are_refused_with_what_is_right() {
+fn wrong_option_error_names_valid_values() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let socket = sockets.path().join("s");
@@ -270,7 +271,7 @@ fn wrong_options_are_refused_with_what_is_right() {
     );
     refused(&[text(&disk)], &["--socket"]);
     refused(&[], &["IMAGE"]);
-    // Also where they would have no effect.
+    // Invalid values are refused even if they would have no effect.
     let nbd = format!("nbd+unix:///?socket={}", text(&socket));
     for (option, value, word) in [("--queues", "0", "1 to 64"), ("--block-size", "1024", "512 or 4096")] {
         refused(&[text(&disk), "--nbd", &nbd, option, value], &[word]);
@@ -278,8 +279,9 @@ fn wrong_options_are_refused_with_what_is_right() {
     }
 }
 
+/// Names in the log cannot add lines, and contain no terminal control sequences.
 #[test]
-fn names_in_the_log_are_neither_other_lines_nor_commands_to_a_terminal() {
+fn control_characters_in_log_are_escaped() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let named = folder.path().join("a\n<2>forged \u{1b}[31m.raw");
     fs::rename(image(folder.path(), MIB), &named).expect("renamed");
@@ -292,7 +294,7 @@ fn names_in_the_log_are_neither_other_lines_nor_commands_to_a_terminal() {
 }
 
 #[test]
-fn a_disk_that_is_served_says_where_in_words_to_paste() {
+fn served_disk_logs_pasteable_addresses() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let with_space = sockets.path().join("a folder");
@@ -312,8 +314,9 @@ fn a_disk_that_is_served_says_where_in_words_to_paste() {
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
+/// An image of an odd size is reported, and has the same rounded size in both exports.
 #[test]
-fn a_size_that_is_no_multiple_of_the_sectors_is_told_and_the_same_in_both_exports() {
+fn odd_size_is_reported_and_rounded() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = folder.path().join("odd.raw");
     let uri = format!("nbd+unix:///?socket={}", text(&sockets.path().join("nbd")));
@@ -366,7 +369,7 @@ fn a_size_that_is_no_multiple_of_the_sectors_is_told_and_the_same_in_both_export
 }
 
 #[test]
-fn an_export_of_an_odd_size_is_told_too() {
+fn odd_export_size_is_reported() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let (disk, theirs) = (folder.path().join("odd.raw"), sockets.path().join("theirs"));
     fs::write(&disk, pattern(9, 5000)).expect("an image");
@@ -390,7 +393,7 @@ fn an_export_of_an_odd_size_is_told_too() {
 }
 
 #[test]
-fn an_image_that_shrinks_in_use_is_a_warning_with_what_it_means() {
+fn shrinking_image_logs_warning() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), 2 * MIB);
     let server = serve(&disk, sockets.path(), &["--block-size", "4096"]);
@@ -415,7 +418,7 @@ fn an_image_that_shrinks_in_use_is_a_warning_with_what_it_means() {
 }
 
 #[test]
-fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
+fn unwritable_pidfile_leaves_nothing_behind() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let socket = sockets.path().join("s");
@@ -434,7 +437,7 @@ fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
     with(Path::new("/dev/null"), &["/dev/null", "left alone"]);
     with(&disk, &[text(&disk), "no pid file", "left alone"]);
     with(&socket, &["--socket and --pidfile are the same path"]);
-    // Nor is anything if the disk cannot be served.
+    // Nothing is left behind either if the disk cannot be served.
     let pidfile = sockets.path().join("pid");
     fs::write(&socket, "mine").expect("a file");
     refused(
@@ -450,8 +453,9 @@ fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
     assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
 }
 
+/// Paths need not be UTF-8; an argument that must be is named in the error.
 #[test]
-fn paths_need_not_be_text_and_what_must_be_is_named() {
+fn non_utf8_paths_work() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let odd = |path: &Path, name: &[u8]| path.join(OsStr::from_bytes(name));
     let disk = odd(folder.path(), b"d\xffsk.raw");
@@ -471,7 +475,7 @@ fn paths_need_not_be_text_and_what_must_be_is_named() {
 }
 
 #[test]
-fn a_wrong_log_level_is_told_with_what_is_right() {
+fn invalid_log_level_is_explained() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let with_level = |level: &str| {
@@ -489,8 +493,9 @@ fn a_wrong_log_level_is_told_with_what_is_right() {
     assert!(!process.output().contains("LARDER_LOG"), "{}", process.output());
 }
 
+/// Standard streams as `--fd`, and raw images with `--format qcow2`, are refused with advice.
 #[test]
-fn standard_streams_and_raw_images_called_qcow2_are_refused_with_what_is_right() {
+fn standard_streams_and_mislabelled_images_refused() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     for number in ["0", "1", "2"] {
@@ -504,8 +509,9 @@ fn standard_streams_and_raw_images_called_qcow2_are_refused_with_what_is_right()
     );
 }
 
+/// The wait for an NBD server that serves one client at a time is reported before it times out.
 #[test]
-fn an_nbd_server_that_lets_one_wait_is_told_of_before_it_is_given_up() {
+fn busy_nbd_server_is_reported() {
     let folder = on_tmpfs();
     let socket = folder.path().join("busy");
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
@@ -513,7 +519,7 @@ fn an_nbd_server_that_lets_one_wait_is_told_of_before_it_is_given_up() {
         &[&uri, "--socket", "unused"],
         &["there is no such socket", "see whether the server runs"],
     );
-    // As a server that has its one client.
+    // A listener that does not accept, like a server that already has its one client.
     let busy = UnixListener::bind(&socket).expect("listens");
     let mut command = Command::new(larder());
     command.args(["disk", "info", &uri]);

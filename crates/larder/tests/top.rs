@@ -29,7 +29,7 @@ impl Terminal {
         self.tmux(&["send-keys", key]);
     }
 
-    /// What is on the screen once all of `parts` are.
+    /// Waits until the screen contains all of `parts`, and returns its text.
     fn shows(&self, parts: &[&str]) -> String {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -50,12 +50,12 @@ impl Drop for Terminal {
 }
 
 #[test]
-fn vms_and_disks_are_shown_and_chosen_by_keys() {
+fn keys_select_vms_and_disks() {
     let folder = on_tmpfs();
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
     let image = std::fs::File::create(folder.path().join("disk.raw"));
     image.and_then(|image| image.set_len(8 << 20)).expect("an image");
-    // Others may be served on this host, too.
+    // A unique name, since this host may serve other VMs.
     let name = format!("top-test-{}", std::process::id());
     let file = folder.path().join(format!("{name}.toml"));
     let disks = "control = \"control\"\n[[disk]]\nimage = \"disk.raw\"\nformat = \"raw\"\nsocket = \"vda\"\niops-total = 123456\n";
@@ -66,7 +66,7 @@ fn vms_and_disks_are_shown_and_chosen_by_keys() {
     server.wait_for(" ready ", LIMIT).expect("it serves");
 
     let terminal = Terminal::start(&format!("{} top; cat", text(larder())));
-    // The name may be cut.
+    // The name may be truncated.
     terminal.shows(&["larder top: ", "top-test-", "vm ", "aqu-sz"]);
     terminal.press("h");
     terminal.shows(&["all disks   3 the chosen disk"]);
@@ -81,7 +81,7 @@ fn vms_and_disks_are_shown_and_chosen_by_keys() {
     terminal.press("s");
     terminal.shows(&["sort (name)"]);
     terminal.press("1");
-    // That VM, wherever it stands.
+    // Selects the VM, whatever its row is.
     let screen = terminal.shows(&["top-test-"]);
     let rows = screen.lines().skip(2);
     let place = rows.take_while(|row| !row.starts_with("top-test-")).count();
@@ -98,7 +98,7 @@ fn vms_and_disks_are_shown_and_chosen_by_keys() {
     terminal.press("Escape");
     terminal.shows(&["%util"]);
     terminal.press("q");
-    // The terminal is as it was.
+    // The terminal is restored.
     let give_up = Instant::now() + LIMIT;
     while terminal.shows(&[]).contains("aqu-sz") {
         assert!(Instant::now() < give_up, "it does not end");

@@ -1,4 +1,4 @@
-//! What becomes of a disk that is served when front-ends misbehave, signals come, or the storage, or the log's, fails.
+//! Failures around a served disk: misbehaving front-ends, signals, and errors of the storage or of the log.
 
 mod support;
 
@@ -23,7 +23,7 @@ fn text(path: &Path) -> &str {
 }
 
 #[test]
-fn a_log_that_is_full_takes_no_disk_away() {
+fn full_log_does_not_stop_disk() {
     let folder = on_tmpfs();
     let image = image(folder.path(), 1 << 20);
     let socket = folder.path().join("nbd");
@@ -45,8 +45,9 @@ fn a_log_that_is_full_takes_no_disk_away() {
     server.wait().expect("it ends");
 }
 
+/// Front-ends that send invalid messages or disconnect leave no resources behind.
 #[test]
-fn front_ends_that_talk_nonsense_or_vanish_leave_nothing_behind() {
+fn broken_front_ends_leave_no_resources() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let server = serve(&disk, sockets.path(), &[]);
@@ -54,7 +55,7 @@ fn front_ends_that_talk_nonsense_or_vanish_leave_nothing_behind() {
         &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
         1,
     );
-    // Served after the one before it is gone for good.
+    // A front-end is served only after the previous one was released.
     let settled = |seed| {
         works(
             &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
@@ -76,7 +77,7 @@ fn front_ends_that_talk_nonsense_or_vanish_leave_nothing_behind() {
         };
         let _ = wire.send_raw(&bytes, &vec![null.as_fd(); round as usize % 8]);
         drop(wire);
-        // A whole guest that vanishes with requests in flight.
+        // A complete guest that disconnects with requests in flight.
         let mut guest = FrontEnd::connect(&server.socket, Options::default());
         if let Ok(guest) = &mut guest {
             let data = guest.data();
@@ -95,7 +96,7 @@ fn front_ends_that_talk_nonsense_or_vanish_leave_nothing_behind() {
 }
 
 #[test]
-fn a_second_front_end_is_served_when_the_first_is_gone() {
+fn second_front_end_waits_for_first() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let server = serve(&disk, sockets.path(), &[]);
@@ -119,7 +120,7 @@ fn a_second_front_end_is_served_when_the_first_is_gone() {
     second.join().expect("served");
 }
 
-/// A server that has `count` reads under way, of which it does one a second.
+/// Starts a server with `count` reads in flight, of which it completes one per second.
 fn busy(image: &Path, sockets: &Path, count: usize) -> (Server, FrontEnd) {
     let server = serve(image, sockets, &["--throttle", "iops=1"]);
     let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
@@ -131,17 +132,18 @@ fn busy(image: &Path, sockets: &Path, count: usize) -> (Server, FrontEnd) {
         guest.queue().add(&Request::read(0, &into));
     }
     guest.queue().go();
-    // So that it has taken them all.
+    // After the first completion the server has taken all of them.
     guest.queue().complete(LIMIT).expect("the first is done at once");
     (server, guest)
 }
 
+/// Signals at the same time stop a server, and do not make it abandon requests.
 #[test]
-fn signals_at_once_stop_a_server_and_do_not_make_it_give_up() {
+fn simultaneous_signals_count_as_one() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let (mut server, _guest) = busy(&disk, sockets.path(), 2);
-    // It finds both when it goes on.
+    // The server receives both signals when it continues.
     for signal in [libc::SIGSTOP, libc::SIGTERM, libc::SIGINT, libc::SIGCONT] {
         server.process.signal(signal);
     }
@@ -151,7 +153,7 @@ fn signals_at_once_stop_a_server_and_do_not_make_it_give_up() {
 }
 
 #[test]
-fn a_signal_some_time_after_the_first_makes_a_server_give_up() {
+fn later_second_signal_abandons_requests() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let (mut server, _guest) = busy(&disk, sockets.path(), 20);
@@ -167,7 +169,7 @@ fn a_signal_some_time_after_the_first_makes_a_server_give_up() {
 }
 
 #[test]
-fn a_client_that_says_nothing_is_named() {
+fn silent_client_is_reported() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
     let server = serve(&disk, sockets.path(), &[]);
@@ -179,13 +181,14 @@ fn a_client_that_says_nothing_is_named() {
         &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
         1,
     );
-    // One that is silent does not keep the server from stopping either.
+    // A silent client does not keep the server from stopping either.
     let _silent = UnixStream::connect(&server.socket).expect("connects");
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
+/// Failures are logged for requests over NBD and vhost-user alike, and the number of messages is limited.
 #[test]
-fn failures_are_told_over_nbd_as_over_vhost_user_and_not_without_end() {
+fn failure_messages_are_limited() {
     let folder = on_disk();
     let mount = Mount::new(&folder.path().join("tmpfs"), &["-t", "tmpfs", "-o", "size=1m", "none"]);
     let disk = image(&mount.0, 64 * MIB);
@@ -204,11 +207,11 @@ fn failures_are_told_over_nbd_as_over_vhost_user_and_not_without_end() {
     server.process.signal(libc::SIGTERM);
     assert_eq!(server.process.wait(LIMIT).expect("stops").code(), Some(0));
     let said = server.process.output();
-    // The first ten and the sixteenth.
+    // The first ten messages and the sixteenth.
     assert_eq!(said.matches("no space left on the device").count(), 11, "{said}");
 }
 
-/// Fills a file system under a sparse image, then makes room.
+/// Fills the file system under a sparse image, and then frees space.
 fn check_full(folder: &Path) {
     let sockets = on_tmpfs();
     let ballast = folder.join("ballast");
@@ -269,8 +272,9 @@ fn check_full(folder: &Path) {
     server.stop().expect("stops");
 }
 
+/// A full file system fails the guest's writes until there is space again.
 #[test]
-fn a_full_file_system_is_an_error_to_the_guest_until_there_is_space() {
+fn full_file_system_fails_guest_writes() {
     let folder = on_disk();
     {
         let mount = Mount::new(&folder.path().join("tmpfs"), &["-t", "tmpfs", "-o", "size=16m", "none"]);

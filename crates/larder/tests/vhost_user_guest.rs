@@ -12,7 +12,7 @@ use support::{image, larder, on_disk, on_tmpfs};
 
 const MIB: u64 = 1 << 20;
 
-/// Writes with flushes in between, then reads all of it back and verifies.
+/// Guest function that writes with flushes in between, then reads everything back and verifies it.
 const VERIFY: &str = r#"
 verify() {
   fio --minimal --direct=1 --ioengine=libaio --iodepth=16 --rw=randwrite --bsrange=4k-64k --size=8m --fsync=16 \
@@ -27,7 +27,7 @@ fn script(body: &str) -> String {
     format!("set -e\n{VERIFY}\n{body}\nno_errors\n")
 }
 
-/// QEMU words for one more disk of this kind.
+/// Returns QEMU's arguments for one more disk of this kind.
 fn second_disk(socket: &Path, properties: &str) -> Vec<String> {
     vec![
         "-chardev".to_owned(),
@@ -37,7 +37,7 @@ fn second_disk(socket: &Path, properties: &str) -> Vec<String> {
     ]
 }
 
-/// Two disks in one guest: on the disk's file system and on tmpfs.
+/// Checks two disks in one guest, one on the disk's file system and one on tmpfs.
 fn check_two(first: &str, first_queues: u32, second: &str, second_queues: u32) {
     let (folder, memory, sockets) = (on_disk(), on_tmpfs(), on_tmpfs());
     let (one, two) = (image(folder.path(), 32 * MIB), image(memory.path(), 32 * MIB));
@@ -64,17 +64,17 @@ verify vda & verify vdb; wait $!
 }
 
 #[test]
-fn a_guest_verifies_its_data_over_four_split_queues_and_one_packed() {
+fn four_split_one_packed_queue_work() {
     check_two("num-queues=4", 4, "num-queues=1,packed=on", 1);
 }
 
 #[test]
-fn a_guest_verifies_its_data_over_one_split_queue_and_four_packed() {
+fn one_split_four_packed_queues_work() {
     check_two("num-queues=1", 1, "num-queues=4,packed=on", 4);
 }
 
 #[test]
-fn a_guest_sees_the_disk_as_it_was_described() {
+fn guest_sees_configured_disk_properties() {
     let (folder, read_only, sockets) = (on_disk(), on_disk(), on_tmpfs());
     let disk = image(folder.path(), 32 * MIB);
     let fixed = image(read_only.path(), 8 * MIB);
@@ -133,8 +133,9 @@ read -r line
     two.stop().expect("stops");
 }
 
+/// A guest is notified of a new size, even if the size changed while no server ran.
 #[test]
-fn a_guest_is_told_of_a_new_size_even_if_it_changed_while_no_server_ran() {
+fn guest_sees_size_changed_without_server() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), 32 * MIB);
     let mut server = support::serve(&disk, sockets.path(), &[]);
@@ -166,7 +167,7 @@ verify vda
 }
 
 #[test]
-fn a_guest_uses_memory_that_is_plugged_in_while_it_works() {
+fn guest_uses_hotplugged_memory() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), 32 * MIB);
     let server = support::serve(&disk, sockets.path(), &[]);
@@ -200,10 +201,10 @@ fio --minimal --name=large --filename=/dev/vda --rw=randwrite --bs=1m --iodepth=
 }
 
 #[test]
-fn a_guest_moves_to_another_qemu_while_it_works() {
+fn guest_migrates_under_load() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), 32 * MIB);
-    // Each QEMU has a server of its own, as on two hosts that share the image.
+    // Each QEMU has its own server, as on two hosts that share the image.
     let serve = |name: &str| Server::start(larder(), &disk, &sockets.path().join(name), &["--share"]).expect("starts");
     let (source, destination) = (serve("source"), serve("destination"));
     let body = r#"

@@ -1,4 +1,4 @@
-//! The server is killed at random moments. `larder-bench kill` does the same for longer.
+//! Kills of the server at random moments. `larder-bench kill` runs the same for longer.
 
 mod support;
 
@@ -7,8 +7,9 @@ use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, boot_kills, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
 
+/// After kills of the server no acknowledged write is lost, and every request is answered.
 #[test]
-fn nothing_acknowledged_is_lost_and_everything_is_answered_when_the_server_is_killed() {
+fn killed_server_loses_no_acknowledged_write() {
     for (folder, packed) in [
         (on_disk(), false),
         (on_disk(), true),
@@ -30,7 +31,7 @@ fn nothing_acknowledged_is_lost_and_everything_is_answered_when_the_server_is_ki
 }
 
 #[test]
-fn no_flushed_write_is_lost_when_the_server_of_a_qcow2_image_is_killed() {
+fn killed_qcow2_server_keeps_flushed_writes() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.qcow2");
     let larder = Victim {
@@ -46,7 +47,7 @@ fn no_flushed_write_is_lost_when_the_server_of_a_qcow2_image_is_killed() {
 }
 
 #[test]
-fn nothing_acknowledged_is_lost_when_the_nbd_server_behind_a_disk_is_killed() {
+fn killed_nbd_backend_loses_nothing() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.raw");
     let nbdkit = Victim {
@@ -65,14 +66,14 @@ fn nothing_acknowledged_is_lost_when_the_nbd_server_behind_a_disk_is_killed() {
 }
 
 #[test]
-fn a_guest_on_a_disk_file_system_notices_only_a_pause_when_its_server_is_killed() {
+fn guest_on_disk_survives_kills() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.raw");
     guest_kills::run(larder(), &image, sockets.path(), "num-queues=2", 5, &mut Random::new(2)).expect("survives");
 }
 
 #[test]
-fn a_guest_with_packed_queues_on_tmpfs_notices_only_a_pause_when_its_server_is_killed() {
+fn guest_with_packed_queues_survives_kills() {
     let (folder, sockets) = (on_tmpfs(), on_tmpfs());
     let image = folder.path().join("disk.raw");
     let disk = "num-queues=2,packed=on";
@@ -80,7 +81,7 @@ fn a_guest_with_packed_queues_on_tmpfs_notices_only_a_pause_when_its_server_is_k
 }
 
 #[test]
-fn a_guest_boots_though_the_servers_of_its_disks_are_killed_all_the_while() {
+fn guest_boots_through_server_kills() {
     let folder = on_disk();
     let report = boot_kills::run(larder(), folder.path(), None, 2, &mut Random::new(6)).expect("starts");
     assert!(report.kills > 0, "{report:?}");

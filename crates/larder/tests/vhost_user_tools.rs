@@ -18,7 +18,7 @@ use support::{LoopDevice, image, on_disk, on_tmpfs, pattern, serve};
 const MIB: u64 = 1 << 20;
 const MEMORY: usize = 4 << 20;
 
-/// A client made of the `blkio` crate.
+/// A client that uses the `blkio` crate.
 struct Client {
     queues: Vec<Blkioq>,
     memory: *mut u8,
@@ -47,7 +47,7 @@ impl Client {
         let got = self.queues[queue].do_io(&mut done, count, None, None).expect("I/O");
         assert_eq!(got, count);
         for completion in &done {
-            // SAFETY: `do_io` has filled as many as it says.
+            // SAFETY: `do_io` has initialised as many completions as it returned.
             assert_eq!(unsafe { completion.assume_init_ref() }.ret, 0);
         }
     }
@@ -58,17 +58,17 @@ impl Client {
     }
 
     fn fill(&self, at: usize, bytes: &[u8]) {
-        // SAFETY: inside the region, which the device does not touch while nothing is in flight.
+        // SAFETY: the range is inside the region, which the device does not access while no request is in flight.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.buffer(at, bytes.len()), bytes.len()) };
     }
 
     fn fetch(&self, at: usize, bytes: usize) -> Vec<u8> {
-        // SAFETY: as in `fill`.
+        // SAFETY: the range is inside the region, which the device does not access while no request is in flight.
         unsafe { std::slice::from_raw_parts(self.buffer(at, bytes), bytes) }.to_vec()
     }
 }
 
-/// Random requests against a model in RAM; then the image itself.
+/// Compares random requests with a model in RAM, and then the image with the model.
 fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
     const DISK: usize = 8 << 20;
     let sockets = on_tmpfs();
@@ -95,7 +95,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
                     model[range].fill(0);
                 }
                 4 => {
-                    // What a discard leaves is not promised: zeroes behind it are.
+                    // The content after a discard is not defined, so zeroes are written after it.
                     client.queues[queue].discard(start as u64, len as u64, 0, ReqFlags::empty());
                     client.finish(queue, 1);
                     client.queues[queue].write_zeroes(start as u64, len as u64, 0, ReqFlags::NO_UNMAP);
@@ -115,7 +115,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
             }
             client.finish(queue, 1);
         }
-        // Many at once, each queue its own part.
+        // Many requests at once, each queue in its own part of the disk.
         for queue in 0..queues as usize {
             for slot in 0..4 {
                 let (start, at) = ((queue * 4 + slot) * 65536, (queue * 4 + slot) * 65536);
@@ -141,7 +141,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
 }
 
 #[test]
-fn what_blkio_writes_is_in_the_image_on_a_disk_file_system() {
+fn blkio_writes_reach_image_on_disk() {
     let folder = on_disk();
     check_with_blkio(&image(folder.path(), 8 * MIB), 512, &[]);
     check_with_blkio(&image(folder.path(), 8 * MIB), 512, &["--buffered"]);
@@ -149,13 +149,13 @@ fn what_blkio_writes_is_in_the_image_on_a_disk_file_system() {
 }
 
 #[test]
-fn what_blkio_writes_is_in_the_image_on_tmpfs() {
+fn blkio_writes_reach_image_on_tmpfs() {
     let folder = on_tmpfs();
     check_with_blkio(&image(folder.path(), 8 * MIB), 512, &[]);
 }
 
 #[test]
-fn what_blkio_writes_is_on_a_block_device_of_any_sector_size() {
+fn blkio_writes_reach_block_devices() {
     let folder = on_disk();
     for sector in [512, 4096] {
         let file = folder.path().join(format!("{sector}"));
@@ -163,7 +163,7 @@ fn what_blkio_writes_is_on_a_block_device_of_any_sector_size() {
             .and_then(|file| file.set_len(8 * MIB))
             .expect("a file");
         let device = LoopDevice::new(&file, sector);
-        // Sectors as the device has them, and small ones over large ones.
+        // The device's own sector size, and small sectors on a device with large ones.
         check_with_blkio(&device.0, sector as usize, &[]);
         fs::OpenOptions::new()
             .write(true)
@@ -175,7 +175,7 @@ fn what_blkio_writes_is_on_a_block_device_of_any_sector_size() {
 }
 
 #[test]
-fn data_in_any_pieces_at_any_address_is_read_and_written() {
+fn unaligned_fragments_are_read_and_written() {
     let (folder, memory, sockets) = (on_disk(), on_tmpfs(), on_tmpfs());
     let file = folder.path().join("loop");
     File::create(&file)
@@ -273,9 +273,10 @@ fn qemu10(socket: &Path, arguments: &[&str]) -> String {
     said
 }
 
+/// QEMU 10's tools can copy, compare and stress a disk over vhost-user.
 #[test]
-fn the_tools_of_qemu_10_copy_compare_and_hammer_a_disk() {
-    // A folder that the chroot sees at the same path.
+fn qemu_10_tools_work() {
+    // Directories that the chroot sees at the same paths.
     let (folder, sockets) = (
         tempfile::tempdir().expect("a folder"),
         tempfile::tempdir().expect("a folder"),

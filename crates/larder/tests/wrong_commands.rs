@@ -1,4 +1,4 @@
-//! What is said of command lines that cannot be, for people to read.
+//! Errors of invalid command lines.
 
 mod support;
 
@@ -7,7 +7,7 @@ use std::process::Command;
 use larder_bench::campaign::process::install_script;
 use support::{larder, on_tmpfs, run};
 
-/// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
+/// Command lines, and the complete errors. `ok.raw` is an image of 1 MiB.
 const WRONG: [(&str, &str); 51] = [
     (
         "frobnicate",
@@ -210,7 +210,7 @@ const WRONG: [(&str, &str); 51] = [
 ];
 
 #[test]
-fn wrong_command_lines_are_told_what_is_wrong() {
+fn invalid_command_lines_are_explained() {
     let folder = on_tmpfs();
     let image = std::fs::File::create(folder.path().join("ok.raw"));
     image.and_then(|image| image.set_len(1 << 20)).expect("an image");

@@ -1,4 +1,4 @@
-//! A real guest under `larder run`: the test bed's kernel and initramfs, with a script of the test's own.
+//! A real guest under `larder run`: the test bed's kernel and initramfs, with a script of the test.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use larder_bench::campaign::guest::KERNEL_ARGUMENTS;
 use larder_bench::campaign::process::install_script;
 
-/// Longer than a guest needs on a loaded machine without KVM.
+/// Time limit that a guest keeps on a loaded machine without KVM.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// How much longer Debian takes, which boots twice and works.
+/// Additional time for Debian, which boots twice and works.
 const DEBIANS_PATIENCE: Duration = Duration::from_secs(480);
 
-/// A process's number.
+/// A process ID.
 pub(crate) type Pid = i32;
 
-/// Where a run's files are: a folder of its own, with a guest's name that no other test has.
+/// Directory of a run's files, with a guest name that no other test uses.
 pub(crate) struct Place {
     pub(crate) folder: tempfile::TempDir,
     name: String,
@@ -29,7 +29,7 @@ pub(crate) struct Place {
 
 impl Place {
     pub(crate) fn new(name: &str) -> Self {
-        // On a disk, not on tmpfs, and short enough for sockets.
+        // The directory is on a disk, not on tmpfs, and its path is short enough for sockets.
         let folder = tempfile::Builder::new()
             .prefix("run-")
             .tempdir_in(env!("CARGO_TARGET_TMPDIR"));
@@ -43,7 +43,7 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// An image of zeros.
+    /// Creates an image of zeros.
     pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
         let path = self.path(name);
         let file = fs::File::create(&path).expect("creates the image");
@@ -51,7 +51,7 @@ impl Place {
         path
     }
 
-    /// `larder run OPTIONS -- QEMU`, QEMU being given a name for its guest.
+    /// Returns `larder run OPTIONS -- QEMU`, with a name for the guest.
     pub(crate) fn larder_run(&self, options: &[&str], qemu: &Path) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_larder"));
         command
@@ -67,7 +67,8 @@ impl Place {
         command
     }
 
-    /// The files that a run has, or has left: one folder, and one for each piece of RAM. Wherever they may be.
+    /// Returns the files that a run has, or has left, wherever they are: one directory, and one file for each piece
+    /// of RAM.
     pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
         let user = rustix::process::geteuid().as_raw();
         let places = [
@@ -87,14 +88,14 @@ impl Place {
         .collect()
     }
 
-    /// A program that passes for QEMU, and idles.
+    /// Returns a program that passes for QEMU, and idles.
     pub(crate) fn idle_qemu(&self) -> PathBuf {
         self.program(
             "#!/bin/sh\n[ \"$1\" = --version ] && exec echo QEMU emulator version 9.2.0\necho IDLE\nexec sleep 1000\n",
         )
     }
 
-    /// A program that is QEMU 10, from the test bed's Debian 13.
+    /// Returns a program that runs QEMU 10, from the test bed's Debian 13.
     pub(crate) fn qemu_10(&self) -> PathBuf {
         let script = testbed("debian13.sh");
         self.program(&format!(
@@ -115,7 +116,7 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.expect("is readable").path()).collect()
 }
 
-/// The project's folder.
+/// Returns the project's directory.
 fn project() -> PathBuf {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     path.canonicalize().expect("the project is there")
@@ -125,14 +126,14 @@ fn testbed(name: &str) -> PathBuf {
     project().join("testbed").join(name)
 }
 
-/// Something that `make setup` builds.
+/// Returns the path of a file that `make setup` builds.
 pub(crate) fn built(name: &str) -> PathBuf {
     let path = project().join("target/testbed").join(name);
     assert!(path.exists(), "{} is missing: run make setup", path.display());
     path
 }
 
-/// What a script of the test bed prints, or does.
+/// Runs a script of the test bed, and returns its output.
 fn call(script: &str, arguments: &[&Path]) -> String {
     let output = Command::new(testbed(script))
         .args(arguments)
@@ -146,12 +147,12 @@ fn call(script: &str, arguments: &[&Path]) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-/// QEMU as the host has it.
+/// Returns the host's QEMU.
 pub(crate) fn qemu() -> &'static Path {
     Path::new("qemu-system-x86_64")
 }
 
-/// A guest that is running.
+/// A running guest.
 pub(crate) struct Guest {
     larder: Child,
     stdin: Option<ChildStdin>,
@@ -161,16 +162,16 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// Boots a guest that runs `script`, with `drives` besides what every guest needs.
+    /// Boots a guest that runs `script`, with `drives` in addition to the devices that every guest needs.
     pub(crate) fn boot(place: &Place, qemu: &Path, options: &[&str], drives: &[&str], script: &str) -> Self {
         Self::boot_by(&built("guest.cpio.gz"), place, qemu, options, drives, script, "")
     }
 
-    /// Boots Debian from the first of `drives`, where it runs `script` whenever it has booted.
+    /// Boots Debian from the first of `drives`, where it runs `script` at each boot.
     ///
-    /// Where QEMU emulates the processors it uses one of two: while one patches the kernel's code, as systemd has it do at
-    /// each boot, QEMU (7.2 and 10.0 seen) may keep for the other one what was there in between, an int3, and both spin
-    /// for ever (Red Hat bug 2216496; it takes hundreds of boots).
+    /// Where QEMU emulates the processors, the guest uses one of two. While one processor patches the kernel's code,
+    /// as systemd causes at each boot, QEMU (seen in 7.2 and 10.0) may keep the intermediate int3 for the other one,
+    /// and both spin for ever (Red Hat bug 2216496; it takes hundreds of boots).
     pub(crate) fn boot_debian(place: &Place, drives: &[&str], script: &str) -> Self {
         let kernel = match call("accel.sh", &[]).as_str() {
             "tcg" => "maxcpus=1",
@@ -181,7 +182,7 @@ impl Guest {
         guest
     }
 
-    /// `kernel` is what its kernel is told besides.
+    /// Boots a guest with this initramfs; `kernel` is added to its kernel command line.
     fn boot_by(
         initramfs: &Path,
         place: &Place,
@@ -227,7 +228,7 @@ impl Guest {
         Self::start(command)
     }
 
-    /// Starts larder with whatever QEMU the command has.
+    /// Starts larder with the QEMU of the command.
     pub(crate) fn start(mut command: Command) -> Self {
         let mut larder = command
             .stdin(Stdio::piped())
@@ -257,12 +258,12 @@ impl Guest {
         }
     }
 
-    /// The first line from now on that begins so: of the guest's console, or of larder's messages.
+    /// Waits for a line that begins with `start`, on the guest's console or among larder's messages.
     pub(crate) fn line(&mut self, start: &str) -> String {
         self.line_that(&format!("line '{start}'"), |line| line.starts_with(start))
     }
 
-    /// The first line from now on that has this in it.
+    /// Waits for a line that contains `text`.
     pub(crate) fn line_with(&mut self, text: &str) -> String {
         self.line_that(&format!("line with '{text}'"), |line| line.contains(text))
     }
@@ -290,12 +291,12 @@ impl Guest {
         writeln!(stdin, "{text}").expect("QEMU reads");
     }
 
-    /// The number of larder's own process.
+    /// Returns the PID of larder's own process.
     pub(crate) fn pid(&self) -> Pid {
         Pid::try_from(self.larder.id()).expect("a process number")
     }
 
-    /// Its children whose command line holds `word`.
+    /// Returns its children whose command line contains `word`.
     pub(crate) fn children(&self, word: &str) -> Vec<Pid> {
         let pid = self.pid();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("larder lives");
@@ -303,7 +304,7 @@ impl Guest {
         children.filter(|pid| command_line(*pid).contains(word)).collect()
     }
 
-    /// Its child whose command line holds `word`, as soon as there is one and `wanted` is true of it.
+    /// Waits for a child whose command line contains `word` and for which `wanted` is true.
     pub(crate) fn child_when(&self, word: &str, wanted: impl Fn(Pid) -> bool) -> Pid {
         loop {
             if let Some(pid) = self.children(word).into_iter().find(|pid| wanted(*pid)) {
@@ -313,7 +314,7 @@ impl Guest {
         }
     }
 
-    /// A connection to QEMU's monitor, once it has set its devices up.
+    /// Connects to QEMU's monitor once QEMU has set up its devices.
     pub(crate) fn monitor(&self, socket: &Path) -> UnixStream {
         let mut stream = loop {
             match UnixStream::connect(socket) {
@@ -355,7 +356,7 @@ impl Guest {
         std::thread::sleep(Duration::from_millis(5));
     }
 
-    /// Waits for larder's end: its exit code, or 1000 and the signal that ended it; and all lines that there were.
+    /// Waits for larder's end. Returns its exit status, or 1000 plus the signal that ended it, and the whole output.
     pub(crate) fn end(mut self) -> (i32, String) {
         drop(self.stdin.take());
         let status = loop {
@@ -375,13 +376,13 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // After a failed assertion; its children follow it.
+        // Reached with a running larder after a failed assertion; its children end with it.
         let _ = self.larder.kill();
         let _ = self.larder.wait();
     }
 }
 
-/// What lists of processes call it.
+/// Returns a process's name in process lists.
 pub(crate) fn short_name(pid: Pid) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).expect("the process exists");
     name.trim_end().to_owned()
@@ -392,14 +393,14 @@ pub(crate) fn command_line(pid: Pid) -> String {
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
-/// Whether the process exists, other than as a zombie.
+/// Returns true if the process exists and is no zombie.
 pub(crate) fn is_alive(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ")
         .is_some_and(|(_, behind)| !behind.starts_with(['Z', 'X']))
 }
 
-/// Whether a server listens: the file that it makes then has its number.
+/// Returns true if a server listens: its PID file then has its PID.
 pub(crate) fn listens(server: Pid) -> bool {
     let line = command_line(server);
     let file = line.split(' ').skip_while(|word| *word != "--pidfile").nth(1);
@@ -407,7 +408,7 @@ pub(crate) fn listens(server: Pid) -> bool {
     text.is_some_and(|text| text.trim() == server.to_string())
 }
 
-/// How many bytes the process has written to disks.
+/// Returns the number of bytes that the process has written to disks.
 pub(crate) fn bytes_written(pid: Pid) -> u64 {
     let counters = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
     let value = counters.lines().find_map(|line| line.strip_prefix("write_bytes: "));
@@ -420,8 +421,8 @@ pub(crate) fn signal(pid: Pid, signal: rustix::process::Signal) {
     rustix::process::kill_process(pid, signal).expect("the process exists");
 }
 
-/// Takes an OFD lock on a byte as soon as nobody else has it (a server that was killed may have it
-/// for a moment more), until the file is closed.
+/// Takes an OFD lock on a byte, until the file is closed. Waits while another process has the byte locked, such as a
+/// server that was just killed.
 pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
     // SAFETY: all fields are integers, for which zero is valid.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
@@ -429,7 +430,7 @@ pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
     lock.l_whence = libc::SEEK_SET as _;
     lock.l_start = byte;
     lock.l_len = 1;
-    // SAFETY: the file is open, and `lock` a valid structure.
+    // SAFETY: the file is open, and `lock` is a valid structure.
     let result = unsafe {
         libc::fcntl(
             std::os::fd::AsRawFd::as_raw_fd(file),

@@ -1,4 +1,4 @@
-//! That nobody gets at the images of a guest that lives, whatever becomes of their servers.
+//! Locks of the images of a running guest: no other process can change them, whatever happens to their servers.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use crate::drive;
 use crate::guest::{Guest, Pid, Place, command_line, listens, lock_byte, signal};
 use crate::support::{LoopDevice, wait_until};
 
-/// What QEMU and its tools say of an image that another one uses.
+/// Error of QEMU and its tools about an image that another process uses.
 const LOCKED: &str = "Failed to get";
 
-/// Opens an image for writing, and writes; what was said if that cannot be.
+/// Opens an image for writing, and writes to it; the error is the output.
 fn write(format: &str, image: &Path) -> Result<(), String> {
     let output = Command::new("qemu-io")
         .args(["-f", format, "-c", "write -P 9 0 4k"])
@@ -34,7 +34,7 @@ fn is_locked(format: &str, image: &Path) {
     assert!(said.contains(LOCKED), "{said}");
 }
 
-/// A run with an idle QEMU, once its servers listen.
+/// Starts a run with an idle QEMU, and waits until its servers listen.
 fn idle(place: &Place, options: &[&str], drives: &[&str]) -> Guest {
     let mut command = place.larder_run(options, &place.idle_qemu());
     for drive in drives {
@@ -45,7 +45,7 @@ fn idle(place: &Place, options: &[&str], drives: &[&str]) -> Guest {
     guest
 }
 
-/// Kills the server of an image; its number.
+/// Kills the server of an image, and returns its PID.
 fn kill_server(guest: &Guest, image: &Path) -> Pid {
     let server = guest.child_when(&serving(image), |_| true);
     signal(server, Signal::KILL);
@@ -64,8 +64,9 @@ fn end(guest: Guest) -> String {
     output
 }
 
+/// No other process can open an image for writing while its server is being replaced.
 #[test]
-fn nobody_opens_an_image_for_writing_while_its_server_is_being_replaced() {
+fn image_stays_locked_while_server_restarts() {
     let place = Place::new("replaced");
     let raw = place.image("disk.raw", 8);
     let (base, data) = (place.path("base.qcow2"), place.path("data.raw"));
@@ -112,7 +113,7 @@ fn nobody_opens_an_image_for_writing_while_its_server_is_being_replaced() {
     });
     assert!(tries > 0);
 
-    // Nobody starts a server now.
+    // larder is stopped, so no server is started.
     signal(guest.pid(), Signal::STOP);
     for image in [&raw, &overlay] {
         kill_server(&guest, image);
@@ -144,13 +145,13 @@ fn nobody_opens_an_image_for_writing_while_its_server_is_being_replaced() {
 }
 
 #[test]
-fn a_server_waits_until_the_writes_of_the_one_before_have_ended() {
+fn server_waits_for_predecessors_writes() {
     let place = Place::new("writes");
     let image = place.image("disk.raw", 8);
     let mut guest = idle(&place, &["-v"], &[&drive(&image, "")]);
     signal(guest.pid(), Signal::STOP);
     let killed = kill_server(&guest, &image);
-    // As the kernel keeps it for a server that has writes under way.
+    // A lock like the one that the kernel keeps for a killed server with writes in flight.
     let writes = File::options().read(true).write(true).open(&image).expect("opens");
     lock_byte(&writes, 300, libc::F_WRLCK);
     signal(guest.pid(), Signal::CONT);
@@ -161,8 +162,9 @@ fn a_server_waits_until_the_writes_of_the_one_before_have_ended() {
     end(guest);
 }
 
+/// No server is started on a file that has replaced the guest's image.
 #[test]
-fn no_server_is_started_on_another_file_than_the_guests() {
+fn server_never_starts_on_replaced_image() {
     let place = Place::new("another");
     let image = place.image("disk.raw", 8);
     let elsewhere = place.path("elsewhere.raw");
@@ -200,8 +202,9 @@ fn no_server_is_started_on_another_file_than_the_guests() {
     end(guest);
 }
 
+/// Disks of every kind keep the locks that the command line asks for, and get a new server.
 #[test]
-fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_server() {
+fn every_disk_kind_gets_next_server() {
     let place = Place::new("kinds");
     let memory = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let read = memory.path().join("read.raw");
@@ -254,7 +257,7 @@ fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_serv
 }
 
 #[test]
-fn commands_to_paste_have_no_locks_of_anybodys() {
+fn printed_commands_inherit_no_locks() {
     let place = Place::new("paste");
     let image = place.image("disk.raw", 8);
     let guest = idle(&place, &["-v"], &[&drive(&image, "")]);

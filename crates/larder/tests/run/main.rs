@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use guest::{Guest, Place, bytes_written, is_alive, qemu, signal};
 
-/// Runs until told otherwise, having said that it runs.
+/// Guest script that reports that it runs, and then idles.
 const IDLE: &str = "echo READY\nsleep 1000\n";
 
 pub(crate) fn drive(image: &std::path::Path, more: &str) -> String {
@@ -25,7 +25,7 @@ pub(crate) fn drive(image: &std::path::Path, more: &str) -> String {
 }
 
 #[test]
-fn the_guest_sees_its_disks_and_what_it_writes_is_in_the_image() {
+fn guest_writes_reach_the_images() {
     let place = Place::new("sees");
     let [by_device, by_drive, by_option] =
         [("device.raw", 64), ("drive.raw", 16), ("option.raw", 8)].map(|(name, mib)| place.image(name, mib));
@@ -74,7 +74,7 @@ fn the_guest_sees_its_disks_and_what_it_writes_is_in_the_image() {
     assert_eq!(written, format!("WRITTEN {}  -", sha256(&bytes)));
 }
 
-/// The digest of a file, by a program that is not ours.
+/// Returns the digest of a file, from an independent program.
 pub(crate) fn sha256(file: &std::path::Path) -> String {
     let output = Command::new("sha256sum")
         .arg(file)
@@ -85,13 +85,13 @@ pub(crate) fn sha256(file: &std::path::Path) -> String {
 }
 
 #[test]
-fn a_guest_that_writes_and_verifies_does_not_notice_that_its_server_is_killed() {
+fn guest_survives_server_kills() {
     let place = Place::new("killed");
     kill_servers_under(&place, qemu(), 4, "");
 }
 
 #[test]
-fn nor_does_one_whose_disk_has_a_cache_that_is_small_for_it() {
+fn guest_with_small_cache_survives_kills() {
     let place = Place::new("cached");
     let cache = place.path("cache");
     let options = format!(",cache={},cache-size=8M", cache.display());
@@ -104,13 +104,13 @@ fn nor_does_one_whose_disk_has_a_cache_that_is_small_for_it() {
 }
 
 #[test]
-fn qemu_10_reconnects_too() {
+fn qemu_10_survives_server_kills() {
     let place = Place::new("ten");
     let qemu = place.qemu_10();
     kill_servers_under(&place, &qemu, 2, "");
 }
 
-/// Kills the server of a guest's disk that many times, each time in the midst of writing. Options are those of `--disk`.
+/// Kills the server of a guest's disk that many times, each time during writes. Options are those of `--disk`.
 fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, options: &str) {
     let image = place.image("disk.raw", 64);
     let script = "
@@ -135,7 +135,7 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, optio
         signal(server, Signal::KILL);
         guest.wait_until_gone(&[server]);
     }
-    // The last one has to do its work, too.
+    // The last server has to work, too.
     guest.child_when("disk serve", |pid| bytes_written(pid) > 4 << 20);
     guest.line("VERIFIED");
     guest.type_line("enough");
@@ -150,21 +150,23 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, optio
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
+/// A server may be killed before the guest has started its driver, and while the driver is stopped.
 #[test]
-fn a_server_may_die_while_the_guest_has_not_started_its_driver_or_has_stopped_it() {
+fn server_may_die_without_guest_driver() {
     let place = Place::new("driverless");
     kill_servers_beside_the_driver(&place, qemu());
 }
 
+/// Under QEMU 10, too, a server may be killed while the guest's driver is not running.
 #[test]
-fn so_it_may_under_qemu_10() {
+fn server_may_die_driverless_qemu_10() {
     let place = Place::new("driverless_ten");
     let qemu = place.qemu_10();
     kill_servers_beside_the_driver(&place, &qemu);
 }
 
-/// Kills the server whenever QEMU has nothing running on it: before the guest's first instruction, and while its driver
-/// is unbound. QEMU before 9.1 would never talk to the next one.
+/// Kills the server whenever QEMU has no queue started on it: before the guest's first instruction, and while its
+/// driver is unbound. Connected directly, QEMU before 9.1 would never use the next server.
 fn kill_servers_beside_the_driver(place: &Place, qemu: &std::path::Path) {
     let image = place.image("disk.raw", 8);
     let script = "
@@ -199,7 +201,7 @@ fn kill_servers_beside_the_driver(place: &Place, qemu: &std::path::Path) {
 }
 
 #[test]
-fn sigterm_ends_all_of_it() {
+fn sigterm_ends_guest_and_servers() {
     let place = Place::new("term");
     let image = place.image("disk.raw", 8);
     let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
@@ -214,8 +216,9 @@ fn sigterm_ends_all_of_it() {
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
+/// QEMU can be stopped while its disk has no server.
 #[test]
-fn qemu_can_be_told_to_end_while_its_disk_has_no_server() {
+fn qemu_exits_without_its_server() {
     let place = Place::new("bereft");
     let image = place.image("disk.raw", 8);
     let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
@@ -223,7 +226,7 @@ fn qemu_can_be_told_to_end_while_its_disk_has_no_server() {
     fs::rename(&image, place.path("elsewhere.raw")).expect("can be renamed");
     let server = guest.child_when("disk serve", |_| true);
     signal(server, Signal::KILL);
-    // Nor is there a next one.
+    // The next server cannot start either.
     let disk = format!("larder: disk {}:", image.display());
     guest.line(&format!("{disk} its server died (signal: 9 (SIGKILL))"));
     guest.line(&format!("{disk} no server is started"));
@@ -234,7 +237,7 @@ fn qemu_can_be_told_to_end_while_its_disk_has_no_server() {
 }
 
 #[test]
-fn a_disk_is_told_at_its_control_socket_by_one_server_as_by_the_next() {
+fn control_socket_survives_server_restart() {
     let place = Place::new("control");
     let control = place.path("control");
     let option = format!(
@@ -253,7 +256,7 @@ fn a_disk_is_told_at_its_control_socket_by_one_server_as_by_the_next() {
     assert!(!control.exists());
 }
 
-/// The memory that a disk's read-ahead may take, as its server tells.
+/// Returns the memory limit of a disk's read-ahead, as its server reports it.
 fn told_memory_limit(control: &std::path::Path) -> u64 {
     let mut status = Command::new(support::larder());
     status.arg("status").arg(control).args(["--output", "json"]);
@@ -262,8 +265,9 @@ fn told_memory_limit(control: &std::path::Path) -> u64 {
     all["disks"][0]["prefetch"]["memory_limit"].as_u64().expect("a number")
 }
 
+/// Signals at the same time count as one; a later signal ends the wait for a server that still has data to write.
 #[test]
-fn signals_at_once_are_one_and_a_later_one_ends_the_wait_for_a_server() {
+fn later_signal_ends_wait_for_server() {
     let place = Place::new("twice");
     let image = place.image("disk.raw", 8);
     let mut command = place.larder_run(&[], &place.idle_qemu());
@@ -272,9 +276,9 @@ fn signals_at_once_are_one_and_a_later_one_ends_the_wait_for_a_server() {
     guest.line("IDLE");
     let server = guest.child_when("disk serve", |_| true);
     let qemu = guest.child_when("sleep", |_| true);
-    // It has much to write.
+    // Simulates a server that has much to write.
     signal(server, Signal::STOP);
-    // What ends QEMU comes to larder twice, and larder sees all of it at the same time.
+    // The end of QEMU and both signals reach larder at the same time.
     signal(guest.pid(), Signal::STOP);
     signal(qemu, Signal::TERM);
     guest.wait_until_gone(&[qemu]);
@@ -292,8 +296,9 @@ fn signals_at_once_are_one_and_a_later_one_ends_the_wait_for_a_server() {
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
+/// When larder itself is killed, its children end, and the next run removes its files.
 #[test]
-fn when_larder_itself_is_killed_its_children_end_and_the_next_run_tidies_up() {
+fn killed_run_is_cleaned_up_later() {
     let place = Place::new("gone");
     let image = place.image("disk.raw", 8);
     let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
@@ -315,7 +320,7 @@ fn when_larder_itself_is_killed_its_children_end_and_the_next_run_tidies_up() {
 }
 
 #[test]
-fn qemus_exit_code_is_passed_on() {
+fn qemus_exit_status_is_returned() {
     let place = Place::new("code");
     let image = place.image("disk.raw", 8);
     let output = place

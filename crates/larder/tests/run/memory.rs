@@ -1,4 +1,4 @@
-//! `larder run --memory-budget`: guests with less memory than they use.
+//! `larder run --memory-budget`: guests with budgets below their memory use.
 
 use std::process::Command;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::guest::{Guest, Place, qemu, signal};
 use super::support;
 
-/// Writes and verifies its memory, round after round, until a line is typed: what was written once, and what is written anew.
+/// Guest script that writes and verifies its memory in rounds until a line is typed, both old and new data.
 const ROUNDS: &str = r#"
     (read line; touch /tmp/enough) </dev/console &
     mkdir /w
@@ -34,7 +34,7 @@ fn state(control: &str) -> Value {
 }
 
 #[test]
-fn a_guest_works_within_its_budget_and_does_not_notice_that_its_pager_is_killed() {
+fn guest_within_budget_survives_pager_kills() {
     let place = Place::new("pager");
     let swap = place.path("swap");
     let options = [
@@ -87,7 +87,7 @@ fn a_guest_works_within_its_budget_and_does_not_notice_that_its_pager_is_killed(
     );
 }
 
-/// The same for a disk: past the guest's page cache, and through it.
+/// Guest script that does the same with a disk, with and without the guest's page cache.
 const DISK_ROUNDS: &str = r#"
     (read line; touch /tmp/enough) </dev/console &
     mkdir /w
@@ -106,8 +106,9 @@ const DISK_ROUNDS: &str = r#"
     dmesg | grep -i 'I/O error' && exit 5
     exit 0"#;
 
+/// A guest with a budget and a served disk survives kills of the pager, of the server, and of both.
 #[test]
-fn a_guest_whose_disk_larder_serves_works_within_its_budget_whichever_of_both_is_killed() {
+fn served_guest_survives_both_kinds_killed() {
     let place = Place::new("both");
     let (image, swap) = (place.image("disk.raw", 32), place.path("swap"));
     let options = [
@@ -130,7 +131,7 @@ fn a_guest_whose_disk_larder_serves_works_within_its_budget_whichever_of_both_is
         guest.line("VERIFIED");
         guest.line("VERIFIED");
     }
-    // Both at once: neither waits for the other without an end.
+    // Kills both at once: neither may wait for the other for ever.
     let both = ["memory attach", "disk serve"].map(|word| guest.child_when(word, |_| true));
     both.iter().for_each(|child| signal(*child, Signal::KILL));
     guest.wait_until_gone(&both);
@@ -149,7 +150,7 @@ fn a_guest_whose_disk_larder_serves_works_within_its_budget_whichever_of_both_is
 }
 
 #[test]
-fn who_is_let_go_of_runs_on_alone() {
+fn detached_guest_runs_on() {
     let place = Place::new("letgo");
     let mut guest = Guest::boot(&place, qemu(), &["--memory-budget", "300MiB"], &[], ROUNDS);
     let told = guest.line("larder: memory: kept within 300 MiB; larder memory status ");

@@ -8,8 +8,8 @@ use std::process::{Command, Output};
 use crate::guest::{Guest, Place, built};
 use crate::sha256;
 
-/// What the guest does: at its first boot a guest's work, then a reset without unmounting anything; at its second it
-/// verifies, gives space back, and powers off.
+/// Guest script: at the first boot typical work, then a reset without unmounting; at the second boot it verifies the
+/// data, trims free space, and powers off.
 const WORK: &str = r#"
 set -eu
 work=/var/lib/guest-work
@@ -73,8 +73,9 @@ fn qemu_img(arguments: &[&str], image: &Path) -> Output {
     output.expect("qemu-img is there")
 }
 
+/// A guest's flushed work on an overlay survives a reset, the overlay is sound, and the backing file is unchanged.
 #[test]
-fn a_guests_work_survives_a_reset_on_an_overlay_that_stays_sound_over_a_backing_file_that_stays_as_it_is() {
+fn debian_on_overlay_survives_reset() {
     let place = Place::new("overlay");
     let base = place.path("base.qcow2");
     let system = built("debian12.ext4");

@@ -1,4 +1,4 @@
-//! What `larder run` says and what it is called: before a guest runs, and beside one that only idles.
+//! Messages and process names of `larder run`, before a guest runs and with an idle one.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -15,14 +15,14 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Runs to its end, with arguments for QEMU.
+/// Runs the command to its end, with arguments for QEMU.
 fn output(place: &Place, options: &[&str], qemu: &Path, arguments: &[&str]) -> Output {
     let mut command = place.larder_run(options, qemu);
     command.args(arguments).output().expect("runs")
 }
 
 #[test]
-fn what_cannot_run_is_refused_before_anything_starts() {
+fn impossible_run_is_refused_before_start() {
     let place = Place::new("refused");
     let image = place.image("disk.raw", 8);
     let served = drive(&image, "");
@@ -81,8 +81,9 @@ fn what_cannot_run_is_refused_before_anything_starts() {
     assert!(text(&output.stderr).contains("comes the QEMU program"), "{output:?}");
 }
 
+/// Advice about an image that cannot be served names the option by which the image was given.
 #[test]
-fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
+fn advice_names_the_right_option() {
     let place = Place::new("advice");
     let path = |name: &str| place.path(name).display().to_string();
     fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
@@ -93,7 +94,7 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
         .write(true)
         .open(&used)
         .expect("opens");
-    // As QEMU does when nobody else may write.
+    // A lock like QEMU's when no other process may write.
     lock_byte(&holder, 201, libc::F_RDLCK);
     let used_drive = drive(&used, "");
     let used_for_device = format!("if=none,id=x,format=raw,file={}", used.display());
@@ -137,14 +138,14 @@ fn quits(mut command: Command, arguments: &[&str]) -> (Option<i32>, String) {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn().expect("runs");
-    // One that has ended does not read it.
+    // A command that has exited does not read it.
     let _ = child.stdin.take().expect("a pipe").write_all(b"quit\n");
     let output = child.wait_with_output().expect("ends");
     (output.status.code(), text(&output.stderr))
 }
 
-/// A guest that QEMU alone starts is started under `larder run` as well: Larder serves its disk as QEMU would, or leaves
-/// it to QEMU and says why.
+/// A guest that starts under QEMU alone also starts under `larder run`: Larder serves its disk as QEMU would, or
+/// leaves the disk to QEMU and reports the reason.
 #[test]
 fn odd_disk_starts_as_under_qemu() {
     let place = Place::new("odd");
@@ -201,7 +202,7 @@ fn odd_disk_starts_as_under_qemu() {
     }
 }
 
-/// The header of an image that QEMU can read, and Larder cannot.
+/// Returns the header of an image that QEMU can read, and Larder cannot.
 fn encrypted_qcow2() -> Vec<u8> {
     let mut header = vec![0; 64 << 10];
     let words: [u32; 10] = [0x5146_49fb, 2, 0, 0, 0, 16, 0, 1 << 20, 1, 0];
@@ -211,8 +212,9 @@ fn encrypted_qcow2() -> Vec<u8> {
     header
 }
 
+/// An image that only QEMU can read is left to QEMU.
 #[test]
-fn an_image_that_only_qemu_can_read_stays_with_it() {
+fn image_only_qemu_reads_stays_there() {
     let place = Place::new("qemus");
     let path = |name: &str| place.path(name).display().to_string();
     fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
@@ -242,7 +244,7 @@ fn an_image_that_only_qemu_can_read_stays_with_it() {
 }
 
 #[test]
-fn the_images_behind_a_qcow2_image_are_checked_too() {
+fn backing_files_are_checked_too() {
     let place = Place::new("chain");
     let base = place.image("base.raw", 8);
     let overlay = place.path("overlay.qcow2");
@@ -298,7 +300,7 @@ fn the_images_behind_a_qcow2_image_are_checked_too() {
 }
 
 #[test]
-fn a_forgotten_separator_is_what_the_message_is_about() {
+fn missing_separator_is_explained() {
     let output = Command::new(env!("CARGO_BIN_EXE_larder"))
         .args(["run", "qemu-system-x86_64", "-m", "1G"])
         .output()
@@ -312,7 +314,7 @@ fn a_forgotten_separator_is_what_the_message_is_about() {
 }
 
 #[test]
-fn a_dry_run_prints_commands_that_a_shell_understands_and_starts_nothing() {
+fn dry_run_prints_shell_commands_only() {
     let place = Place::new("dry");
     let image = place.image("disk.raw", 8);
     let served = drive(&image, "");
@@ -349,7 +351,7 @@ fn a_dry_run_prints_commands_that_a_shell_understands_and_starts_nothing() {
 }
 
 #[test]
-fn the_commands_of_a_dry_run_do_what_a_run_does() {
+fn dry_run_commands_work_when_pasted() {
     let place = Place::new("paste");
     let image = place.image("disk.raw", 8);
     let served = drive(&image, "");
@@ -375,7 +377,7 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
         .nth(1)
         .and_then(|text| text.split(')').next());
     let folder = folder.expect("the sockets have a folder");
-    // Without its disk's server QEMU would wait for it, and not come to its monitor.
+    // Without its disk's server QEMU would wait for it, and its monitor would not answer.
     let script = format!("{printed}code=$?; kill $!; wait $!; echo SERVER $?; rm -r {ram} {folder}; exit $code");
     let mut shell = Command::new("timeout")
         .args(["60", "sh", "-c", &script])
@@ -397,8 +399,9 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
     );
 }
 
+/// The commands of a dry run with a budget start the pager, and work in a shell.
 #[test]
-fn a_dry_run_has_the_pager_of_a_budget_and_a_shell_does_the_same() {
+fn dry_run_includes_the_pager() {
     let place = Place::new("budget");
     let options = ["--dry-run", "--memory-budget", "64MiB"];
     let arguments = ["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"];
@@ -420,7 +423,7 @@ fn a_dry_run_has_the_pager_of_a_budget_and_a_shell_does_the_same() {
     let ram = ram.rsplit(' ').next().expect("a path").trim_end_matches(')');
     let attach = format!(" memory attach --pid $$ --wait --budget=67108864 --control {folder}/memory.sock & exec ");
     assert!(run.starts_with("sh -c '") && run.contains(&attach), "{run}");
-    // QEMU ends when nobody can ask for its memory any more.
+    // QEMU may end only after the pager has ended.
     let script = format!(
         "{printed}code=$?; rm {ram}; for i in $(seq 600); do [ -e {folder}/memory.sock ] || break; sleep 0.1; done; rmdir {folder} && exit $code"
     );
@@ -446,7 +449,7 @@ fn a_dry_run_has_the_pager_of_a_budget_and_a_shell_does_the_same() {
 }
 
 #[test]
-fn a_run_goes_on_when_nobody_reads_its_messages_any_more() {
+fn run_survives_closed_stderr() {
     let place = Place::new("unread");
     let image = place.image("disk.raw", 8);
     let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -454,7 +457,7 @@ fn a_run_goes_on_when_nobody_reads_its_messages_any_more() {
     command
         .args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])
         .args(["-drive", &drive(&image, "")]);
-    // Without its disk's server QEMU would wait for it, and not come to its monitor.
+    // Without its disk's server QEMU would wait for it, and its monitor would not answer.
     let mut run = Command::new("timeout")
         .args(["--kill-after=5", "60"])
         .arg(command.get_program())
@@ -478,7 +481,7 @@ fn a_run_goes_on_when_nobody_reads_its_messages_any_more() {
 }
 
 #[test]
-fn a_dry_run_tells_what_would_go_wrong() {
+fn dry_run_reports_problems() {
     let place = Place::new("would");
     let image = place.image("disk.raw", 8);
     fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
@@ -504,8 +507,9 @@ fn a_dry_run_tells_what_would_go_wrong() {
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
+/// A disk that is the backing file of another disk of the same run is refused as already in use.
 #[test]
-fn a_disk_behind_another_one_is_told_to_be_in_use_here() {
+fn backing_file_as_disk_is_refused() {
     let place = Place::new("behind");
     let base = place.image("base.raw", 8).display().to_string();
     let overlay = place.path("overlay.qcow2").display().to_string();
@@ -520,8 +524,9 @@ fn a_disk_behind_another_one_is_told_to_be_in_use_here() {
     assert!(said.contains(&told), "{said}");
 }
 
+/// Without a disk to serve, QEMU starts with its own command line, and Larder reserves no memory for its RAM.
 #[test]
-fn without_a_disk_to_serve_qemu_is_started_as_it_is_and_its_ram_needs_no_room() {
+fn qemu_without_served_disks_is_unchanged() {
     let place = Place::new("none");
     let image = place.image("disk.raw", 8);
     let ide = format!("file={},if=ide,format=raw", image.display());
@@ -541,8 +546,9 @@ fn without_a_disk_to_serve_qemu_is_started_as_it_is_and_its_ram_needs_no_room() 
     assert_eq!(guest.end().0, 128 + 15);
 }
 
+/// Servers can be told apart by their command lines, and larder reports the death of each.
 #[test]
-fn a_server_can_be_told_from_others_and_its_death_is_told_by_larder() {
+fn servers_are_distinguishable_and_deaths_reported() {
     let place = Place::new("called");
     let images = [place.image("one.raw", 8), place.image("two.raw", 8)];
     let mut command = place.larder_run(&["-v"], &place.idle_qemu());

@@ -1,4 +1,4 @@
-//! What the tests of the program share: where images lie, servers, loop devices, mounts.
+//! Helpers shared by the tests of the program: directories for images, servers, loop devices, mounts.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 
 #[path = "../../../larder-block/tests/nbd_support/certificates.rs"]
@@ -18,25 +18,25 @@ use larder_bench::campaign::process::Process;
 use larder_bench::campaign::server::Server;
 use tempfile::TempDir;
 
-/// For whatever may take long on a busy machine.
+/// Time limit for operations that may take long on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// The program.
+/// Returns the path of the program.
 pub fn larder() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_larder"))
 }
 
-/// A folder on the disk that the project is built on.
+/// Creates a directory on the disk that the project is built on.
 pub fn on_disk() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder in target/tmp")
 }
 
-/// A folder on tmpfs.
+/// Creates a directory on tmpfs.
 pub fn on_tmpfs() -> TempDir {
     tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm")
 }
 
-/// A new image of zeros.
+/// Creates an image of zeros.
 pub fn image(folder: &Path, bytes: u64) -> PathBuf {
     let path = folder.join("disk.raw");
     File::create(&path)
@@ -45,12 +45,12 @@ pub fn image(folder: &Path, bytes: u64) -> PathBuf {
     path
 }
 
-/// A server for `image` with a socket in `folder`, which should have a short path.
+/// Starts a server for `image` with a socket in `folder`, which should have a short path.
 pub fn serve(image: &Path, folder: &Path, options: &[&str]) -> Server {
     Server::start(larder(), image, &folder.join("socket"), options).expect("the server starts")
 }
 
-/// A guest writes, and reads what it has written.
+/// Checks that a guest can write, and reads its data back.
 pub fn works(guest: &mut FrontEnd, seed: u64) {
     let (data, bytes) = (guest.data(), pattern(seed, 4096));
     guest.memory.write(data, &bytes);
@@ -69,7 +69,7 @@ pub fn works(guest: &mut FrontEnd, seed: u64) {
     assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
 }
 
-/// Waits until `is_so`; `what` is told if that takes too long even for a busy machine.
+/// Waits until `is_so` holds; `what` names the condition in the error after [`LIMIT`].
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let give_up = Instant::now() + LIMIT;
     while !is_so() {
@@ -85,27 +85,28 @@ pub fn wait_for_listener(socket: &Path) {
     });
 }
 
-/// Runs the program to its end; exit code and what it said.
+/// Runs a command to its end; returns the exit status and the output.
 pub fn run(command: Command) -> (Option<i32>, String) {
     let mut process = Process::start(command).expect("starts");
     let status = process.wait(LIMIT).expect("ends");
     (status.code(), process.output())
 }
 
-/// `larder disk serve` with these arguments.
+/// Returns `larder disk serve` with these arguments.
 pub fn disk_serve(arguments: &[&str]) -> Command {
     let mut command = Command::new(larder());
     command.args(["disk", "serve"]).args(arguments);
     command
 }
 
-/// Runs a tool that must succeed; what it said.
+/// Runs a tool that must succeed, and returns its output.
 pub fn tool(program: &str, arguments: &[&str]) -> String {
-    // How QEMU's tools fail to encrypt an image on a busy host: they measure the CPU first, and it was not theirs.
+    // Error of QEMU's tools on a busy host when they encrypt an image: they first measure CPU time, and got too
+    // little of it.
     const NOT_MEASURED: &str = "Unable to get accurate CPU usage";
     let mut tries = 0;
     loop {
-        // A tool whose server does not answer waits for good.
+        // The timeout ends a tool whose server does not answer.
         let mut command = Command::new("timeout");
         command.args(["--kill-after=10", &LIMIT.as_secs().to_string(), program]);
         let output = command.args(arguments).output().expect("timeout is there");
@@ -128,12 +129,12 @@ pub fn tool(program: &str, arguments: &[&str]) -> String {
     }
 }
 
-/// Some tests need root, and say so instead of passing without it.
+/// Fails a test that needs root if it runs without, so that it does not pass unnoticed.
 pub fn need_root(why: &str) {
     assert!(rustix::process::geteuid().is_root(), "this test needs root: {why}");
 }
 
-/// Any bytes that differ with `seed`.
+/// Returns arbitrary bytes that depend on `seed`.
 pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut step = || {
@@ -145,7 +146,7 @@ pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| step()).collect()
 }
 
-/// A loop device over a file, gone with this.
+/// A loop device over a file; detached on drop.
 pub struct LoopDevice(pub PathBuf);
 
 impl LoopDevice {
@@ -165,7 +166,7 @@ impl LoopDevice {
         Self(path.into())
     }
 
-    /// The one at `device`.
+    /// Attaches the loop device at `device`.
     pub fn at(device: &Path, file: &Path) -> Self {
         need_root("to make a loop device");
         let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
@@ -180,7 +181,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Makes a file of holes a member of an md RAID 1 with metadata 1.0, whose label is near its end.
+/// Makes a sparse file a member of an md RAID 1 with metadata 1.0, whose label is near its end.
 pub fn raid_member(path: &Path) {
     use std::os::unix::fs::FileExt as _;
     let file = File::options().write(true).open(path).expect("a file");
@@ -201,7 +202,7 @@ pub fn raid_member(path: &Path) {
     file.write_all_at(&label, at).expect("room");
 }
 
-/// A mounted file system, gone with this.
+/// A mounted file system; unmounted on drop.
 pub struct Mount(pub PathBuf);
 
 impl Mount {
@@ -221,33 +222,33 @@ impl Drop for Mount {
     }
 }
 
-/// A small tmpfs; `size` as `size=12M`.
+/// Mounts a small tmpfs; `size` is an option such as `size=12M`.
 pub fn tmpfs(at: &Path, size: &str) -> Mount {
     Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
 }
 
-/// Takes all space that there is, with a file.
+/// Fills a file system with a file.
 pub fn fill(path: &Path) {
     let mut file = File::options().create(true).append(true).open(path).expect("a file");
     for step in [64 << 10, 4 << 10, 512] {
         while file.write_all(&vec![7; step]).is_ok() {}
     }
-    // What is delayed must be taken too.
+    // Delayed allocations must be done, too.
     let _ = file.sync_all();
 }
 
-/// Descriptors that a process has open.
+/// Returns the number of a process's open descriptors.
 pub fn open_descriptors(process: u32) -> usize {
     std::fs::read_dir(format!("/proc/{process}/fd"))
         .expect("procfs")
         .count()
 }
 
-/// A command of qemu-io, and what qemu-io says at it: by that the commands before it have ended.
+/// A command of qemu-io, and text of its output, which marks that the commands before it have ended.
 pub const MARK: (&str, &str) = ("help quit", "exit the program");
 
-/// Runs commands of qemu-io on the server at `uri`, none of which it flushes, and returns when they have ended. The client
-/// stays connected: it flushes when it ends.
+/// Runs commands of qemu-io on the server at `uri` without a flush, and returns when they have ended. The client
+/// stays connected, because it flushes when it ends.
 pub fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
     let mut command = Command::new("stdbuf");
     command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);

@@ -1,4 +1,4 @@
-//! Makes system calls in the threads of another process, as a guest would that had taken it over.
+//! System calls in the threads of another process, as by a guest that has taken the process over.
 
 use std::fs;
 use std::io;
@@ -10,19 +10,19 @@ use crate::confine::threads;
 /// A process that was taken over.
 pub(crate) struct Victim {
     process: u32,
-    /// Where a `syscall` instruction is in its memory.
+    /// Address of a `syscall` instruction in the process's memory.
     instruction: u64,
 }
 
-/// What is handed to a system call.
+/// Argument of a system call.
 #[derive(Clone, Debug)]
 pub(crate) enum Argument {
     Number(u64),
-    /// The address of these bytes.
+    /// The address of a copy of these bytes.
     Bytes(Vec<u8>),
 }
 
-/// The address of a text, which ends with a zero.
+/// Returns the address of a NUL-terminated text.
 pub(crate) fn path(text: &str) -> Argument {
     Argument::Bytes([text.as_bytes(), b"\0"].concat())
 }
@@ -48,19 +48,19 @@ impl Victim {
         }
     }
 
-    /// Its threads with their names, but for the kernel's own: nobody can take those over.
+    /// Returns the threads with their names, except the kernel's own threads, which cannot be taken over.
     pub(crate) fn threads(&self) -> Vec<(i32, String)> {
         let all = threads(self.process).into_iter();
         all.filter(|(_, name)| !name.starts_with("iou-")).collect()
     }
 
-    /// What the kernel answers to a thread's system call: at least 0, or a negative error number. `None` if the thread has
-    /// ended.
+    /// Returns the kernel's result of a thread's system call: at least 0, or a negative error number. `None` if the
+    /// thread has ended.
     pub(crate) fn call(&self, thread: i32, call: c_long, arguments: &[Argument]) -> Option<i64> {
         let stopped = Stopped::new(thread)?;
         let before = stopped.registers();
         let mut registers = before;
-        // Below all that is in use there.
+        // Below the part of the stack that is in use.
         let mut place = (before.rsp - (64 << 10)) & !0xf;
         let mut values = [0; 6];
         for (value, argument) in values.iter_mut().zip(arguments) {
@@ -83,7 +83,7 @@ impl Victim {
         ] = values;
         registers.rax = call as u64;
         registers.rip = self.instruction;
-        // Whatever it was in is not begun again now, but when it goes on.
+        // Prevents the restart of an interrupted system call until the thread continues normally.
         registers.orig_rax = u64::MAX;
         stopped.set_registers(&registers);
         stopped.step();
@@ -93,7 +93,7 @@ impl Victim {
     }
 }
 
-/// A thread that was stopped, and goes on when this is dropped.
+/// A stopped thread, which continues on drop.
 struct Stopped(i32);
 
 impl Stopped {
@@ -112,14 +112,14 @@ impl Stopped {
     }
 
     fn ptrace(&self, request: libc::c_uint, data: *mut c_void) {
-        // SAFETY: `data` is nothing, or a place of the size that the request has.
+        // SAFETY: `data` is null, or points to memory of the size that the request needs.
         let result = unsafe { libc::ptrace(request, self.0, std::ptr::null_mut::<c_void>(), data) };
         assert_eq!(result, 0, "ptrace {request}: {}", io::Error::last_os_error());
     }
 
     fn wait(&self) {
         let mut status = 0;
-        // SAFETY: `status` is a place for the answer.
+        // SAFETY: `status` can be written.
         let waited = unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL) };
         assert!(waited == self.0 && libc::WIFSTOPPED(status), "{waited}: {status:#x}");
     }
@@ -135,7 +135,7 @@ impl Stopped {
         self.ptrace(libc::PTRACE_SETREGS, (&raw const *registers).cast_mut().cast());
     }
 
-    /// Has it execute one instruction.
+    /// Makes the thread execute one instruction.
     fn step(&self) {
         self.ptrace(libc::PTRACE_SINGLESTEP, std::ptr::null_mut());
         self.wait();
@@ -161,7 +161,7 @@ fn vectors(here: *mut u8, there: u64, len: usize) -> (libc::iovec, libc::iovec) 
 fn read(process: i32, at: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     let (here, there) = vectors(bytes.as_mut_ptr(), at, len);
-    // SAFETY: `here` is all of `bytes`; what is there is the kernel's to check.
+    // SAFETY: `here` covers exactly `bytes`; the kernel checks the remote range.
     let count = unsafe { libc::process_vm_readv(process, &raw const here, 1, &raw const there, 1, 0) };
     assert_eq!(count, len as isize, "{}", io::Error::last_os_error());
     bytes
@@ -169,7 +169,7 @@ fn read(process: i32, at: u64, len: usize) -> Vec<u8> {
 
 fn write(process: i32, at: u64, bytes: &[u8]) {
     let (here, there) = vectors(bytes.as_ptr().cast_mut(), at, bytes.len());
-    // SAFETY: `here` is all of `bytes`, and is only read; what is there is the kernel's to check.
+    // SAFETY: `here` covers exactly `bytes`, and is only read; the kernel checks the remote range.
     let count = unsafe { libc::process_vm_writev(process, &raw const here, 1, &raw const there, 1, 0) };
     assert_eq!(count, bytes.len() as isize, "{}", io::Error::last_os_error());
 }

@@ -1,4 +1,4 @@
-//! `larder vm` for a VM that comes from another host, or has gone to one, as far as that is seen without a second host.
+//! `larder vm` for a VM that arrives from another host, or has moved to one, as far as one host shows it.
 
 use std::process::Command;
 
@@ -36,7 +36,7 @@ fn is_away(vm: &Vm) -> bool {
     vm.disks()[0]["away"] == true
 }
 
-/// Whether somebody has the image open to write to it.
+/// Returns true if a process has the image open for writing.
 fn is_open(vm: &Vm) -> bool {
     let image = vm.images.path().join("data.raw");
     let written = Command::new("qemu-io")
@@ -52,14 +52,14 @@ fn says(vm: &Vm, option: &str) {
 }
 
 #[test]
-fn a_guest_that_is_here_before_its_disk_waits_for_it() {
+fn incoming_guest_waits_for_its_disk() {
     let vm = one();
     let process = start(&vm, &["--incoming"]);
     assert!(is_away(&vm) && !is_open(&vm));
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     std::thread::scope(|scope| {
         let guest = scope.spawn(|| works(&mut guest, 1));
-        // Its queue is started by then, and a request is there for long.
+        // By then its queue is started, and a request is pending.
         process.wait_for("front-end connected", LIMIT).expect("it connects");
         assert!(is_away(&vm) && !is_open(&vm));
         assert_eq!(vm.disks()[0]["requests"]["write"]["count"], 0);
@@ -69,14 +69,15 @@ fn a_guest_that_is_here_before_its_disk_waits_for_it() {
     assert!(!is_away(&vm) && is_open(&vm));
     drop(guest);
     ends(process);
-    // It was taken for good.
+    // The server opens the disk again after a restart.
     let process = start(&vm, &[]);
     assert!(!is_away(&vm));
     ends(process);
 }
 
+/// A server leaves a disk that was moved away alone until `--take`.
 #[test]
-fn a_disk_that_has_left_is_left_alone_until_it_is_taken() {
+fn departed_disk_is_untouched_until_taken() {
     let vm = one();
     let mut process = start(&vm, &[]);
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
@@ -100,15 +101,17 @@ fn a_disk_that_has_left_is_left_alone_until_it_is_taken() {
     ends(process);
 }
 
+/// A cache has no data from before its device was on another host.
 #[test]
-fn nothing_that_a_cache_had_of_a_device_before_it_was_elsewhere_is_read() {
+fn returning_device_gets_empty_cache() {
     let vm = one();
     let image = vm.images.path().join("data.raw");
     let device = LoopDevice::new(&image, 512);
     vm.write(&ONE.replace("IMAGES/data.raw", text(&device.0)));
     let mut process = start(&vm, &[]);
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    // Devices have no times: what was written last tells whether others have written, and they write elsewhere.
+    // Devices have no timestamps. A foreign write would be found only where the guest wrote last, and other hosts
+    // write elsewhere.
     works(&mut guest, 1);
     drop(guest);
     let occupancy = || vm.disks()[0]["cache"]["occupancy"].as_u64().expect("a number");
@@ -121,7 +124,7 @@ fn nothing_that_a_cache_had_of_a_device_before_it_was_elsewhere_is_read() {
     ends(process);
 }
 
-/// What the guest reads at the beginning of its disk.
+/// Returns the byte that the guest reads at the beginning of its disk.
 fn first_byte(vm: &Vm) -> u8 {
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     let into = guest.data();
@@ -134,9 +137,10 @@ fn first_byte(vm: &Vm) -> u8 {
     guest.memory.read_vec(into, 4096)[0]
 }
 
-/// Exports have no times that say that somebody else has written.
+/// The cache of a killed server is not trusted after its disk was on another host. Exports have no timestamps that
+/// would reveal foreign writes.
 #[test]
-fn nothing_is_read_from_the_cache_of_a_server_that_was_killed_before_its_disk_was_elsewhere() {
+fn killed_servers_cache_is_stale_elsewhere() {
     let vm = one();
     let (image, socket) = (vm.images.path().join("data.raw"), vm.path("nbd"));
     let mut nbdkit = Command::new("nbdkit");
@@ -161,17 +165,17 @@ fn nothing_is_read_from_the_cache_of_a_server_that_was_killed_before_its_disk_wa
     while vm.disks()[0]["cache"]["occupancy"] == 0 {
         assert!(std::time::Instant::now() < give_up, "{}", process.output());
     }
-    // So that all of that is there after a kill.
+    // A clean stop, so that the cache has the data after the later kill.
     ends(process);
     process = start(&vm, &[]);
     assert_eq!(first_byte(&vm), 1);
     process.kill();
-    // On another host.
+    // The write of another host.
     writes(2);
     process = start(&vm, &["--incoming"]);
     says(&vm, "--take");
     assert_eq!(first_byte(&vm), 2);
-    // What only the cache has is not forgotten without a word.
+    // Dirty data of the cache is not dropped silently.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     works(&mut guest, 1);
     drop(guest);
@@ -184,7 +188,7 @@ fn nothing_is_read_from_the_cache_of_a_server_that_was_killed_before_its_disk_wa
 }
 
 #[test]
-fn a_confined_server_opens_what_comes_as_often_as_it_comes() {
+fn confined_server_reopens_arriving_disks() {
     let vm = one();
     let process = start(&vm, &["--incoming", "--confine"]);
     let is_confined = |process: &Process| {
@@ -204,8 +208,9 @@ fn a_confined_server_opens_what_comes_as_often_as_it_comes() {
     ends(process);
 }
 
+/// Ranges that were hot on another host are prefetched into the cache.
 #[test]
-fn what_was_hot_elsewhere_is_brought_into_the_cache() {
+fn hot_ranges_are_prefetched_on_arrival() {
     let vm = one();
     let image = vm.images.path().join("data.raw");
     tool("qemu-io", &["-f", "raw", "-c", "write -P 5 0 4M", text(&image)]);

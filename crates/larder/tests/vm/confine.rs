@@ -1,4 +1,4 @@
-//! `larder vm --confine`: what a server has given up once it serves, and that it serves all the same.
+//! `larder vm --confine`: the rights that a server has given up once it serves, and that it works without them.
 
 use std::fs;
 use std::io;
@@ -28,24 +28,24 @@ fn reload(vm: &Vm) -> (Option<i32>, String) {
     run(vm.command(&["--reload"]))
 }
 
-/// All threads of a process, with their names.
+/// Returns all threads of a process, with their names.
 pub(crate) fn threads(process: u32) -> Vec<(i32, String)> {
     let tasks = fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
     let thread = |entry: io::Result<fs::DirEntry>| -> Option<(i32, String)> {
         let entry = entry.ok()?;
-        // One that has ended meanwhile has no name.
+        // A thread that has ended meanwhile has no name.
         let name = fs::read_to_string(entry.path().join("comm")).ok()?;
         Some((entry.file_name().to_str()?.parse().ok()?, name.trim_end().to_owned()))
     };
     tasks.filter_map(thread).collect()
 }
 
-/// What the kernel says of a thread.
+/// Returns a thread's status file in /proc.
 fn all_of(process: u32, thread: i32) -> String {
     fs::read_to_string(format!("/proc/{process}/task/{thread}/status")).expect("it runs")
 }
 
-/// One line of it.
+/// Returns one field of a thread's status.
 pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
     let all = all_of(process, thread);
     let value = all
@@ -55,7 +55,7 @@ pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
 }
 
 #[test]
-fn every_thread_has_given_up_its_rights() {
+fn every_thread_has_dropped_its_rights() {
     need_root("to have rights to give up");
     let vm = two();
     let process = start(&vm);
@@ -77,7 +77,8 @@ fn every_thread_has_given_up_its_rights() {
         is("NoNewPrivs", "1");
         is("Seccomp", "2");
         is("Seccomp_filters", "2");
-        // The kernel's own, which may be older, make no calls, and run requests with the rights of who asks.
+        // The kernel's worker threads may be older; they make no calls, and execute requests with the requester's
+        // rights.
         if !name.starts_with("iou-") {
             let sets = all_of(process.id(), thread);
             let sets: Vec<&str> = sets.lines().filter(|line| line.starts_with("Cap")).collect();
@@ -97,7 +98,7 @@ mod taken_over {
     use super::*;
     use crate::attacker::{Argument, Victim, number, path};
 
-    /// Another VM's server, which shares the user and the folder of notes.
+    /// Another VM's server, with the same user and the same directory of notes.
     struct Other {
         process: Process,
         image: PathBuf,
@@ -127,7 +128,7 @@ mod taken_over {
         }
     }
 
-    /// What an attacker would do next: its name, the call, and its arguments.
+    /// Returns an attacker's next steps: name, system call, and arguments.
     fn attacks(other: &Other) -> Vec<(&'static str, libc::c_long, Vec<Argument>)> {
         let id = other.process.id();
         let open = |place: &str, flags: i32| vec![number(libc::AT_FDCWD), path(place), number(flags)];
@@ -214,11 +215,11 @@ mod taken_over {
         calls.to_vec()
     }
 
-    /// What each thread is answered.
+    /// Returns the results of the attacks in each thread.
     fn answers(process: &Process, other: &Other) -> Vec<(String, i64)> {
         let victim = Victim::new(process.id());
         let mut answers = Vec::new();
-        // One that only writes a note may end meanwhile.
+        // A thread that only writes a note may end meanwhile.
         'threads: for (thread, name) in victim.threads() {
             for (what, call, arguments) in attacks(other) {
                 let Some(answer) = victim.call(thread, call, &arguments) else {
@@ -226,7 +227,7 @@ mod taken_over {
                 };
                 answers.push((format!("{what}, from {name}"), answer));
             }
-            // Where it may be done there is nothing there to be started.
+            // The path does not exist, so that nothing is started where the call is allowed.
             let arguments = [path("/nosuch"), number(0), number(0)];
             let Some(execve) = victim.call(thread, libc::SYS_execve, &arguments) else {
                 continue;
@@ -235,7 +236,7 @@ mod taken_over {
             assert!(is_refused || execve == i64::from(-libc::ENOENT), "{execve}");
             answers.push((format!("a program, from {name}"), if is_refused { execve } else { 0 }));
         }
-        // Once: who is traced is not traced again.
+        // Only one thread tries this, since a traced process cannot be traced again.
         let seize = [
             number(libc::PTRACE_SEIZE),
             number(other.process.id()),
@@ -275,8 +276,9 @@ mod taken_over {
         ends(process);
     }
 
+    /// An attacker who has taken over a confined server reaches no other file, process or socket.
     #[test]
-    fn whoever_takes_a_confined_server_over_reaches_nothing_else() {
+    fn confined_server_reaches_nothing_else() {
         need_root("to take a server over");
         let state = on_tmpfs();
         let server = |options: &[&str]| {
@@ -302,7 +304,7 @@ mod taken_over {
             let refused = [-libc::EPERM, -libc::EACCES].map(i64::from);
             assert!(refused.contains(&answer), "{what}: {answer}");
         }
-        // It has taken no harm.
+        // The other server is unharmed.
         let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
         works(&mut guest, 1);
         drop(guest);
@@ -311,7 +313,7 @@ mod taken_over {
     }
 }
 
-/// The soft limit of a process's private memory in bytes; `None` if there is none.
+/// Returns the soft limit of a process's private memory in bytes; `None` if there is none.
 fn data_limit(process: u32) -> Option<u64> {
     let limits = fs::read_to_string(format!("/proc/{process}/limits")).expect("it runs");
     let line = limits.lines().find_map(|line| line.strip_prefix("Max data size"));
@@ -319,7 +321,7 @@ fn data_limit(process: u32) -> Option<u64> {
     (soft != "unlimited").then(|| soft.parse().expect("a number"))
 }
 
-/// A server has a limit of private memory with room for all that it does, and the limit rises with a larger cache.
+/// A server has a limit of private memory with room for all of its work, and the limit grows with a larger cache.
 #[test]
 fn private_memory_of_confined_server_is_limited() {
     let vm = two();
@@ -346,7 +348,7 @@ fn private_memory_of_confined_server_is_limited() {
     ends(process);
 }
 
-/// An NBD server for an image, at a port of its own.
+/// An NBD server for an image, on its own port.
 struct NbdServer {
     image: PathBuf,
     port: u16,
@@ -355,7 +357,7 @@ struct NbdServer {
 
 impl NbdServer {
     fn new(image: &Path) -> Self {
-        // Free a moment ago.
+        // The port was free a moment ago.
         let taken = TcpListener::bind("127.0.0.1:0").expect("binds");
         let port = taken.local_addr().expect("has one").port();
         drop(taken);
@@ -387,7 +389,7 @@ impl NbdServer {
     }
 }
 
-/// A third disk, on an NBD server that is known by its name.
+/// Adds a third disk, on an NBD server that is given by a host name.
 fn with_remote(vm: &Vm, port: u16) {
     vm.write(&format!(
         "{TWO}\n[[disk]]\nname = \"far\"\nimage = \"nbd://localhost:{port}/\"\nformat = \"raw\"\nnbd = \"nbd+unix:///far?socket=far.nbd\"\n"
@@ -403,7 +405,7 @@ fn far_io(vm: &Vm, commands: &[&str]) -> String {
 }
 
 #[test]
-fn a_connection_to_a_server_is_made_again() {
+fn confined_server_reconnects_to_nbd() {
     let vm = two();
     vm.raw("far.raw", 8);
     let mut server = NbdServer::new(&vm.images.path().join("far.raw"));
@@ -416,7 +418,7 @@ fn a_connection_to_a_server_is_made_again() {
     assert_eq!(vm.sockets(), [""; 0]);
 }
 
-/// All that there is in a folder and those below it.
+/// Returns all files in a directory and its subdirectories.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut all = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -430,9 +432,9 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_it_has_made_is_gone_when_it_ends() {
+fn confined_server_removes_its_files() {
     let vm = two();
-    // Not below the sockets' folder, where more may be done.
+    // Outside the sockets' directory, where the server has more rights.
     let state = vm.images.path().join("state");
     let mut command = vm.command(CONFINED);
     command.env("STATE_DIRECTORY", &state);
@@ -451,7 +453,7 @@ fn what_it_has_made_is_gone_when_it_ends() {
     assert_eq!(files(vm.folder.path()), [vm.file()]);
 }
 
-/// A guest finds what [`works`] has written.
+/// Asserts that a guest reads the data that [`works`] has written.
 fn holds(guest: &mut FrontEnd, seed: u64) {
     let data = guest.data();
     let into = [Buffer {
@@ -463,7 +465,7 @@ fn holds(guest: &mut FrontEnd, seed: u64) {
 }
 
 #[test]
-fn what_only_the_cache_has_is_there_after_a_kill() {
+fn dirty_cache_survives_kill_when_confined() {
     let vm = two();
     vm.write(&TWO.replace("cache-size", "cache-mode = \"wb\"\ncache-size"));
     for (round, options) in [(1, CONFINED), (2, CONFINED), (3, &[] as &[&str])] {
@@ -483,8 +485,9 @@ fn what_only_the_cache_has_is_there_after_a_kill() {
     }
 }
 
+/// A confined server rereads its file, and opens the files that the new version names, but no others.
 #[test]
-fn a_confined_server_reads_its_file_again_and_opens_what_that_names() {
+fn confined_server_reloads_its_file() {
     let vm = two();
     let (process, next) = start_as_a_service_with(&vm, CONFINED);
     assert!(next().starts_with("READY=1"));
@@ -494,7 +497,7 @@ fn a_confined_server_reads_its_file_again_and_opens_what_that_names() {
     );
     assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
 
-    // What the file does not name is not opened, whoever asks for it.
+    // A file that the VM's file does not name is not opened, whichever client asks.
     let new = vm.images.path().join("another.cache");
     let with = format!("{{\"with\":\"{}\"}}", text(&new));
     let (status, said) = curl(&vm, &["-X", "POST", "-d", &with, "http://x/v1/disks/vda/cache/replace"]);
@@ -521,13 +524,13 @@ fn a_confined_server_reads_its_file_again_and_opens_what_that_names() {
     let (code, said) = reload(&vm);
     assert!(code == Some(2) && said.contains("this disk has no image"), "{said}");
 
-    // A signal does the same.
+    // SIGHUP does the same.
     vm.write(&TWO.replace("system.cache", "another.cache"));
     process.signal(libc::SIGHUP);
     process
         .wait_for("the VM's file was read again: 1 changed", LIMIT)
         .expect("it says so");
-    // Nobody else says what it opens.
+    // Clients cannot pass the names of files to open.
     let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
     assert!(status == 400 && said.contains("send no body"), "{status} {said}");
     let (_, server) = curl(&vm, &["http://x/v1"]);
@@ -536,7 +539,7 @@ fn a_confined_server_reads_its_file_again_and_opens_what_that_names() {
 }
 
 #[test]
-fn owners_of_sockets_are_known_when_the_file_is_sent_again() {
+fn confined_reload_knows_socket_owners() {
     need_root("to give sockets to others");
     let vm = two();
     vm.write(&TWO.replace(
@@ -551,7 +554,7 @@ fn owners_of_sockets_are_known_when_the_file_is_sent_again() {
     ends(process);
 }
 
-/// What systemd says of how exposed a service is, from 0 to 10.
+/// Returns systemd's exposure level of a service, from 0 to 10.
 fn exposure(unit: &str) -> f64 {
     let unit = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../packaging/systemd")
@@ -570,7 +573,7 @@ fn exposure(unit: &str) -> f64 {
 }
 
 #[test]
-fn the_services_are_little_exposed() {
+fn services_have_low_exposure_level() {
     for (unit, most) in [("larder@.service", 1.4), ("larder-host.service", 0.9)] {
         let level = exposure(unit);
         assert!(level <= most, "{unit}: {level}");

@@ -1,5 +1,6 @@
-//! A file server that gives no answer holds up the disk that needs it, and no other, nor the control socket, nor the end of the
-//! process. The file server is a FUSE file system with one file; its kernel side waits as that of NFS does.
+//! A file server that hangs stalls the disk that needs it, but no other disk, nor the control socket, nor the
+//! process's exit. The file server is a FUSE file system with one file; processes that wait for it in the kernel
+//! behave as with NFS.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -18,11 +19,12 @@ use crate::{FrontEnd, LIMIT, MIB, Options, Process, Vm, ends, run, text, works};
 const FILE_NAME: &str = "disk.raw";
 const FILE_BYTES: usize = 8 << 20;
 
-/// The numbers of the root folder and of the file.
+/// Node ID of the root directory.
 const ROOT: u64 = 1;
+/// Node ID of the file.
 const FILE: u64 = 2;
 
-/// Requests of the kernel (linux/fuse.h).
+/// The kernel's requests (linux/fuse.h).
 mod opcode {
     pub(super) const LOOKUP: u32 = 1;
     pub(super) const FORGET: u32 = 2;
@@ -58,17 +60,17 @@ impl State {
     }
 }
 
-/// Whether a request is there within this time.
+/// Waits for a request up to `limit`; returns true if there is one.
 fn has_request(device: &File, limit: Duration) -> io::Result<bool> {
     let mut wanted = libc::pollfd {
         fd: device.as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     };
-    // SAFETY: it is one structure, and lives that long.
+    // SAFETY: the pointer is to one structure, which outlives the call.
     let ready = unsafe { libc::poll(&raw mut wanted, 1, limit.as_millis() as i32) };
     match ready {
-        // It was unmounted.
+        // The file system was unmounted.
         _ if wanted.revents & libc::POLLERR != 0 => Err(io::ErrorKind::NotConnected.into()),
         ready => Ok(ready > 0),
     }
@@ -86,7 +88,7 @@ impl FileServer {
         let device = Arc::new(device);
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0\0", device.as_raw_fd());
         let target = format!("{}\0", text(folder.path()));
-        // SAFETY: all of them are texts that end with a zero.
+        // SAFETY: all of these texts are NUL-terminated.
         let mounted = unsafe {
             libc::mount(
                 c"larder-test".as_ptr(),
@@ -110,12 +112,12 @@ impl FileServer {
         self.folder.path().join(FILE_NAME)
     }
 
-    /// Takes no request any more.
+    /// Stops answering requests.
     fn hang(&self) {
         *self.state.is_hung() = true;
     }
 
-    /// Waits until somebody waits for an answer.
+    /// Waits until a process waits for an answer.
     fn wait_for_request(&self) {
         let asked = has_request(&self.device, LIMIT).expect("it is mounted");
         assert!(asked, "nobody asks the file server anything");
@@ -131,7 +133,7 @@ impl Drop for FileServer {
     fn drop(&mut self) {
         self.answer();
         let target = format!("{}\0", text(self.folder.path()));
-        // SAFETY: it is a text that ends with a zero.
+        // SAFETY: the text is NUL-terminated.
         unsafe { libc::umount2(target.as_ptr().cast(), libc::MNT_DETACH) };
     }
 }
@@ -151,7 +153,7 @@ fn serve(device: &File, state: &State) {
         let bytes = match device.read(&mut request) {
             Ok(bytes) => bytes,
             Err(error) if error.raw_os_error() == Some(libc::ENODEV) => return,
-            // Whoever asked was killed.
+            // The requesting process was killed.
             Err(_) => continue,
         };
         let request = &request[..bytes];
@@ -167,7 +169,7 @@ fn serve(device: &File, state: &State) {
         message.extend(error.to_ne_bytes());
         message.extend(&request[8..16]);
         message.extend(body);
-        // Whoever asked may have been killed.
+        // The requesting process may have been killed.
         let _ = device.write(&message);
     }
 }
@@ -180,7 +182,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// The body of the reply, or the number of an error; `None` if there is no reply to it.
+/// Returns the body of the reply, or an error number; `None` if the request has no reply.
 fn answer_to(request: &[u8], data: &mut [u8]) -> Option<Result<Vec<u8>, i32>> {
     let (opcode, node, body) = (u32_at(request, 4), u64_at(request, 16), &request[40..]);
     Some(match opcode {
@@ -190,14 +192,14 @@ fn answer_to(request: &[u8], data: &mut [u8]) -> Option<Result<Vec<u8>, i32>> {
             reply.extend(7_u32.to_ne_bytes());
             reply.extend(31_u32.to_ne_bytes());
             reply.extend([0; 12]);
-            // The longest write.
+            // The maximum size of a write.
             reply.extend((1_u32 << 20).to_ne_bytes());
             reply.resize(64, 0);
             Ok(reply)
         }
         opcode::LOOKUP if body.strip_suffix(b"\0") == Some(FILE_NAME.as_bytes()) => {
             let mut reply = FILE.to_ne_bytes().to_vec();
-            // Nothing of it is remembered by the kernel.
+            // Zero timeouts, so that the kernel caches neither entry nor attributes.
             reply.resize(40, 0);
             reply.extend(attributes(FILE));
             Ok(reply)
@@ -230,7 +232,7 @@ fn answer_to(request: &[u8], data: &mut [u8]) -> Option<Result<Vec<u8>, i32>> {
     })
 }
 
-/// A `struct fuse_attr`.
+/// Returns a `struct fuse_attr`.
 fn attributes(node: u64) -> Vec<u8> {
     let (bytes, mode, links) = match node {
         ROOT => (0, libc::S_IFDIR | 0o755, 2_u32),
@@ -243,14 +245,14 @@ fn attributes(node: u64) -> Vec<u8> {
     all.extend([0; 12]);
     all.extend(mode.to_ne_bytes());
     all.extend(links.to_ne_bytes());
-    // Root's, no device.
+    // Owned by root, and no device.
     all.extend([0; 12]);
     all.extend(4096_u32.to_ne_bytes());
     all.extend([0; 4]);
     all
 }
 
-/// A VM with a disk on this host, and one on the file server.
+/// Returns a VM with a disk on this host, and one on the file server.
 fn near_and_far(far: &FileServer) -> Vm {
     let vm = Vm::new(&format!(
         "control = \"control\"\n\n[[disk]]\nname = \"near\"\nimage = \"IMAGES/near.raw\"\nformat = \"raw\"\nsocket = \"near\"\n\n\
@@ -261,7 +263,7 @@ fn near_and_far(far: &FileServer) -> Vm {
     vm
 }
 
-/// The other disk, the control socket and a reload go on.
+/// While the file server hangs, the other disk, the control socket and a reload work.
 #[test]
 fn hung_file_server_stalls_its_disk_alone() {
     need_root("to mount a file system");
@@ -277,7 +279,7 @@ fn hung_file_server_stalls_its_disk_alone() {
         far.hang();
         far.wait_for_request();
         works(&mut near, 2);
-        // Both tell how they are: the thread of neither waits in the kernel.
+        // The status covers both disks: neither disk's thread waits in the kernel.
         assert_eq!(vm.disks().len(), 2);
         let reloaded = run(vm.command(&["--reload"]));
         assert_eq!(reloaded, (Some(0), "web: all is as its file says already".to_owned()));
@@ -288,15 +290,15 @@ fn hung_file_server_stalls_its_disk_alone() {
     }
 }
 
-/// A server that opens a file there ends when it is told to.
+/// A server that is opening a file on a hung file server can be stopped.
 #[test]
 fn opening_on_hung_file_server_can_be_stopped() {
     need_root("to mount a file system");
     let far = FileServer::mount();
     let vm = near_and_far(&far);
-    // The kernel knows the file system by now.
+    // The kernel has initialised the file system by now.
     fs::metadata(far.file()).expect("it answers");
-    // A manager of services keeps the connections of the disks.
+    // A service manager keeps the connections of the disks.
     let _manager = UnixDatagram::bind(vm.path("notify")).expect("binds");
     for options in [&[] as &[&str], &["--confine"]] {
         far.hang();

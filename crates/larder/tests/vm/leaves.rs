@@ -1,4 +1,5 @@
-//! A guest's disk leaves with it only if its front-end knows how far its queues are, whatever became of their server.
+//! A guest's disk can leave with its guest only if the front-end knows the positions of its queues, whatever has
+//! happened to their server.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ format = "raw"
 socket = "vda"
 "#;
 
-/// All writes but the first wait.
+/// Limit under which all writes but the first wait.
 const SLOW: &str = "iops-write = 1\n";
 
 fn vm(more: &str) -> Vm {
@@ -38,7 +39,7 @@ fn start(vm: &Vm) -> Process {
     process
 }
 
-/// As a mover asks when the guest has stopped.
+/// Asks the server to release the disk, as a mover does when the guest is paused.
 fn leaves(vm: &Vm) -> Result<(), String> {
     let control = vm.path("control");
     match move_vm(&control, VmMove::Leave) {
@@ -69,7 +70,7 @@ fn connect(vm: &Vm, options: Options) -> FrontEnd {
     FrontEnd::connect(&vm.path("vda"), options).expect("connects")
 }
 
-/// A guest whose driver has not begun, and that knows how large its disk is.
+/// Connects a front-end that knows the disk's size, and whose driver has not started.
 fn realised(vm: &Vm) -> FrontEnd {
     let stream = UnixStream::connect(vm.path("vda")).expect("connects");
     let memory = Arc::new(Memory::new(8 << 20).expect("memory"));
@@ -84,14 +85,14 @@ fn comes_back(guest: &mut FrontEnd, vm: &Vm) {
     guest.reconnect(stream).expect("starts its queues");
 }
 
-/// As QEMU stops them.
+/// Stops the queues as QEMU does.
 fn stops(guest: &FrontEnd) {
     for queue in 0..guest.queues.len() {
         guest.stop_queue(queue).expect("stops");
     }
 }
 
-/// Asks for so many writes, and for a read after them, which is answered before all but the first.
+/// Requests this many writes, and then a read, which is completed before all writes but the first.
 fn asks_for_much(guest: &mut FrontEnd, writes: u64) {
     let data = [Buffer {
         address: guest.data(),
@@ -106,8 +107,9 @@ fn asks_for_much(guest: &mut FrontEnd, writes: u64) {
     assert_eq!(read.expect("goes past the writes").status, 0);
 }
 
+/// After a kill of its server, a guest's disk cannot leave before the front-end has asked the next server.
 #[test]
-fn a_guest_whose_server_was_killed_does_not_leave_before_its_front_end_has_asked_the_next_one() {
+fn killed_server_blocks_departure_until_queried() {
     for packed in [false, true] {
         let vm = vm(SLOW);
         let mut server = start(&vm);
@@ -115,7 +117,7 @@ fn a_guest_whose_server_was_killed_does_not_leave_before_its_front_end_has_asked
         asks_for_much(&mut guest, 3);
         server.kill();
         server = start(&vm);
-        // Whether it is there, or not yet.
+        // Refused both before and after the next server has started.
         refuses(&vm, 0);
         comes_back(&mut guest, &vm);
         for _ in 1..3 {
@@ -129,8 +131,9 @@ fn a_guest_whose_server_was_killed_does_not_leave_before_its_front_end_has_asked
     }
 }
 
+/// A guest's disk can leave once the front-end has stopped its queues, whatever happens to the server after that.
 #[test]
-fn a_guest_whose_queues_were_taken_back_leaves_whatever_becomes_of_its_server() {
+fn stopped_queues_permit_departure() {
     for packed in [false, true] {
         let vm = vm("");
         let mut server = start(&vm);
@@ -141,7 +144,7 @@ fn a_guest_whose_queues_were_taken_back_leaves_whatever_becomes_of_its_server() 
         server.kill();
         server = start(&vm);
         leaves(&vm).expect("it knows, and is not back yet");
-        // As QEMU does, though its VM stands still.
+        // QEMU reconnects even while its VM is paused.
         comes_back(&mut guest, &vm);
         leaves(&vm).expect("they are where it has them start");
         server.kill();
@@ -158,11 +161,12 @@ fn a_guest_whose_queues_were_taken_back_leaves_whatever_becomes_of_its_server() 
     }
 }
 
+/// Records of an earlier guest's queues do not keep a later guest's disk from leaving.
 #[test]
-fn nothing_that_an_earlier_guest_has_left_keeps_the_next_one_here() {
+fn earlier_guest_does_not_block_departure() {
     let vm = vm("");
     let mut server = start(&vm);
-    // Its driver has not begun.
+    // The guest's driver has not started.
     let guest = realised(&vm);
     leaves(&vm).expect("there is nothing to know");
     drop(guest);

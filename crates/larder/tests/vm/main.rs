@@ -1,4 +1,4 @@
-//! `larder vm`: all disks of a VM from one file. What is wrong in a file is in `wrong.rs`, for people to read.
+//! `larder vm`: all disks of a VM from one file. Errors in a file are listed in `wrong.rs`.
 
 #[cfg(target_arch = "x86_64")]
 mod attacker;
@@ -36,14 +36,14 @@ fn text(path: &Path) -> &str {
 
 /// A VM's file, images and sockets.
 struct Vm {
-    /// On a disk.
+    /// Directory of the images, on a disk.
     images: TempDir,
-    /// Of the file and the sockets.
+    /// Directory of the file and the sockets.
     folder: TempDir,
 }
 
 impl Vm {
-    /// Of the file `web.toml`; `IMAGES` in it stands for the folder of the images.
+    /// Creates a VM with the file `web.toml`; `IMAGES` in it stands for the directory of the images.
     fn new(file: &str) -> Self {
         let vm = Self {
             images: on_disk(),
@@ -66,7 +66,7 @@ impl Vm {
         self.folder.path().join(name)
     }
 
-    /// An image of zeros.
+    /// Creates an image of zeros.
     fn raw(&self, name: &str, mib: u64) {
         let file = std::fs::File::create(self.images.path().join(name));
         file.and_then(|file| file.set_len(mib * MIB)).expect("an image");
@@ -85,7 +85,7 @@ impl Vm {
         process
     }
 
-    /// What the control socket tells of all disks.
+    /// Returns the state of all disks from the control socket.
     fn disks(&self) -> Vec<Value> {
         let told = tool(
             "curl",
@@ -95,7 +95,7 @@ impl Vm {
         told["disks"].as_array().expect("a list").clone()
     }
 
-    /// The sockets that are there.
+    /// Returns the names of the existing sockets.
     fn sockets(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
         let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
@@ -107,7 +107,7 @@ impl Vm {
     }
 }
 
-/// The folder that the one VM with a server has to itself in a runtime or state folder.
+/// Returns the private directory of the only VM with a server in a runtime or state directory.
 fn own_folder(above: &Path) -> PathBuf {
     let mut all = std::fs::read_dir(above.join("private")).expect("a folder").flatten();
     let own = all.next().expect("it is there").path();
@@ -115,7 +115,7 @@ fn own_folder(above: &Path) -> PathBuf {
     own
 }
 
-/// Two disks, one of each kind of image and export, with whatever is said of the VM besides.
+/// A VM's file with two disks, one of each kind of image and export.
 const TWO: &str = r#"
 control = "control"
 
@@ -152,7 +152,7 @@ fn ends(mut process: Process) {
     assert!(status.success(), "{}", process.output());
 }
 
-/// Asks on the control socket; the status, and what was said.
+/// Sends a request to the control socket; returns the status and the body.
 fn curl(vm: &Vm, arguments: &[&str]) -> (u32, String) {
     let socket = vm.path("control");
     let how = ["-sS", "--unix-socket", text(&socket), "-w", "\n%{http_code}"];
@@ -175,7 +175,7 @@ fn data_io(vm: &Vm, commands: &[&str]) -> String {
 }
 
 #[test]
-fn all_disks_of_a_vm_are_served_by_one_process() {
+fn one_process_serves_all_disks() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
@@ -210,10 +210,10 @@ fn all_disks_of_a_vm_are_served_by_one_process() {
 }
 
 #[test]
-fn the_disks_threads_do_not_wait_for_each_other() {
+fn disk_threads_run_independently() {
     let vm = two();
     let process = vm.start();
-    // Each in a process of its own, at the same time.
+    // Each client runs in its own process, concurrently.
     std::thread::scope(|scope| {
         for seed in 1..=2 {
             let vm = &vm;
@@ -229,7 +229,8 @@ fn the_disks_threads_do_not_wait_for_each_other() {
     ends(process);
 }
 
-/// Starts the VM's server, and whoever has done so is told how far it is; besides he is given what he is to keep.
+/// Starts the VM's server as a service; the closure returns the next notification. Descriptors to be stored are
+/// accepted.
 fn start_as_a_service(vm: &Vm) -> (Process, impl Fn() -> String) {
     start_as_a_service_with(vm, &[])
 }
@@ -254,7 +255,7 @@ fn start_as_a_service_with(vm: &Vm, options: &[&str]) -> (Process, impl Fn() -> 
 }
 
 #[test]
-fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
+fn service_manager_gets_ready_and_stopping() {
     let vm = two();
     let (process, next) = start_as_a_service(&vm);
     let ready = next();
@@ -262,7 +263,7 @@ fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
         ready.starts_with("READY=1\n") && ready.contains("STATUS=serving 2 disks"),
         "{ready}"
     );
-    // By then.
+    // The server serves before it sends READY.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     works(&mut guest, 1);
     drop(guest);
@@ -271,11 +272,12 @@ fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
     assert_eq!(next(), "STOPPING=1\n");
 }
 
-/// Hands sockets over to the command as systemd does.
+/// Passes sockets to the command as systemd does.
 fn hand_over(command: &mut Command, sockets: Vec<OwnedFd>) {
     let count = sockets.len() as i32;
-    // SAFETY: between fork and exec only functions that may be called there are: dup2, getpid and a formatting of a number
-    // without allocation. The numbers from 3 on belong to nobody in the child, which the sockets are moved above of first.
+    // SAFETY: between fork and exec only async-signal-safe functions are called: dup2, getpid, and formatting of a
+    // number without allocation. The descriptors from 3 on are unused in the child, since the sockets are first moved
+    // above them.
     unsafe {
         command.pre_exec(move || {
             for (number, socket) in (200..).zip(&sockets) {
@@ -291,7 +293,7 @@ fn hand_over(command: &mut Command, sockets: Vec<OwnedFd>) {
 }
 
 fn with_sockets(vm: &Vm, sockets: &[&str]) -> Command {
-    // The shell's number is the program's, which $LISTEN_PID must have.
+    // The shell's PID becomes the program's by exec, so $LISTEN_PID is right.
     let mut command = Command::new("sh");
     let script = format!("export LISTEN_PID=$$ LISTEN_FDS={}; exec \"$0\" \"$@\"", sockets.len());
     command.args(["-c", &script]).arg(larder()).arg("vm").arg(vm.file());
@@ -303,11 +305,12 @@ fn with_sockets(vm: &Vm, sockets: &[&str]) -> Command {
     command
 }
 
+/// Sockets from systemd are served, and not removed at the end.
 #[test]
-fn sockets_that_are_handed_over_are_served_and_stay() {
+fn inherited_sockets_are_served_and_kept() {
     let vm = two();
     let process = Process::start(with_sockets(&vm, &["control", "vda", "data.nbd"])).expect("starts");
-    // Who comes before it serves is served once it does.
+    // A client that connects before the server is ready is served once it is.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M"]);
@@ -337,7 +340,7 @@ fn sockets_that_are_handed_over_are_served_and_stay() {
 }
 
 #[test]
-fn sockets_are_for_whom_the_file_says() {
+fn sockets_get_configured_permissions() {
     support::need_root("to give sockets to others");
     let file = TWO.replace(
         "control = \"control\"\n",
@@ -359,8 +362,9 @@ fn sockets_are_for_whom_the_file_says() {
     ends(process);
 }
 
+/// If one disk cannot be served, none is, and nothing is left behind.
 #[test]
-fn all_is_served_or_nothing_and_nothing_is_left_behind() {
+fn all_disks_are_served_or_none() {
     let vm = two();
     std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
     let (code, said) = run(vm.command(&[]));
@@ -370,7 +374,7 @@ fn all_is_served_or_nothing_and_nothing_is_left_behind() {
         "{said}"
     );
     assert_eq!(vm.sockets(), [""; 0]);
-    // What the first disk had taken has been given back.
+    // The resources of the first disk were released.
     vm.raw("data.raw", 8);
     let process = vm.start();
     let (code, said) = run(vm.command(&[]));
@@ -380,8 +384,9 @@ fn all_is_served_or_nothing_and_nothing_is_left_behind() {
     ends(process);
 }
 
+/// `--check` reports all problems, and changes nothing.
 #[test]
-fn a_check_tells_all_that_is_wrong_and_changes_nothing() {
+fn check_reports_all_problems() {
     let vm = two();
     let before = std::fs::read_dir(vm.images.path()).expect("a folder").count();
     let (code, said) = run(vm.command(&["--check"]));
@@ -398,7 +403,7 @@ fn a_check_tells_all_that_is_wrong_and_changes_nothing() {
 }
 
 #[test]
-fn a_check_looks_at_sockets_and_caches() {
+fn check_covers_sockets_and_caches() {
     let vm = two();
     vm.write(
         &TWO.replace("\"vda\"", "\"IMAGES/data.raw\"")
@@ -426,7 +431,7 @@ fn a_check_looks_at_sockets_and_caches() {
 }
 
 #[test]
-fn a_check_of_a_vm_that_is_served_finds_nothing_wrong_with_that() {
+fn check_accepts_served_vm() {
     let vm = two();
     let process = vm.start();
     let (code, said) = run(vm.command(&["--check"]));
@@ -440,8 +445,9 @@ fn a_check_of_a_vm_that_is_served_finds_nothing_wrong_with_that() {
     ends(process);
 }
 
+/// `larder status` lists VMs that are not served, with the error in their file.
 #[test]
-fn a_vm_that_cannot_be_served_is_told_of() {
+fn status_lists_unserved_vms() {
     need_root("to be a user with files of his own");
     let folder = on_tmpfs();
     let files = folder.path().join("larder/vms");
@@ -463,7 +469,7 @@ fn a_vm_that_cannot_be_served_is_told_of() {
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("not served") && said.contains("wrong file"), "{said}");
     assert!(said.contains("web.toml:1:1: unknown key 'bogus'"), "{said}");
-    // It is a VM, and no interval.
+    // The word is the name of a VM, not an interval.
     let (code, said) = status(&["100"]);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("`larder vm 100` serves it"), "{said}");
@@ -471,8 +477,9 @@ fn a_vm_that_cannot_be_served_is_told_of() {
     assert!(said.contains("its file is wrong: "), "{said}");
 }
 
+/// A service with an invalid file exits with 78, and is not restarted; one that cannot start exits with 2.
 #[test]
-fn a_service_whose_file_is_wrong_is_given_up_and_one_that_cannot_start_waits() {
+fn service_exit_status_controls_restart() {
     let vm = two();
     std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
     let as_a_service = |vm: &Vm| {
@@ -490,7 +497,7 @@ fn a_service_whose_file_is_wrong_is_given_up_and_one_that_cannot_start_waits() {
 }
 
 #[test]
-fn two_signals_at_once_are_one_stop() {
+fn simultaneous_signals_are_one_stop() {
     let vm = two();
     let mut process = vm.start();
     process.signal(libc::SIGINT);

@@ -1,11 +1,11 @@
-//! The VM's file, read again.
+//! Reloads of the VM's file.
 
 use serde_json::{Value, json};
 
 use crate::support::run;
 use crate::{FrontEnd, LIMIT, Options, TWO, Vm, data_io, ends, start_as_a_service, text, two, works};
 
-/// Has the file read again by command; the exit code, and what was said.
+/// Reloads the file by command; returns the exit status and the output.
 fn reload(vm: &Vm) -> (Option<i32>, String) {
     run(vm.command(&["--reload"]))
 }
@@ -15,7 +15,7 @@ fn disk(vm: &Vm, name: &str) -> Option<Value> {
 }
 
 #[test]
-fn what_can_change_does_while_the_guest_goes_on() {
+fn reload_applies_changes_under_guest() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
@@ -57,7 +57,7 @@ fn what_can_change_does_while_the_guest_goes_on() {
     assert_eq!(data["prefetch"]["memory_limit"], 1 << 20);
     works(&mut guest, 2);
 
-    // Another cache takes the place of the one that is there.
+    // Another cache replaces the current one.
     vm.write(&changed.replace("system.cache", "other.cache"));
     let (code, said) = reload(&vm);
     assert!(
@@ -72,7 +72,7 @@ fn what_can_change_does_while_the_guest_goes_on() {
     );
     assert_eq!(cache["size"], 16 << 20);
 
-    // What somebody has changed by other means is as the file says again.
+    // A reload reverts changes that were made by other means.
     let body = "{\"limits\":{\"iops-total\":7}}";
     crate::tool(
         "curl",
@@ -96,8 +96,9 @@ fn what_can_change_does_while_the_guest_goes_on() {
     ends(process);
 }
 
+/// A reload adds disks, and removes those that are not in use.
 #[test]
-fn disks_come_and_go_but_for_those_in_use() {
+fn reload_adds_and_removes_disks() {
     let vm = two();
     let process = vm.start();
     let third = "\n[[disk]]\nname = \"third\"\nimage = \"IMAGES/third.raw\"\nformat = \"raw\"\nsocket = \"third\"\n";
@@ -116,7 +117,7 @@ fn disks_come_and_go_but_for_those_in_use() {
     );
     works(&mut guest, 2);
     drop(guest);
-    // That the guest has gone is seen when its socket is.
+    // The server notices the end of the guest when the socket closes.
     let gone = loop {
         let (code, said) = reload(&vm);
         if code != Some(1) {
@@ -128,7 +129,7 @@ fn disks_come_and_go_but_for_those_in_use() {
         (Some(0), "changed disk third: it is not served any more".to_owned())
     );
     assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"]);
-    // Its image and its socket are free.
+    // The removed disk's image and socket are free.
     vm.write(&format!(
         "{TWO}{}",
         third.replace("\"third\"\nimage", "\"again\"\nimage")
@@ -138,7 +139,7 @@ fn disks_come_and_go_but_for_those_in_use() {
     let names: Vec<Value> = vm.disks().iter().map(|disk| disk["name"].clone()).collect();
     assert_eq!(names, ["vda", "data", "again"]);
 
-    // One that cannot be opened is told, and keeps nothing else from being done.
+    // A disk that cannot be opened is reported, and does not prevent other changes.
     let wrong = third.replace("third", "gone");
     vm.write(&format!("{}{wrong}", TWO.replace("1000000", "2000000")));
     let (code, said) = reload(&vm);
@@ -154,8 +155,9 @@ fn disks_come_and_go_but_for_those_in_use() {
     ends(process);
 }
 
+/// A reload names settings that need a restart, and an invalid file changes nothing.
 #[test]
-fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
+fn reload_names_unchangeable_settings() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
@@ -189,7 +191,7 @@ fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
         code == Some(2) && said.contains("web.toml:") && said.contains("iops-total"),
         "{said}"
     );
-    // Also where the server reads it.
+    // The same holds for a reload by signal.
     process.signal(libc::SIGHUP);
     process.wait_for("nothing has changed: ", LIMIT).expect("it says so");
     let of = |disks: &[Value], key: &str| disks.iter().map(|disk| disk[key].clone()).collect::<Vec<_>>();
@@ -202,7 +204,7 @@ fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
 }
 
 #[test]
-fn a_hangup_has_the_file_read_again_and_whoever_started_it_is_told() {
+fn sighup_reloads_and_notifies_manager() {
     let vm = two();
     let (process, next) = start_as_a_service(&vm);
     assert!(next().starts_with("READY=1\n"));
@@ -213,14 +215,15 @@ fn a_hangup_has_the_file_read_again_and_whoever_started_it_is_told() {
     assert!(next().starts_with("READY=1\n"));
     let limits = disk(&vm, "data").expect("it is there")["limits"].clone();
     assert_eq!(limits, json!({"iops-total": 3_000_000}));
-    // Many at once are as good as one.
+    // Many signals at once are as good as one.
     (0..20).for_each(|_| process.signal(libc::SIGHUP));
     data_io(&vm, &["write -P 5 0 1M", "read -P 5 0 1M"]);
     ends(process);
 }
 
+/// A changed `[memory]` is reported as applied elsewhere, and does not prevent other changes.
 #[test]
-fn memory_is_said_to_be_changed_elsewhere_and_hinders_nothing() {
+fn reload_leaves_memory_to_pager() {
     let vm = two();
     let process = vm.start();
     let memory = "\n[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"\n";

@@ -1,5 +1,5 @@
-//! Services of VMs, each a user of its own, whose files the opener of the host's services opens: what whoever takes one over
-//! reaches of the others.
+//! Services of VMs, each with its own user, whose files the opener of the host's services opens: the reach of an
+//! attacker who has taken one of them over.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -15,8 +15,8 @@ use tempfile::TempDir;
 use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, wait_until, works};
 use crate::{ends, text};
 
-/// What is done in the namespace first. `$1` is the test's folder. The control groups are systemd's of the first version, which the
-/// opener looks at where there are those.
+/// Script that sets the namespace up. `$1` is the test's directory. The control groups are systemd's of version 1,
+/// which the opener uses where they exist.
 const SET_UP: &str = r#"
 set -e
 mkdir "$1/etc"
@@ -30,12 +30,12 @@ echo SET-UP
 while :; do sleep 1; done
 "#;
 
-/// What `larder-open.socket` and `larder-open@.service` do.
+/// Script that does the same as `larder-open.socket` and `larder-open@.service`.
 const OPENER: &str = r#"
 exec systemd-socket-activate --seqpacket --accept --inetd --listen /run/larder-open.sock larder open
 "#;
 
-/// What `larder@.service` does. `$1` is the VM, `$2` its user.
+/// Script that does the same as `larder@.service`. `$1` is the VM, `$2` its user.
 const SERVICE: &str = r#"
 set -e
 group="/run/groups/system.slice/system-larder.slice/larder@$1.service"
@@ -48,7 +48,7 @@ exec setpriv --reuid "$2" --regid "$2" --clear-groups --inh-caps=-all --bounding
   larder vm "/etc/larder/vms/$1.toml" --confine --opener /run/larder-open.sock
 "#;
 
-/// Asks the opener for files, as a process of the group of VM `$1`.
+/// Script that asks the opener for files, as a process in the control group of VM `$1`.
 const ASK: &str = r#"
 set -e
 echo $$ >"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs"
@@ -76,7 +76,7 @@ END
 struct Host {
     _namespace: Process,
     opener: Process,
-    /// The first process in it.
+    /// PID of the namespace's init process.
     init: u32,
     folder: TempDir,
     images: TempDir,
@@ -117,12 +117,12 @@ impl Host {
         }
     }
 
-    /// A path of the host's, for this process.
+    /// Returns the path by which this process reaches a path of the host.
     fn path(&self, path: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root{path}", self.init))
     }
 
-    /// The service of a VM with a raw disk that has a cache, and a qcow2 one; its files are root's.
+    /// Starts the service of a VM with a cached raw disk and a qcow2 disk, whose files belong to root.
     fn service(&mut self, name: &str, user: u32) -> Service {
         let name = format!("{name}-{}", std::process::id());
         let at = |what: &str| self.images.path().join(format!("{name}.{what}"));
@@ -159,7 +159,7 @@ impl Host {
         FrontEnd::connect(&socket, Options::default()).expect("connects")
     }
 
-    /// All files in a folder of the host's and in those below it.
+    /// Returns all files in a directory of the host and its subdirectories.
     fn files(&self, folder: &str) -> Vec<String> {
         let mut all = Vec::new();
         for entry in fs::read_dir(self.path(folder)).into_iter().flatten().flatten() {
@@ -179,7 +179,7 @@ impl Drop for Host {
             let group = self.path(&format!(
                 "/run/groups/system.slice/system-larder.slice/larder@{name}.service"
             ));
-            // A process that is just ending may still be in it.
+            // A process that is just exiting may still be in the group.
             let _ = fs::remove_dir(group);
         }
     }
@@ -196,8 +196,9 @@ fn inside(init: u32, script: &str, words: &[&str]) -> Command {
 
 const USERS: [u32; 2] = [61_001, 61_002];
 
+/// A service without rights serves the files that its VM's file names, and resumes after kills.
 #[test]
-fn a_service_without_rights_serves_what_its_file_names_and_goes_on_after_a_kill() {
+fn unprivileged_service_serves_and_survives_kills() {
     let mut host = Host::new();
     let mut service = host.service("one", USERS[0]);
     let status = fs::read_to_string(format!("/proc/{}/status", service.process.id())).expect("it runs");
@@ -217,7 +218,7 @@ fn a_service_without_rights_serves_what_its_file_names_and_goes_on_after_a_kill(
         "{}",
         service.process.output()
     );
-    // Its journals and notes are its own, its sockets root's.
+    // Journals and notes belong to the service, sockets to root.
     let own: Vec<String> = ["/run/larder-vm", "/var/lib/larder-vm"]
         .iter()
         .flat_map(|it| host.files(it))
@@ -241,7 +242,7 @@ fn a_service_without_rights_serves_what_its_file_names_and_goes_on_after_a_kill(
     );
 }
 
-/// The opener gives a service what its own file names, for what that uses it, and nothing else.
+/// The opener opens for a service only the files that its VM's file names, and only for the access that they need.
 #[test]
 fn the_opener_opens_nothing_else() {
     let mut host = Host::new();
@@ -302,7 +303,7 @@ fn the_opener_opens_nothing_else() {
     for line in said.lines() {
         assert!(line.contains("'is_denied': True"), "{line}");
     }
-    // Who is no service is given nothing at all.
+    // A process that is no service gets nothing.
     let (code, said) = run(inside(
         host.init,
         &ASK.replace(
@@ -316,11 +317,12 @@ fn the_opener_opens_nothing_else() {
     ends(two.process);
 }
 
-/// What programs open, make and connect to, with the words of a header in it: each of these has `secret` in its name.
+/// strace of the files that programs open and create and of their connections; each name in the test's headers
+/// contains `secret`.
 const TRACE: &str = "strace -f -qq -s 4096 -e trace=%file,connect -o";
 
-/// Whoever takes a server over may write any header to its image, and kill it: the next one opens nothing that the VM's file does not
-/// name, and neither does the opener.
+/// An attacker who has taken a server over can write any header to its image, and kill the server. Neither the next
+/// server nor the opener opens a file that the VM's file does not name.
 #[test]
 fn a_rewritten_header_leads_to_nothing() {
     let mut host = Host::new();
@@ -372,7 +374,7 @@ fn a_rewritten_header_leads_to_nothing() {
                 );
             }
         }
-        // A server that follows headers opens it: the trace tells.
+        // A server that follows headers does open the file, which shows that the trace works.
         let trace = traces.join(format!("followed-{number}"));
         let tracer_beside = TRACE.replace("strace", "strace -D");
         let follow = format!("exec {tracer_beside} \"$1\" larder disk serve --socket /tmp/followed.sock \"$2\"");
@@ -415,7 +417,8 @@ mod taken_over {
 
     type Attack = (String, libc::c_long, Vec<Argument>);
 
-    /// What an attacker would do to the files and processes of others. Files that are removed or changed are there for that.
+    /// Returns attacks on files and processes of others. The files that these remove or change exist for that
+    /// purpose.
     fn attacks(host: &Host, other: &Service, victims: &Path) -> Vec<Attack> {
         let id = other.process.id();
         let at = || number(libc::AT_FDCWD);
@@ -479,7 +482,7 @@ mod taken_over {
                 vec![at(), path(&format!("{new}.d")), number(0o700)],
             ));
         }
-        // Those of another user, in his folder: each is used once.
+        // Files in another user's directory; each is used once.
         let victim = |what: &str| text(&victims.join(what)).to_owned();
         all.push(("truncate".to_owned(), libc::SYS_openat, {
             vec![at(), path(&victim("truncated")), number(libc::O_WRONLY | libc::O_TRUNC)]
@@ -588,7 +591,7 @@ mod taken_over {
         all
     }
 
-    /// Ends the load, also when the test fails.
+    /// Ends the load on drop, also when the test fails.
     struct Over<'a>(&'a AtomicBool);
 
     impl Drop for Over<'_> {
@@ -597,7 +600,7 @@ mod taken_over {
         }
     }
 
-    /// Files of another user.
+    /// Creates files of another user.
     fn victims(host: &Host, user: u32) -> PathBuf {
         let folder = host.folder.path().join("victims");
         let _ = fs::remove_dir_all(&folder);
@@ -610,8 +613,9 @@ mod taken_over {
         folder
     }
 
+    /// An attacker who has taken a service over reaches no file, process or socket of others.
     #[test]
-    fn whoever_takes_a_service_over_reaches_nothing_of_others() {
+    fn service_reaches_nothing_of_others() {
         let mut host = Host::new();
         let one = host.service("one", USERS[0]);
         let two = host.service("two", USERS[1]);
@@ -621,7 +625,7 @@ mod taken_over {
 
         let is_over = AtomicBool::new(false);
         let (allowed, failed) = std::thread::scope(|scope| {
-            // The other one serves meanwhile, and what it serves is right.
+            // The other service works concurrently, and its data is right.
             let loads = ["vda", "vdb"].map(|disk| {
                 let mut guest = host.disk(&two.name, disk);
                 let is_over = &is_over;
@@ -645,7 +649,7 @@ mod taken_over {
             for name in ["truncated", "removed", "renamed", "touched", "linked"] {
                 assert_eq!(fs::read(folder.join(name)).expect("is there"), b"here", "{name}");
             }
-            // A process with root's rights can do the same, or what fails would show nothing.
+            // The same attacks succeed with root's rights; otherwise their failure would show nothing.
             let free = Process::start(inside(host.init, "exec sleep 1000", &[])).expect("starts");
             let waits_in = PathBuf::from(format!("/proc/{}/wchan", free.id()));
             while !fs::read_to_string(&waits_in).expect("it runs").contains("nanosleep") {

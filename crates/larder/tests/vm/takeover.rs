@@ -1,4 +1,4 @@
-//! A front-end's connection, over restarts of the VM's service.
+//! A front-end's connection across restarts of the VM's service.
 
 use std::fs::File;
 use std::io::Read;
@@ -36,7 +36,7 @@ fn connect(vm: &Vm, options: Options) -> FrontEnd {
     FrontEnd::connect(&vm.path("vda"), options).expect("connects")
 }
 
-/// Whether the server has closed the connection.
+/// Returns true if the server has closed the connection.
 fn is_closed(guest: &FrontEnd) -> bool {
     let mut stream = guest.wire.stream();
     stream
@@ -54,7 +54,7 @@ fn becomes(what: &str, is_so: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_connection_goes_on_after_the_server_was_stopped_or_killed() {
+fn connection_survives_stop_and_kill() {
     for packed in [false, true] {
         let vm = two();
         let mut service = start(&vm);
@@ -70,9 +70,9 @@ fn a_connection_goes_on_after_the_server_was_stopped_or_killed() {
             service.restart(BOTH[round as usize % 2]).expect("starts again");
             works(&mut guest, 100 + round);
             assert_eq!(guest.capacity().expect("the connection is there"), size);
-            // What is said now, the next one has to know too.
+            // The next server has to know this change, too.
             let base = guest.stop_queue(1).expect("stops");
-            // The server does not yet know that we have its answer; see `InHand`.
+            // The server does not know yet that its answer was received; see `InHand`.
             std::thread::sleep(Duration::from_millis(20));
             service.restart(BOTH[round as usize / 2 % 2]).expect("starts again");
             let started = guest.start_queue_at(1, base);
@@ -92,8 +92,9 @@ fn a_connection_goes_on_after_the_server_was_stopped_or_killed() {
     }
 }
 
+/// Two disks of a guest store the descriptors of its memory only once.
 #[test]
-fn disks_share_what_is_kept_of_the_guests_memory() {
+fn disks_share_stored_guest_memory() {
     let vm = two();
     let nbd = "nbd = \"nbd+unix:///data?socket=data.nbd\"\nnbd-description = \"the VM's data\"";
     vm.write(&TWO.replace(nbd, "socket = \"vdb\""));
@@ -129,8 +130,9 @@ fn disks_share_what_is_kept_of_the_guests_memory() {
     assert_eq!(other.capacity().expect("goes on"), 8 << 20);
 }
 
+/// Requests that are made while no server runs are completed by the next one.
 #[test]
-fn requests_made_while_there_is_no_server_are_answered_by_the_next_one() {
+fn next_server_answers_pending_requests() {
     for signal in BOTH {
         let vm = two();
         let mut service = start(&vm);
@@ -142,7 +144,7 @@ fn requests_made_while_there_is_no_server_are_answered_by_the_next_one() {
         let piece = |address| [Buffer { address, len: 4096 }];
         let write = guest.queue().add(&Request::write(64, &piece(data)));
         guest.queue().go();
-        // A message waits besides.
+        // A message is pending in addition.
         guest
             .wire
             .send_raw(&wire::Wire::encode(wire::GET_FEATURES, false, &[]), &[])
@@ -157,7 +159,7 @@ fn requests_made_while_there_is_no_server_are_answered_by_the_next_one() {
 }
 
 #[test]
-fn a_front_end_that_has_sent_half_a_message_does_not_hold_up_the_stop() {
+fn half_message_does_not_delay_stop() {
     let vm = two();
     let mut service = start(&vm);
     let guest = connect(&vm, Options::default());
@@ -170,7 +172,7 @@ fn a_front_end_that_has_sent_half_a_message_does_not_hold_up_the_stop() {
 }
 
 #[test]
-fn a_manager_that_does_not_listen_is_done_without() {
+fn stalled_service_manager_is_tolerated() {
     let vm = two();
     let manager = UnixDatagram::bind(vm.path("notify")).expect("binds");
     let full = UnixDatagram::unbound().expect("a socket");
@@ -189,7 +191,7 @@ fn a_manager_that_does_not_listen_is_done_without() {
     drop(manager);
 }
 
-/// A guest whose front-end keeps no notes of requests in flight.
+/// Connects a guest whose front-end has no in-flight region.
 fn without_notes(vm: &Vm) -> FrontEnd {
     let stream = UnixStream::connect(vm.path("vda")).expect("connects");
     let memory = Arc::new(Memory::new(AREA_BYTES as usize + (4 << 20)).expect("memory"));
@@ -200,8 +202,9 @@ fn without_notes(vm: &Vm) -> FrontEnd {
     guest
 }
 
+/// Without an in-flight region the connection survives a stop of the server, but not a kill.
 #[test]
-fn without_notes_of_requests_in_flight_only_a_stop_leaves_the_connection() {
+fn without_inflight_region_only_stop_resumes() {
     let vm = two();
     let mut service = start(&vm);
     let mut guest = without_notes(&vm);
@@ -216,8 +219,9 @@ fn without_notes_of_requests_in_flight_only_a_stop_leaves_the_connection() {
     works(&mut without_notes(&vm), 8);
 }
 
+/// A connection that cannot be resumed is closed, and the front-end can connect again.
 #[test]
-fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
+fn unresumable_connection_is_closed() {
     type Kept = Vec<(String, OwnedFd)>;
     type Way<'a> = (&'a str, &'a dyn Fn(&mut Kept));
     let ledger = |kept: &Kept| {
@@ -243,7 +247,7 @@ fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
         ("has not kept the connection", &|kept| {
             kept.retain(|(name, _)| name != "larder/vda/connection");
         }),
-        // As where there is room for some only.
+        // The store had room for only some of the descriptors.
         ("FileDescriptorStoreMax= may be too low", &|kept| {
             kept.retain(|(name, _)| name != "larder/2");
         }),
@@ -262,14 +266,15 @@ fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
             .reconnect(UnixStream::connect(vm.path("vda")).expect("connects"))
             .expect("goes on");
         works(&mut guest, 2);
-        // The new connection is kept, and nothing of the old one.
+        // The new connection is stored, and nothing of the old one.
         service.restart(libc::SIGKILL).expect("starts again");
         works(&mut guest, 3);
     }
 }
 
+/// A guest's connection is not resumed with a disk that has other properties.
 #[test]
-fn a_guest_does_not_go_on_with_a_disk_that_has_become_another_one() {
+fn changed_disk_closes_connection() {
     let ways = [
         ("is another one now", "IMAGES/system.qcow2", "IMAGES/other.qcow2"),
         ("queue 1 of 1", "serial =", "queues = 1\nserial ="),
@@ -279,7 +284,7 @@ fn a_guest_does_not_go_on_with_a_disk_that_has_become_another_one() {
         let vm = two();
         let image = vm.images.path().join("other.qcow2");
         tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
-        // None of these may change with the disk.
+        // The disk has no cache, so that only the tested property changes.
         vm.write(&without_cache(TWO));
         let mut service = start(&vm);
         let two_queues = Options {
@@ -303,7 +308,7 @@ fn without_cache(file: &str) -> String {
 }
 
 #[test]
-fn the_connection_of_a_disk_that_is_there_no_more_is_closed() {
+fn removed_disk_closes_connection() {
     let vm = two();
     let mut service = start(&vm);
     let mut guest = connect(&vm, Options::default());
@@ -318,8 +323,9 @@ fn the_connection_of_a_disk_that_is_there_no_more_is_closed() {
     });
 }
 
+/// A guest whose QEMU cannot reconnect sees only pauses when its server is stopped or killed.
 #[test]
-fn a_guest_that_cannot_connect_again_notices_only_a_pause() {
+fn guest_without_reconnect_survives_restarts() {
     for (how, seed) in [(How::Asked, 1), (How::Killed, 2)] {
         let folder = on_disk();
         let report = restarts::run(larder(), folder.path(), how, 5, &mut Random::new(seed)).expect("survives");
@@ -327,8 +333,9 @@ fn a_guest_that_cannot_connect_again_notices_only_a_pause() {
     }
 }
 
+/// A guest whose QEMU cannot reconnect boots while its server is restarted.
 #[test]
-fn a_guest_that_cannot_connect_again_boots_while_its_server_is_restarted() {
+fn guest_boots_through_server_restarts() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let words = restarts::vm(larder(), folder.path()).expect("an image");
     let mut service = Service::start(&words, &sockets.path().join("notify")).expect("starts");

@@ -1,9 +1,9 @@
-//! What is said of files that cannot be.
+//! Errors of invalid VM files.
 
 use super::support::LIMIT;
 use super::{Process, Vm, ends, run, two};
 
-/// A file, and all that is said of it; `FILE` stands for its path.
+/// Files, and the complete errors; `FILE` stands for the file's path.
 const WRONG: [(&str, &str); 40] = [
     (
         "",
@@ -164,8 +164,9 @@ const WRONG: [(&str, &str); 40] = [
     ),
 ];
 
+/// Each invalid file is refused with the position of the mistake, and advice.
 #[test]
-fn a_file_that_cannot_be_is_refused_with_the_place_and_what_is_right() {
+fn invalid_file_error_names_position() {
     let vm = two();
     for (file, wanted) in WRONG {
         vm.write(file);
@@ -180,8 +181,9 @@ fn a_file_that_cannot_be_is_refused_with_the_place_and_what_is_right() {
     }
 }
 
+/// `--check` covers `[memory]`, which the server of the disks does not manage.
 #[test]
-fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
+fn check_covers_memory() {
     let vm = two();
     let memory = |more: &str| format!("{}\n[memory]\nbudget = \"1GiB\"\nqmp = \"qmp\"\n{more}", super::TWO);
     let check = |vm: &Vm| run(vm.command(&["--check"]));
@@ -223,7 +225,7 @@ fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
         assert!(code == Some(2) && said.contains(&wanted), "{more}: {said}");
     }
     assert!(!vm.images.path().join("swap").exists(), "a check has made something");
-    // Memory alone can be right, but there is nothing to serve then.
+    // A file with memory alone can be valid, but has nothing to serve.
     vm.write("[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"");
     let alone = "web: its memory can be managed, within 1 GiB";
     assert_eq!(check(&vm), (Some(0), alone.to_owned()));
@@ -234,8 +236,9 @@ fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
     );
 }
 
+/// `larder memory attach --vm` is refused for a file without `[memory]`.
 #[test]
-fn memory_is_managed_only_where_a_file_says_how() {
+fn memory_needs_its_section() {
     let vm = two();
     let mut command = std::process::Command::new(crate::support::larder());
     command.args(["memory", "attach", "--vm"]).arg(vm.file());
@@ -247,7 +250,7 @@ fn memory_is_managed_only_where_a_file_says_how() {
     assert!(code == Some(2) && said.starts_with(&wanted), "{said}");
 }
 
-/// A name that leaves no room in a socket's address is found before a server is started.
+/// A name that is too long for a socket's address is found before a server is started.
 #[test]
 fn check_refuses_names_longer_than_sockets() {
     let vm = two();
@@ -274,7 +277,7 @@ fn check_refuses_names_longer_than_sockets() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let vm = Vm::new("disks = 1\n[[disk]]\nimage = 3\nreadonly = 3\n[[disk]]\nimage = \"/b\"\niops-total = \"many\"\n");
     let (code, said) = run(vm.command(&[]));
     let file = super::text(&vm.file()).to_owned();
@@ -288,7 +291,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn a_vm_is_named_by_its_file() {
+fn vm_is_named_by_its_file() {
     let vm = two();
     for (name, wanted) in [
         (
@@ -303,7 +306,7 @@ fn a_vm_is_named_by_its_file() {
         let (code, said) = run(command);
         assert!(code == Some(2) && said.contains(wanted), "{said}");
     }
-    // Where other users than root have theirs.
+    // The directory of users other than root.
     crate::support::need_root("to be another user");
     let home = vm.path("home");
     std::fs::create_dir_all(home.join("larder/vms")).expect("a folder");
@@ -318,8 +321,9 @@ fn a_vm_is_named_by_its_file() {
     );
 }
 
+/// If two VMs have the same name, the second one reports that it cannot be found by name.
 #[test]
-fn two_vms_of_one_name_are_told_that_one_of_them_is_not_found_by_it() {
+fn duplicate_vm_name_is_reported() {
     let [one, other] = [two(), two()];
     let runtime = crate::support::on_tmpfs();
     let start = |vm: &Vm| {
@@ -337,7 +341,7 @@ fn two_vms_of_one_name_are_told_that_one_of_them_is_not_found_by_it() {
     );
     assert!(second.output().contains(&told), "{}", second.output());
     ends(second);
-    // One that was killed is in nobody's way.
+    // The record of a killed server is no obstacle.
     let mut second = start(&other);
     second.kill();
     first.kill();
