@@ -107,7 +107,7 @@ fn serves(command: Command) -> String {
 /// Whatever a header names, a service opens only files that its VM's file names, and reports the line that would
 /// allow more.
 #[test]
-fn service_opens_only_files_of_its_vm_file() {
+fn service_opens_only_configured_files() {
     let place = Place::new();
     let secret = place.raw("secret", 7);
     let server = place.sockets.path().join("nbd");
@@ -185,7 +185,7 @@ fn service_never_guesses_a_format() {
 
 /// `--check` prints the lines that allow a whole chain in the VM's file.
 #[test]
-fn check_prints_lines_that_allow_the_chain() {
+fn check_prints_lines_for_chain() {
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let middle = place.overlay("middle.qcow2", text(&base), "raw");
@@ -278,7 +278,7 @@ fn without_backing_format(image: &Path) {
 
 /// A service does not guess the format of a backing file that no header names, and its messages do not invent one.
 #[test]
-fn service_does_not_guess_formats_of_backing_files() {
+fn service_never_guesses_backing_format() {
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let image = place.overlay("top.qcow2", text(&base), "raw");
@@ -294,7 +294,7 @@ fn service_does_not_guess_formats_of_backing_files() {
 
 /// Lines about other files are refused for a raw image.
 #[test]
-fn raw_images_lead_to_no_other_file() {
+fn raw_image_has_no_other_files() {
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let lines = format!("image = \"{}\"\nformat = \"raw\"", text(&base));
@@ -332,7 +332,7 @@ fn check_makes_no_connections() {
 
 /// A command line follows the headers and reports the chain; or refuses it; or holds it to the recorded one.
 #[test]
-fn command_line_follows_reports_and_pins_chains() {
+fn command_line_follows_and_pins_chains() {
     let place = Place::new();
     let (base, other) = (place.raw("base.raw", 7), place.raw("other.raw", 9));
     let image = place.overlay("top.qcow2", "base.raw", "raw");

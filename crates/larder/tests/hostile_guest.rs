@@ -302,7 +302,7 @@ fn cache_survives_read_into_truncated_memory() {
 
 /// A forged request in the in-flight region stops its queue, and not the server that resumes it.
 #[test]
-fn forged_request_in_flight_stops_its_queue_only() {
+fn forged_inflight_request_stops_its_queue() {
     const HEAD: u64 = 5;
     const NEXT: u16 = 1;
     let folder = on_tmpfs();

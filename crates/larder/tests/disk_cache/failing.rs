@@ -323,7 +323,7 @@ fn has_waiting_worker(process: u32) -> bool {
 /// A server stops although a flush gets no answer. The kernel lets no thread exit whose worker waits for a device,
 /// and a worker executes each flush.
 #[test]
-fn unanswered_flush_does_not_hold_up_stop() {
+fn unanswered_flush_does_not_delay_stop() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
     let fast = Stoppable::start(&place);

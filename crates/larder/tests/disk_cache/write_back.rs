@@ -475,7 +475,7 @@ fn other_formats_header_is_refused() {
 
 /// A cache with dirty data is not served as a disk, which would lose that data.
 #[test]
-fn cache_that_its_disk_needs_is_no_image() {
+fn dirty_cache_cannot_be_a_disk() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     place.left(&cache);
@@ -528,7 +528,7 @@ fn cache_that_its_disk_needs_is_no_image() {
 
 /// The steps in the message for an overwritten dirty cache work.
 #[test]
-fn data_of_a_cache_that_is_overwritten_is_given_up() {
+fn overwritten_dirty_cache_can_be_dropped() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     place.left(&cache);

@@ -205,7 +205,7 @@ fn readers_are_refused_every_change() {
 
 /// The server's user, root and the group in the VM's file may change a VM; a user in no such group cannot connect.
 #[test]
-fn writers_may_change_and_strangers_cannot_connect() {
+fn writers_change_and_strangers_cannot_connect() {
     let world = World::new();
     let _web = world.vm("web", "control-group = \"operators\"\ncontrol-mode = \"0660\"");
     let _db = world.vm("db", "");
@@ -238,7 +238,7 @@ fn writers_may_change_and_strangers_cannot_connect() {
 
 /// A member of the read group sees the VMs of the host's services in `larder host` and in `larder status`.
 #[test]
-fn host_of_a_reader_sees_the_services() {
+fn readers_host_sees_all_services() {
     let world = World::new();
     let _web = world.vm("web", "");
     // The socket is in another directory: `larder host` finds it by the VM's file, and `larder status` by the note.

@@ -87,7 +87,7 @@ fn refusal(swap: &str, size: &str) -> String {
 
 /// After a detach, a device and an export have zeros where pages were, and nothing was written past the pages.
 #[test]
-fn plain_swap_disk_has_no_pages_after_detach() {
+fn detach_erases_plain_swap_disk() {
     for disk in [Disk::device(), Disk::export()] {
         let (mut holder, folder) = (Holder::start(), on_tmpfs());
         let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
@@ -108,7 +108,7 @@ fn plain_swap_disk_has_no_pages_after_detach() {
 
 /// The end of the process also erases its pages.
 #[test]
-fn plain_swap_disk_has_no_pages_after_process_end() {
+fn process_end_erases_plain_swap_disk() {
     let (disk, holder, folder) = (Disk::device(), Holder::start(), on_tmpfs());
     let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
     holder.stop();
@@ -157,7 +157,7 @@ fn plain_pages_again(holder: &Holder, folder: &Path, swap: &str) -> Pager {
 
 /// A file is emptied before another process gets it, and also when that is refused.
 #[test]
-fn pages_of_ended_process_in_file_are_erased() {
+fn swap_file_of_ended_process_emptied() {
     for size in ["1000TiB", "32MiB"] {
         let (holder, folder, disk) = (Holder::start(), on_tmpfs(), on_disk());
         let path = disk.path().join("swap");

@@ -68,7 +68,7 @@ fn ivshmem_region_keeps_its_pages() {
 
 /// A program that maps a VM's memory gets zero pages where pages were evicted; the guest still gets its own pages.
 #[test]
-fn page_touched_by_others_comes_from_its_copy() {
+fn page_touched_externally_keeps_its_content() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let mut holder = Holder::start();

@@ -125,7 +125,7 @@ fn detach_stops_when_room_runs_out() {
 
 /// A detach can be cancelled at any time: by SIGINT to the command, and by another command if a signal began it.
 #[test]
-fn detach_is_cancelled_by_signal_or_command() {
+fn signal_or_command_cancels_detach() {
     let mut slow = Slow::start(None, &[]);
     let mut detach = slow.begin_detach();
     detach.signal(libc::SIGINT);
@@ -225,7 +225,7 @@ impl Drop for Tmpfs {
 /// When a tmpfs is full, a detach is refused with one log line; no process is killed, and a fault is resolved because
 /// other pages of the process make room.
 #[test]
-fn full_tmpfs_refuses_detach_with_one_log_line() {
+fn full_tmpfs_refuses_detach_logging_once() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let tmpfs = Tmpfs::mount("size=64M");
     let mut holder = Holder::start_at(&tmpfs.path().join("ram"));
@@ -256,7 +256,7 @@ fn full_tmpfs_refuses_detach_with_one_log_line() {
 
 /// Huge pages of other files do not matter for a VM whose memory has none.
 #[test]
-fn attach_ignores_huge_pages_of_other_files() {
+fn attach_ignores_foreign_huge_pages() {
     let mut fixture = Fixture::new();
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("procfs");
     let lines = meminfo.lines().map(|line| match line.starts_with("ShmemHugePages") {

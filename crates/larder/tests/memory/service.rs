@@ -328,7 +328,7 @@ fn stale_pid_file_is_waited_past() {
 
 /// A pid file that another user can write is refused, since that user could name any process of the host.
 #[test]
-fn pid_file_of_another_user_is_refused() {
+fn other_users_pid_file_is_refused() {
     const OTHER: u32 = 12345;
     let vm = Vm::new("foreign");
     let qemu = vm.boot();
@@ -348,7 +348,7 @@ fn pid_file_of_another_user_is_refused() {
 /// The timestamps of the pid file do not matter: after the clock was set, a process is attached to, and its killed
 /// pager has a successor.
 #[test]
-fn times_of_pid_file_do_not_matter() {
+fn pid_file_timestamps_are_ignored() {
     let vm = Vm::new("clock");
     let mut qemu = vm.boot();
     let path = vm.folder.path().join("qemu.pid");

@@ -161,7 +161,7 @@ fn frozen_process_is_refused_at_once() {
 }
 
 #[test]
-fn detach_of_frozen_process_waits_for_thaw() {
+fn frozen_process_detaches_after_thaw() {
     let group = ControlGroup::new("freezer");
     let mut fixture = Fixture::new();
     let before = fixture.alone();

@@ -49,7 +49,7 @@ fn with_swap(fixture: &Fixture, swap: &Path, more: &[&str]) -> Attach {
 
 /// A device that another program has opened with O_EXCL is neither used nor changed.
 #[test]
-fn claimed_device_is_refused_as_swap_cache() {
+fn claimed_device_cannot_be_swap_cache() {
     let (_folder, path, device) = empty_device();
     let fixture = Fixture::new();
     let claimed = claim(&device.0).expect("nothing else uses it");
@@ -64,7 +64,7 @@ fn claimed_device_is_refused_as_swap_cache() {
 
 /// While pages are on a device, no other program can claim it; after the detach it is free again.
 #[test]
-fn managed_swap_device_is_claimed_until_detach() {
+fn swap_device_is_claimed_until_detach() {
     let (_folder, _, device) = empty_device();
     let mut fixture = Fixture::new();
     let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("it attaches");
@@ -106,7 +106,7 @@ fn successor_uses_swap_device_claimed_meanwhile() {
 
 /// A RAID member with its label at the end is not overwritten, on a device, in a file or behind an NBD server.
 #[test]
-fn raid_member_is_refused_as_swap_cache() {
+fn raid_member_cannot_be_swap_cache() {
     let folder = on_disk();
     let path = folder.path().join("disk");
     sparse(&path, 64);
@@ -136,7 +136,7 @@ fn nbd(folder: &Path) -> String {
 
 /// A file that existed before is not removed: it keeps its size, has no pages any more, and can be used again.
 #[test]
-fn given_swap_file_is_kept_without_pages() {
+fn existing_swap_file_is_kept_erased() {
     let folder = on_disk();
     let path: PathBuf = folder.path().join("given");
     sparse(&path, 80);

@@ -285,7 +285,7 @@ fn direct_reads_into_evicted_pages_survive() {
 
 /// Requests in flight when a VM is killed are completed, although they may wait for pages on the swap cache.
 #[test]
-fn killed_process_has_its_waiting_requests_completed() {
+fn requests_of_killed_process_are_completed() {
     let (folder, bed) = (on_tmpfs(), Bed::new());
     let mut writer = bed.program("writes");
     let mut pager = bed.pager(&folder, &writer);

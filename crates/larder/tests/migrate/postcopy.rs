@@ -77,7 +77,7 @@ fn postcopy_and_pager_exclude_each_other() {
 
 /// Post-copy into a file on an ordinary file system is refused, because QEMU would detect that too late.
 #[test]
-fn postcopy_into_file_on_disk_is_refused() {
+fn postcopy_into_disk_file_is_refused() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a file");

@@ -323,7 +323,7 @@ fn changed_certificate_is_refused_until_given() {
 
 /// A renewed certificate with the same key is accepted.
 #[test]
-fn renewed_certificate_with_same_key_is_accepted() {
+fn renewed_certificate_keeps_its_trust() {
     let source = Authority::new();
     let destination = source.copy();
     carries(&mut Waiting::start(&destination.words()).joined(&source.words()), 200);
@@ -337,7 +337,7 @@ fn renewed_certificate_with_same_key_is_accepted() {
 
 /// A host may be given by a name in its certificate; nothing is remembered then.
 #[test]
-fn peer_is_accepted_by_name_in_certificate() {
+fn peer_is_accepted_by_certificate_name() {
     let right = Authority::new();
     let [tls, folder] = right.words();
     let to_server = [tls, folder, "--peer", "localhost"];

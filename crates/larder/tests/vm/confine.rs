@@ -323,7 +323,7 @@ fn data_limit(process: u32) -> Option<u64> {
 
 /// A server has a limit of private memory with room for all of its work, and the limit grows with a larger cache.
 #[test]
-fn private_memory_of_confined_server_is_limited() {
+fn confined_servers_private_memory_is_limited() {
     let vm = two();
     let free = vm.start();
     assert_eq!(data_limit(free.id()), None);

@@ -265,7 +265,7 @@ fn near_and_far(far: &FileServer) -> Vm {
 
 /// While the file server hangs, the other disk, the control socket and a reload work.
 #[test]
-fn hung_file_server_stalls_its_disk_alone() {
+fn hung_file_server_stalls_one_disk() {
     need_root("to mount a file system");
     let far = FileServer::mount();
     let vm = near_and_far(&far);
@@ -292,7 +292,7 @@ fn hung_file_server_stalls_its_disk_alone() {
 
 /// A server that is opening a file on a hung file server can be stopped.
 #[test]
-fn opening_on_hung_file_server_can_be_stopped() {
+fn hung_opening_can_be_stopped() {
     need_root("to mount a file system");
     let far = FileServer::mount();
     let vm = near_and_far(&far);
