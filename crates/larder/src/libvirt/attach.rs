@@ -244,8 +244,8 @@ fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
 ///
 /// 1. The domain's XML and the VM's file are backed up. Nothing refers to the backup; the next attach replaces it,
 ///    because the domain has no disk of Larder's.
-/// 2. The VM's file is written. The domain does not use it yet, so the hook does nothing. The file equals its backup, so
-///    the next attach recognises it as its own, and detach removes it.
+/// 2. The VM's file is written. The domain does not use it yet, so the hook does nothing. The file equals its backup,
+///    so the next attach recognises it as its own, and detach removes it.
 /// 3. libvirt takes the new XML, whole or not at all. From then on detach has all that it needs.
 ///
 /// If libvirt refuses the XML, steps 1 and 2 are undone at once.

@@ -5,10 +5,10 @@
 //! has started in `/run/larder-hook/NAME`. A server that ran before belongs to the user: it is used, and not stopped.
 //!
 //! Invariants:
-//! - Only a server that the hook started is stopped. A process is identified by its PID and start time, and is signalled
-//!   through a pidfd, which cannot refer to another process.
-//! - A record is trusted because only the hook's user can write to its directory. The directory of sockets belongs to the
-//!   servers.
+//! - Only a server that the hook started is stopped. A process is identified by its PID and start time, and is
+//!   signalled through a pidfd, which cannot refer to another process.
+//! - A record is trusted because only the hook's user can write to its directory. The directory of sockets belongs to
+//!   the servers.
 //! - Nothing is killed. A server that gets SIGTERM may have to write a lot to its disks first; it continues on its own,
 //!   and the next start waits for it.
 
