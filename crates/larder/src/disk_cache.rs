@@ -257,7 +257,7 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
     print(&said)
 }
 
-/// Reports the remaining work on standard error, for the user who waits.
+/// Reports the remaining work on standard error, to the waiting user.
 fn tell_left(file: &ImageAddress, left: u64) {
     eprintln!("{file}: {} are still to be written to the disk", human(left));
 }

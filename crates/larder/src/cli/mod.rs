@@ -148,7 +148,7 @@ pub(crate) struct VmArguments {
     /// until then. Its QEMU, started with -incoming, can connect earlier
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "expect", "take"])]
     pub(crate) incoming: bool,
-    /// Have the server that is started next, or that runs without a guest, wait like that, as for a service; then
+    /// Have the next server, or a running one without a guest, wait for the virtual machine as with --incoming; then
     /// exit
     #[arg(long, conflicts_with_all = ["check", "pin", "reload", "confine", "take"])]
     pub(crate) expect: bool,

@@ -95,7 +95,7 @@ fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
     [sender, receiver]
 }
 
-/// Returns a virsh command of a user who reaches the libvirtd of both hosts.
+/// Returns a virsh command of a client connected to the libvirtd of both hosts.
 fn migrate(from: &Host, to: &Host, words: &[&str]) -> Command {
     let uri = |host: &Host| {
         let socket = host.inside("/run/libvirt/libvirt-sock");

@@ -8,7 +8,7 @@ use crate::ends::{Waiting, carries};
 use crate::support::{larder, need_root, run};
 use crate::tls::Authority;
 
-/// The user `nobody`, who is in no other group.
+/// The user ID of `nobody`, which has no supplementary group.
 const USER: u32 = 65534;
 
 #[test]
