@@ -1,37 +1,37 @@
-//! Clients that each have one request under way, straight into the drives' models: what no program in between can be
-//! faster than.
+//! Closed-loop clients, each with one request in flight, that send their requests straight to the drive models. The
+//! result is the upper bound for any program that runs over these drives.
 
 use super::drive::{Drive, Model, Nanos, Token, mixed};
 use super::load::Requests;
 
-/// A drive, and what is done with it.
+/// One access to one drive: the part of a request that a single drive serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Leg {
-    /// Which of the drives.
+    /// Index of the drive.
     pub(super) drive: usize,
     pub(super) write: bool,
-    /// In blocks.
+    /// Address in blocks.
     pub(super) address: u64,
 }
 
-/// What a client's request comes to: legs that begin together; it is over when all are.
+/// A client's request. Its legs begin together, and it completes when all of them have.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
     pub(super) legs: [Option<Leg>; 2],
     pub(super) write: bool,
 }
 
-/// What came of it.
+/// Latencies and rate that a run measured.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Outcome {
-    /// What each read took, in the order of their ends.
+    /// Latency of each read, in order of completion.
     pub(super) reads: Vec<Nanos>,
     pub(super) writes: Vec<Nanos>,
-    /// Requests a second.
+    /// Requests per second.
     pub(super) iops: f64,
 }
 
-/// How long it takes: what comes before `from` is not counted.
+/// Measured interval of a run. Requests that complete before `from` are not counted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
     pub(super) from: Nanos,
@@ -44,7 +44,8 @@ struct Client {
     legs: usize,
 }
 
-/// `clients` clients, of which each makes the next request, as `next` says for its number, when the last one is over.
+/// Runs `clients` closed-loop clients. When a client's request completes, it sends the next one that `next` returns
+/// for its number.
 pub(super) fn run(models: &[Model], clients: usize, span: Span, mut next: impl FnMut(usize) -> Request) -> Outcome {
     let mut drives: Vec<Drive> = models.iter().map(|model| Drive::new(*model)).collect();
     let mut outcome = Outcome::default();
@@ -91,7 +92,7 @@ pub(super) fn run(models: &[Model], clients: usize, span: Span, mut next: impl F
     outcome
 }
 
-/// The seed's requests of `clients` VMs with a disk of `disk` bytes each, on one drive.
+/// Runs the published experiment's requests of `clients` VMs, with a disk of `disk` bytes each, on one drive.
 pub(super) fn on_one_drive(model: Model, clients: usize, disk: u64, span: Span) -> Outcome {
     let mut requests: Vec<Requests> = (0..clients).map(|number| Requests::of(number, disk)).collect();
     run(&[model], clients, span, |number| {
@@ -108,8 +109,8 @@ pub(super) fn on_one_drive(model: Model, clients: usize, disk: u64, span: Span) 
     })
 }
 
-/// The same with a cache on the `fast` one that has `hits` of the lines, always the same ones: what is in it is read from
-/// there, and written to both.
+/// Runs the published experiment's requests with a cache on drive `fast` in front of drive `slow`. The share `hits`
+/// of the lines is cached, always the same lines: they are read from the cache and written to both drives.
 pub(super) fn cached(fast: Model, slow: Model, clients: usize, disk: u64, hits: f64, span: Span) -> Outcome {
     let mut requests: Vec<Requests> = (0..clients).map(|number| Requests::of(number, disk)).collect();
     let is_hit = |number, block| (mixed(mixed(address(number, block))) as f64) < hits * u64::MAX as f64;
@@ -129,7 +130,7 @@ pub(super) fn cached(fast: Model, slow: Model, clients: usize, disk: u64, hits: 
     })
 }
 
-/// Where a VM's block lies on a drive that all share.
+/// Returns the address of a VM's block on a drive that all VMs share.
 pub(super) fn address(number: usize, block: u64) -> u64 {
     (number as u64) << 40 | block
 }

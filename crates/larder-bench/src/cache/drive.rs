@@ -1,15 +1,16 @@
-//! A drive as a queueing model: units that work at the same time, each doing one thing after the other.
+//! A drive as a queueing model: units that work in parallel, each of which does one thing at a time.
 //!
-//! A read goes to the unit that its address lies on. A write goes there too (memory that is written in place), or into a
-//! buffer that survives the loss of power: then it is acknowledged once there is room, gathered with others until a word
-//! line is full, and programmed on whichever unit is next. Where the drive maps more than one write's bytes at a time,
-//! what lies around a write is read first. For each program there is a share of others that garbage collection makes.
+//! A read is served by the unit that its address maps to. A write is served there too if the memory is written in
+//! place. Otherwise the write enters a power-loss protected buffer: the drive acknowledges it once the buffer has
+//! room, gathers it with others until a word line is full, and programs that word line on the next unit in turn.
+//! Where the drive maps more than one block at a time, the rest of the mapped unit is read first. Each program causes
+//! a share of further programs for garbage collection.
 //!
-//! On a unit reads go before programs. One that has begun is suspended for them, or not: then it holds them up. When the
-//! buffer is full the units hold up writes.
+//! On a unit, reads go before programs. A program that has begun is either suspended for a read or delays it, as the
+//! model says. When the buffer is full, the units limit the rate of writes.
 //!
-//! The model knows no clock: who has one says what time it is ([`Drive::run_until`]) and asks when something happens next
-//! ([`Drive::next`]). Two runs with the same requests at the same times are the same.
+//! The model has no clock: the caller sets the time ([`Drive::run_until`]) and asks for the time of the next event
+//! ([`Drive::next`]). Two runs with the same requests at the same times give the same results.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -17,28 +18,28 @@ use std::collections::{BinaryHeap, VecDeque};
 /// Nanoseconds of the model's time.
 pub(super) type Nanos = u64;
 
-/// Who is told that a request has completed.
+/// Identifies a request when it completes.
 pub(super) type Token = u64;
 
 /// Bytes of a request.
 pub(super) const BLOCK: u64 = 4096;
 
-/// What a drive is like.
+/// Parameters of a drive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Model {
-    /// Parts that work at the same time.
+    /// Number of units that work in parallel.
     pub(super) units: usize,
-    /// What a read takes of a unit.
+    /// Time for which a read occupies a unit.
     pub(super) read: Nanos,
-    /// What a read, or a write in place, takes besides: bus, controller, host.
+    /// Further time of a read, or of a write in place, that occupies no unit: bus, controller, host.
     pub(super) overhead: Nanos,
     pub(super) writes: Writes,
 }
 
-/// What becomes of a write.
+/// How the drive handles a write.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Writes {
-    /// It takes a unit for so long.
+    /// The write occupies a unit for this time.
     InPlace(Nanos),
     Buffered(Buffer),
 }
@@ -46,27 +47,27 @@ pub(super) enum Writes {
 /// Writes that are acknowledged before they are programmed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Buffer {
-    /// From when there is room to the acknowledgement.
+    /// Time from when the buffer has room to the acknowledgement.
     pub(super) acknowledge: Nanos,
-    /// Writes that there is room for.
+    /// Capacity of the buffer, in writes.
     pub(super) writes_max: usize,
     /// Writes that are programmed together.
     pub(super) writes_per_program: usize,
     pub(super) program: Nanos,
-    /// Programs of garbage collection for each of those.
+    /// Garbage collection programs for each program of host writes.
     pub(super) collections: f64,
-    /// What lies around a write is read first.
+    /// Whether the rest of the mapped unit is read before a write.
     pub(super) reads_first: bool,
-    /// How long it takes to suspend a program for reads; without, it is not interrupted.
+    /// Time that it takes to suspend a program for reads; `None` if programs are not interrupted.
     pub(super) suspend: Option<Nanos>,
 }
 
-/// What a unit does.
+/// Work of a unit.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Read(Token),
     Write(Token),
-    /// Reads what lies around a write.
+    /// Reads the rest of the mapped unit around a write.
     ReadFirst,
     Program,
     Collect,
@@ -75,9 +76,9 @@ enum Work {
 #[derive(Default)]
 struct Unit {
     doing: Option<Doing>,
-    /// What it was told to do so far; an event for anything but the last of them is void.
+    /// Number of work items begun so far. A completion event for any item but the last is void.
     begun: u64,
-    /// Each with what it takes, or what is left of that.
+    /// Reads, and writes in place, each with its remaining time.
     requests: VecDeque<(Work, Nanos)>,
     background: VecDeque<(Work, Nanos)>,
 }
@@ -90,16 +91,16 @@ struct Doing {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// A unit has done what it was told to do, of which this is the number.
+    /// The unit (first field) has finished the work item with this number.
     Done(usize, u64),
     Complete(Token),
 }
 
-/// A drive, and what it has to do.
+/// A simulated drive, with its queued work.
 pub(super) struct Drive {
     model: Model,
     units: Vec<Unit>,
-    /// With a number each, so that what happens at the same time happens in a set order.
+    /// Pending events. The number in each makes the order of simultaneous events deterministic.
     events: BinaryHeap<Reverse<(Nanos, u64, Event)>>,
     event_count: u64,
     now: Nanos,
@@ -107,16 +108,18 @@ pub(super) struct Drive {
     buffered: usize,
     /// Writes for which the buffer has no room.
     waiting: VecDeque<(Token, u64)>,
-    /// Writes in the buffer that wait for others to be programmed with.
+    /// Writes in the buffer that wait until enough of them can be programmed together.
     gathered: usize,
     collections_due: f64,
-    /// The unit that is programmed next.
+    /// Unit that gets the next program.
     next_unit: usize,
 }
 
 impl Drive {
+    /// Creates an idle drive at time 0.
+    ///
     /// # Panics
-    /// If the model has no units, or a buffer that is smaller than what is programmed at once.
+    /// If the model has no units, or its buffer holds fewer writes than one program.
     pub(super) fn new(model: Model) -> Self {
         assert!(model.units > 0, "a drive without units");
         if let Writes::Buffered(buffer) = model.writes {
@@ -139,12 +142,13 @@ impl Drive {
         }
     }
 
-    /// When something happens next, if nothing is asked for.
+    /// Returns the time of the next event if no further requests arrive.
     pub(super) fn next(&self) -> Option<Nanos> {
         self.events.peek().map(|Reverse((at, _, _))| *at)
     }
 
-    /// Lets time go on to `now`. `completed` is told of each request, with the time.
+    /// Advances the time to `now`. Calls `completed` for each request that completes by then, with its completion
+    /// time.
     pub(super) fn run_until(&mut self, now: Nanos, mut completed: impl FnMut(Nanos, Token)) {
         while let Some(Reverse((at, _, event))) = self.events.peek().copied() {
             if at > now {
@@ -161,7 +165,8 @@ impl Drive {
         self.now = self.now.max(now);
     }
 
-    /// Asks for the block at `address` (in blocks) at the present time, which is that of the last [`Self::run_until`].
+    /// Submits a request for the block at `address` (in blocks) at the current time, which is that of the last
+    /// [`Self::run_until`].
     pub(super) fn request(&mut self, token: Token, write: bool, address: u64) {
         match (write, self.model.writes) {
             (false, _) => self.enqueue(self.unit_of(address), Work::Read(token)),
@@ -173,7 +178,7 @@ impl Drive {
         }
     }
 
-    /// Where an address lies: at random, but always the same.
+    /// Maps an address to a unit: pseudo-random, and always the same unit.
     fn unit_of(&self, address: u64) -> usize {
         (mixed(address) % self.units.len() as u64) as usize
     }
@@ -202,7 +207,7 @@ impl Drive {
         self.begin(unit, after);
     }
 
-    /// Has a unit leave the program that it is at, if that may be; how long that takes.
+    /// Suspends the unit's current program if the model allows it. Returns the time that suspending takes.
     fn suspend(&mut self, unit: usize) -> Nanos {
         let Writes::Buffered(Buffer {
             suspend: Some(suspend), ..
@@ -224,7 +229,7 @@ impl Drive {
         }
     }
 
-    /// Has an idle unit do what comes next, after a time.
+    /// Starts the next work item of an idle unit, after a delay.
     fn begin(&mut self, unit: usize, after: Nanos) {
         let it = &mut self.units[unit];
         if it.doing.is_some() {
@@ -253,7 +258,7 @@ impl Drive {
         self.begin(unit, 0);
     }
 
-    /// Takes a write into the buffer, which has room.
+    /// Puts a write into the buffer, which has room.
     fn take_in(&mut self, buffer: Buffer, token: Token, address: u64) {
         self.buffered += 1;
         self.at(self.now + buffer.acknowledge, Event::Complete(token));
@@ -263,7 +268,7 @@ impl Drive {
         }
     }
 
-    /// A write can be programmed.
+    /// Counts a write that is ready to be programmed, and programs once there are enough.
     fn gather(&mut self, buffer: Buffer) {
         self.gathered += 1;
         if self.gathered < buffer.writes_per_program {
@@ -284,7 +289,7 @@ impl Drive {
         self.enqueue(unit, work);
     }
 
-    /// What was programmed leaves the buffer.
+    /// Frees the buffer space of programmed writes, and accepts waiting ones.
     fn make_room(&mut self, buffer: Buffer) {
         self.buffered -= buffer.writes_per_program;
         while self.buffered < buffer.writes_max
@@ -295,7 +300,7 @@ impl Drive {
     }
 }
 
-/// A number that shows no pattern of `number`'s (the finalizer of splitmix64).
+/// Hashes `number` into a number that shows no pattern (the finalizer of splitmix64).
 pub(super) fn mixed(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -328,20 +333,20 @@ mod tests {
         suspend: None,
     };
 
-    /// When each request completes, by its token.
+    /// Completion time of each request, with its token.
     fn run(drive: &mut Drive) -> Vec<(Nanos, Token)> {
         let mut completed = Vec::new();
         drive.run_until(Nanos::MAX / 2, |at, token| completed.push((at, token)));
         completed
     }
 
-    /// Reads that come at random, `load` of what a unit can do, to one unit: the mean of what they wait.
+    /// Mean waiting time of Poisson reads at one unit with utilization `load`.
     fn mean_wait(load: f64) -> f64 {
         const READS: u64 = 400_000;
         let mut drive = flash(1, BUFFER);
         let (mut waited, mut now, mut came) = (0, 0.0, Vec::new());
         for token in 0..READS {
-            // Of an exponential distribution.
+            // Exponentially distributed intervals.
             let uniform = (mixed(token) as f64 + 1.0) / (u64::MAX as f64 + 2.0);
             now += -uniform.ln() * (50 * US) as f64 / load;
             came.push(now as Nanos);
@@ -355,9 +360,10 @@ mod tests {
     }
 
     #[test]
-    fn reads_wait_as_long_as_pollaczek_and_khinchine_say() {
+    /// The mean waiting time of reads matches the Pollaczek-Khinchine formula.
+    fn read_wait_matches_pollaczek_khinchine() {
         for load in [0.3, 0.5, 0.8] {
-            // M/D/1: load times service over twice what is left.
+            // M/D/1: mean wait = load × service time / (2 (1 - load)).
             let theory = load * (50 * US) as f64 / (2.0 * (1.0 - load));
             let seen = mean_wait(load);
             assert!(
@@ -368,14 +374,15 @@ mod tests {
     }
 
     #[test]
-    fn a_read_alone_takes_its_service_and_the_overhead() {
+    fn lone_read_takes_service_plus_overhead() {
         let mut drive = flash(8, BUFFER);
         drive.request(1, false, 17);
         assert_eq!(run(&mut drive), [(60 * US, 1)]);
     }
 
     #[test]
-    fn a_read_waits_for_a_program_that_has_begun_and_goes_before_one_that_has_not() {
+    /// A read waits for the program that has begun, and passes those that have not.
+    fn read_waits_only_for_started_program() {
         let mut drive = flash(1, BUFFER);
         for token in 0..8 {
             drive.request(token, true, token);
@@ -386,7 +393,8 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_suspended_for_a_read_takes_as_long_as_without() {
+    /// A program that a read has suspended takes no longer in sum than one that runs through.
+    fn suspended_program_keeps_its_total_time() {
         let mut drive = flash(
             1,
             Buffer {
@@ -400,23 +408,24 @@ mod tests {
         }
         drive.run_until(100 * US, |_, _| {});
         drive.request(5, false, 0);
-        // The read is over, with its overhead, at 190 us; the unit goes on with the program at 180, and has 300 us left.
+        // The read completes at 190 us, overhead included. The unit resumes the program at 180 us, with 300 us of it
+        // left.
         assert_eq!(run(&mut drive), [(190 * US, 5), (500 * US, 4)]);
     }
 
     #[test]
-    fn a_write_is_acknowledged_from_the_buffer_until_that_is_full() {
+    fn writes_acknowledged_until_buffer_full() {
         let mut drive = flash(2, BUFFER);
         for token in 0..66 {
             drive.request(token, true, token);
         }
         let completed = run(&mut drive);
         assert!(completed[..64].iter().all(|(at, _)| *at == 20 * US));
-        // Two units have programmed four writes each by then.
+        // By then the two units have programmed four writes each.
         assert_eq!(completed[64..], [(420 * US, 64), (420 * US, 65)]);
     }
 
-    /// Writes a second that a drive takes for good, if there are always more.
+    /// Sustained writes per second of a drive that always has more of them queued.
     fn writes_per_second(units: usize, buffer: Buffer) -> f64 {
         let mut drive = flash(units, buffer);
         let (mut completed, mut due) = (0, Vec::new());
@@ -435,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn the_units_say_how_many_writes_there_can_be() {
+    fn units_limit_sustained_writes() {
         let plain = writes_per_second(8, BUFFER);
         // 8 units, each 4 writes in 400 us.
         assert!((plain / 80_000.0 - 1.0).abs() < 0.02, "{plain}");
@@ -451,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_in_place_take_turns_with_reads() {
+    fn in_place_writes_alternate_with_reads() {
         let mut drive = Drive::new(Model {
             units: 1,
             read: 7 * US,

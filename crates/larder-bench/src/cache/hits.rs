@@ -1,7 +1,7 @@
-//! The part `hits`: what a hit costs, beside a read of the same file by Larder without a cache.
+//! The part `hits`: the cost of a cache hit, compared with a read of the same file by a Larder without a cache.
 //!
-//! The cache's file and the file that is read directly lie in memory (a folder of tmpfs), so that what is measured is
-//! the program and not a drive. The disk behind the cache answers after 2 ms.
+//! The cache's file and the directly read file lie in tmpfs, so that the measurement covers the program and not a
+//! drive. The disk behind the cache answers after 2 ms.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,30 +16,30 @@ use crate::vhost_user::Series;
 use crate::vhost_user::client::{Client, Outcome, Random, Workload};
 
 const DISK_BYTES: u64 = 256 << 20;
-/// The whole disk finds room, whatever sets its lines are in.
+/// Large enough for the whole disk, however its lines are distributed over the sets.
 const CACHE_SIZE: &str = "512M";
 const BLOCK: usize = 4096;
 const DEPTHS: [usize; 3] = [1, 8, 64];
 const LATENCY: Duration = Duration::from_millis(2);
-/// How often in a round the readers take turns at each depth, so that what else the host does falls on both.
+/// Turns of the two readers at each depth within a round, so that load from elsewhere on the host affects both alike.
 const TURNS: usize = 20;
-/// Reads of the whole disk until the cache has it.
+/// Reads of the whole disk at most until the cache has it.
 const WARM_MAX: usize = 4;
 
-/// Who reads.
+/// The two servers that are compared.
 #[derive(Clone, Copy)]
 enum Reader {
     Direct,
     Cache,
 }
 
-/// Figures by depth: of the file, and of hits.
+/// Measured series by depth: direct reads of the file, and cache hits.
 type Rows = [[Series; 2]; DEPTHS.len()];
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut series = Rows::default();
     for _ in 0..arguments.rounds {
-        // Where in memory things happen to lie makes a tenth: they are made anew each time.
+        // Memory placement alone changes the result by a tenth, so each round starts new servers.
         measure(arguments, &mut series)?;
     }
     println!(
@@ -120,7 +120,7 @@ fn connect(larder: &Larder, reader: Reader, depth: usize) -> anyhow::Result<Clie
     }
 }
 
-/// Reads that were not served by the cache alone so far.
+/// Number of reads so far that the cache could not serve alone.
 fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
     if matches!(reader, Reader::Direct) {
         return Ok(0);
@@ -135,7 +135,7 @@ fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
     Ok(of("misses")? + of("partial_hits")?)
 }
 
-/// Reads the whole disk, in no order, until the cache has all of it.
+/// Reads the whole disk in random order until the cache holds all of it.
 fn warm(larder: &Larder) -> anyhow::Result<()> {
     let depth = 16;
     let mut client = connect(larder, Reader::Cache, depth)?;

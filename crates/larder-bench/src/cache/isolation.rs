@@ -1,7 +1,8 @@
-//! The part `isolation`: what VMs that read all of their disks do to the cache of one that reads the same all the time.
+//! The part `isolation`: the effect of VMs that scan their whole disks on the cache of a VM that reads the same
+//! working set all the time.
 //!
-//! Each VM is a `larder disk serve` of its own, with a cache of its own; all caches are files in the same folder. The
-//! disks are slow stores in this process.
+//! Each VM is a `larder disk serve` of its own, with a cache of its own. All caches are files in the same directory.
+//! The disks are slow stores in this process.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -20,17 +21,17 @@ use crate::vhost_user::client::{Client, Random, Request};
 const DISK: u64 = 1 << 30;
 /// Bytes of each cache's file.
 const CACHE: u64 = 96 << 20;
-/// Bytes that one of them reads again and again.
+/// Bytes of the working set that one VM reads over and over.
 const HOT: u64 = 64 << 20;
-/// What a read of a disk takes.
+/// Latency of a read from a disk.
 const DELAY: Duration = Duration::from_millis(2);
 
-/// How many VMs read all of their disks at a time.
+/// Number of VMs that scan their disks, for each phase.
 const SCANS: [usize; 4] = [0, 1, 3, 0];
 const SCAN_BYTES: usize = 1 << 20;
 const SCAN_DEPTH: usize = 8;
 
-/// Reads in flight, and how often all is read at most, until the cache has it.
+/// Reads in flight, and passes over the working set at most, until the cache holds it.
 const WARM_DEPTH: usize = 16;
 const WARM_PASSES: u32 = 20;
 
@@ -40,12 +41,12 @@ struct Vm {
     _store: SlowStore,
 }
 
-/// What is told of a VM's cache.
+/// Statistics of a VM's cache.
 #[derive(Clone, Copy, Debug, Default)]
 struct Told {
     hits: u64,
     misses: u64,
-    /// Bytes that it has.
+    /// Bytes that are cached.
     bytes: u64,
     evicted: u64,
 }
@@ -83,7 +84,7 @@ impl Vm {
     }
 }
 
-/// Any block of what is hot.
+/// A read of a random block of the working set.
 fn hot_block(random: &mut Random) -> Request {
     Request {
         write: false,
@@ -143,7 +144,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// What is told of several caches, added up.
+/// Sums the statistics of several caches.
 fn told_together(vms: &[Vm]) -> anyhow::Result<Told> {
     let mut sum = Told::default();
     for vm in vms {
@@ -156,7 +157,7 @@ fn told_together(vms: &[Vm]) -> anyhow::Result<Told> {
     Ok(sum)
 }
 
-/// Reads what is hot until the cache has all of it.
+/// Reads the working set until the cache holds all of it.
 fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
     for _ in 0..WARM_PASSES {
         let before = vm.told()?.misses;
@@ -178,15 +179,15 @@ fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What was seen for a while.
+/// Results of one phase.
 struct Seen {
-    /// What each read of the one took.
+    /// Latency of each read of the VM under test.
     reads: Vec<Duration>,
-    /// Bytes that the others have read.
+    /// Bytes that the scanning VMs have read.
     scanned: u64,
 }
 
-/// One reads what is hot while others read their whole disks.
+/// Reads the working set in one VM while others scan their whole disks.
 fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random) -> anyhow::Result<Seen> {
     let (stop, scanned) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -208,7 +209,7 @@ fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random
     })
 }
 
-/// Reads a whole disk, again and again, until it is told to stop.
+/// Reads a whole disk over and over until `stop` is set.
 fn scan(vm: &Vm, stop: &AtomicBool, scanned: &AtomicU64) -> anyhow::Result<()> {
     let mut client = Client::connect_with(vm.larder.socket(), false, SCAN_DEPTH * SCAN_BYTES)?;
     let mut places = (0..DISK / SCAN_BYTES as u64).cycle();

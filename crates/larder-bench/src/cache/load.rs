@@ -1,21 +1,21 @@
-//! The seed's requests: 4 KiB anywhere on the disk, seven reads to three writes.
+//! The load of the published experiment: random 4 KiB requests over the whole disk, seven reads to three writes.
 
 use super::drive::{BLOCK, mixed};
 
-/// Of ten requests so many are writes.
+/// Writes in ten requests.
 const WRITES_OF_TEN: u64 = 3;
 
-/// The requests of one VM, the same in every run.
+/// Request stream of one VM, the same in every run.
 #[derive(Clone, Debug)]
 pub(super) struct Requests {
     seed: u64,
     count: u64,
-    /// Of the disk.
+    /// Blocks of the disk.
     blocks: u64,
 }
 
 impl Requests {
-    /// Those of the VM with this number, on a disk of `disk` bytes.
+    /// Creates the request stream of VM `number` on a disk of `disk` bytes.
     pub(super) fn of(number: usize, disk: u64) -> Self {
         Self {
             seed: mixed(number as u64),
@@ -24,7 +24,7 @@ impl Requests {
         }
     }
 
-    /// Whether the next one is a write, and its block.
+    /// Returns the next request: whether it is a write, and its block.
     pub(super) fn next_one(&mut self) -> (bool, u64) {
         self.count += 1;
         let random = mixed(self.seed.wrapping_add(self.count));

@@ -1,7 +1,7 @@
-//! `larder-bench cache`: what a cache on a fast drive gains, as in the published experiment.
+//! `larder-bench cache`: measures the gain from a cache on a fast drive, as in the published experiment.
 //!
-//! The drives are simulated, the programs are not: one `larder disk serve` for each VM, all of them over the same drives.
-//! See `docs/benchmarks.md`.
+//! The drives are simulated, the programs are not: each VM has a `larder disk serve`, and all of them use the same
+//! drives. See `docs/benchmarks.md`.
 
 mod closed;
 mod drive;
@@ -25,65 +25,66 @@ use sheets::Programs;
 /// Measure Larder's cache
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// What to measure; by default all
+    /// Parts to measure; all by default
     #[arg(long = "part", value_name = "PART", value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// How many VMs at a time, one table row for each
+    /// Numbers of VMs, one table row for each
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,56,84,112")]
     vms: Vec<usize>,
-    /// How many times as long as the drives' everything takes
+    /// Factor by which all times are longer than the drives' own
     #[arg(long, default_value_t = 200.0)]
     dilation: f64,
-    /// What a read does to a program of the flash that has begun
+    /// Effect of a read on a flash program that has begun
     #[arg(long, value_enum, default_value_t = Programs::Suspended)]
     programs: Programs,
     /// MiB of each VM's disk, of which 12/15 are cached
     #[arg(long, default_value_t = 15)]
     disk: u64,
-    /// Of 100 reads those that the cache has, with nothing but the models
+    /// Cache hits in 100 reads, for the part that uses the models alone
     #[arg(long, default_value_t = 79.0)]
     hits: f64,
-    /// How often each disk is read before it is measured
+    /// Reads of each whole disk before it is measured
     #[arg(long, default_value_t = 3)]
     warm: u32,
-    /// GiB of the caches of which memory and opening are measured; of the latter the largest
+    /// Sizes in GiB of the caches of the parts memory and opening; opening uses only the largest
     #[arg(long, value_delimiter = ',', default_value = "1,10,100")]
     caches: Vec<u64>,
     /// Seconds of each measurement
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// Seconds of requests before that
+    /// Seconds of requests before each measurement
     #[arg(long, default_value_t = 4.0)]
     before: f64,
-    /// How often hits are measured
+    /// Rounds in which hits are measured
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// The cache's lines where hits are measured
+    /// Line size of the cache whose hits are measured
     #[arg(long, default_value = "4K")]
     line: String,
-    /// Where a plot goes, as SVG
+    /// File for a plot of the results, as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
-    /// Where sockets go
+    /// Directory for sockets
     #[arg(long, default_value = "target")]
     folder: PathBuf,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Part {
-    /// The drives' models beside what is published of the drives
+    /// Compare the drives' models with the published data of the drives
     Drives,
-    /// The published experiment with nothing but the models, by what data sheets do not say of them
+    /// Calculate the published experiment from the models alone, for each assumption about facts that data sheets
+    /// omit
     Models,
-    /// The published experiment: latency by the number of VMs
+    /// Run the published experiment: latency by number of VMs
     Seed,
-    /// What a hit costs beside a read without a cache
+    /// Compare the cost of a hit with that of a read without a cache
     Hits,
-    /// What caches take of memory
+    /// Measure the memory that caches need
     Memory,
-    /// How soon a cache can be used when its server starts
+    /// Measure how soon a cache is usable after its server starts
     Opening,
-    /// What VMs that read all of their disks do to the cache of another one
+    /// Measure the effect of VMs that scan their disks on another VM's cache
     Isolation,
 }
 

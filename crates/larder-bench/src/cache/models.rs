@@ -1,4 +1,5 @@
-//! The part `models`: the published experiment with nothing but the models, by what data sheets do not say.
+//! The part `models`: the published experiment calculated from the models alone, for each assumption about facts that
+//! data sheets omit.
 
 use clap::ValueEnum;
 

@@ -1,8 +1,10 @@
-//! The parts `memory` and `opening`: what a large cache takes of memory, and how soon it is of use when its server starts.
+//! The parts `memory` and `opening`: the memory that a large cache needs, and how soon it is usable when its server
+//! starts.
 //!
-//! The cache device and the disk are NBD exports of this process that keep what lies in their beginnings, and nothing
-//! behind that: of a cache all that it knows of its lines, but not their data. It is filled by the library itself, which
-//! reads a disk of zeros through the cache; so all of that is where it would be, in the order in which it would have come.
+//! The cache device and the disk are NBD exports of this process. They store only their beginnings and read as zeros
+//! after that; the beginning of the cache holds all metadata of its lines, but not their data. The library itself
+//! fills the cache by reading a disk of zeros through it. So all metadata has the location and order that real reads
+//! give it.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -32,15 +34,16 @@ use crate::vhost_user::client::{Client, Random, Request, Workload};
 
 const GIB: u64 = 1 << 30;
 
-/// Bytes that the reads have by which a cache is filled.
+/// Size of the reads that fill a cache.
 const FILL_BYTES: u64 = 64 << 10;
-/// Of 100 lines so many are filled: each set keeps a way empty.
+/// Lines in 100 that are filled: each set keeps one way empty.
 const FILLED_OF_100: u64 = 99;
-/// Lines that may wait to be written down while it is filled; the cache takes no more when so many and some do.
+/// Lines without checkpointed metadata at most while the cache is filled. The cache accepts no more lines above a
+/// certain number and share.
 const UNSETTLED_MAX: u64 = 10_000;
 const UNSETTLED_SHARE: u64 = 200;
 
-/// How long and how deep there are writes before a server is killed.
+/// Writes before a server is killed.
 const WRITES: Workload = Workload {
     write: true,
     block: BLOCK as usize,
@@ -48,20 +51,20 @@ const WRITES: Workload = Workload {
     duration: Duration::from_secs(40),
 };
 
-/// How often it is asked how much is loaded.
+/// Interval at which the loaded bytes are polled.
 const ASKED_EVERY: Duration = Duration::from_millis(20);
-/// Reads in a row whose latencies are kept together.
+/// Consecutive reads in one batch.
 const READS_AT_ONCE: u64 = 64;
-/// It is loaded at the latest by then.
+/// Time within which a cache must be loaded.
 const LOADED_MAX: Duration = Duration::from_secs(120);
 
-/// It answers what it is asked at the latest by then.
+/// Time within which a starting server must answer a status request.
 const ANSWERS_MAX: Duration = Duration::from_secs(5);
 
-/// What an order to the thread of the drives is, and its answer.
+/// Order to the drives' thread: fill the cache. The answer is the number of lines, a little-endian u64.
 const FILL: u8 = 1;
 
-/// The memory of caches of these sizes, in GiB.
+/// Measures the memory of caches of the given sizes, in GiB.
 pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
     let place = Place::new(&arguments.folder)?;
     println!("Memory of a server with a cache that is 99 % full, over that of one without a cache.\n");
@@ -89,7 +92,7 @@ pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How the largest of the caches opens.
+/// Measures how the largest of the caches opens.
 pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     let place = Place::new(&arguments.folder)?;
     let gib = arguments.caches.iter().copied().max().unwrap_or(1);
@@ -107,7 +110,7 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = drives.serve(&place, true)?;
     loaded(&larder, filled.bytes)?;
     let written = Client::connect(larder.socket(), false)?.run(&WRITES)?;
-    // The server is killed.
+    // Kills the server.
     drop(larder);
     let killed = opened(&drives, &place, filled.bytes)?;
     killed.print("killed");
@@ -125,16 +128,16 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A server that has opened a cache.
+/// Measurements of a server that has opened a cache.
 struct Opened {
     listens: Duration,
     first_read: Duration,
     loaded: Duration,
-    /// What reads took until then.
+    /// Latencies of the reads until the cache was loaded, sorted.
     reads: Vec<Duration>,
-    /// When what share of the lines could be used.
+    /// Share of the lines that were usable, by time since the start.
     curve: Vec<(Duration, f64)>,
-    /// Bytes, in the end and at most.
+    /// Bytes of memory at the end, and at most.
     memory: u64,
     memory_max: u64,
 }
@@ -159,7 +162,7 @@ impl Opened {
     }
 }
 
-/// Starts a server on a cache that has `bytes` in lines, and sees how it takes them up.
+/// Starts a server on a cache that has `bytes` in lines, and measures how the cache is loaded.
 fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> {
     let begin = Instant::now();
     let larder = drives.serve(place, true)?;
@@ -205,12 +208,12 @@ fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> 
     })
 }
 
-/// Waits until all of `bytes` can be used: when which share of them could, and the most memory that was seen.
+/// Waits until all of `bytes` are usable. Returns the usable share by time, and the highest memory use seen.
 fn watch(larder: &Larder, bytes: u64, begin: Instant) -> anyhow::Result<(Vec<(Duration, f64)>, u64)> {
     let (mut curve, mut memory_max) = (Vec::new(), 0);
     loop {
         let occupied = match occupancy(larder) {
-            // The disk is served before its server can be asked.
+            // The disk is served before its control socket answers.
             Err(_) if begin.elapsed() < ANSWERS_MAX => 0,
             occupied => occupied?,
         };
@@ -229,34 +232,34 @@ fn loaded(larder: &Larder, bytes: u64) -> anyhow::Result<()> {
     watch(larder, bytes, Instant::now()).map(drop)
 }
 
-/// Bytes of the lines that its cache has, and has taken up.
+/// Bytes of the lines that the server's cache has loaded.
 fn occupancy(larder: &Larder) -> anyhow::Result<u64> {
     let status = larder.status()?;
     let occupancy = status["disks"][0]["cache"]["occupancy"].as_u64();
     occupancy.with_context(|| format!("larder status tells nothing of the cache: {status}"))
 }
 
-/// What a cache was filled with.
+/// Result of filling a cache.
 #[derive(Clone, Copy, Debug)]
 struct Filled {
-    /// That fit.
+    /// Bytes that the cache can hold.
     capacity: u64,
-    /// Of lines that are in it.
+    /// Bytes of the lines that it holds.
     bytes: u64,
     took: Duration,
 }
 
-/// The cache device and the disk, on a thread of their own that ends with this.
+/// The cache device and the disk, on a thread that ends when this value is dropped.
 struct Drives {
     cache: String,
     disk: String,
-    /// Its end tells the thread to stop.
+    /// Connection to the thread. Closing it stops the thread.
     orders: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Drives {
-    /// A cache device of `size` bytes, and a disk of a quarter more.
+    /// Starts a cache device of `size` bytes, and a disk a quarter larger.
     fn start(place: &Place, size: u64) -> anyhow::Result<Self> {
         let (cache, disk) = (place.unused("cache"), place.unused("disk"));
         let listener =
@@ -265,7 +268,7 @@ impl Drives {
         let (orders, taken) = UnixStream::pair()?;
         let serve = move || {
             if let Err(error) = serve(size, listeners, taken) {
-                // Its clients wait for the connection, and say so.
+                // The clients fail too: they wait for the connection and report that.
                 eprintln!("the drives: {error:#}");
             }
         };
@@ -292,7 +295,7 @@ impl Drives {
         serve.start(place)
     }
 
-    /// Has a server make the cache, so that it is the disk's, and the library fill it.
+    /// Creates the cache by starting a server, which binds it to the disk, then fills it with the library.
     fn make_and_fill(&self, place: &Place) -> anyhow::Result<Filled> {
         let larder = self.serve(place, true)?;
         let begin = Instant::now();
@@ -322,16 +325,16 @@ impl Drop for Drives {
     fn drop(&mut self) {
         drop(self.orders.take());
         if let Some(thread) = self.thread.take() {
-            // It has said why, if it panicked.
+            // A panic has printed its message already.
             let _ = thread.join();
         }
     }
 }
 
-/// Serves, and fills the cache when it is told, until the other end of `orders` is closed.
+/// Serves both devices, and fills the cache on each order, until the other end of `orders` is closed.
 fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> anyhow::Result<()> {
     let on = Loop::new(Duration::ZERO)?;
-    // What a cache knows of its lines takes less than a hundredth.
+    // A cache's metadata takes less than a hundredth of its size.
     let fast: Rc<dyn BlockDevice> = Rc::new(Beginning::new(
         size,
         (size / 100).next_multiple_of(1 << 20) + (32 << 20),
@@ -362,7 +365,7 @@ fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> any
     result
 }
 
-/// Nothing is noted: what fails here ends the measurement.
+/// Records no failures of the cache: any failure ends the measurement.
 struct NoWitness;
 
 impl Witness for NoWitness {
@@ -379,12 +382,12 @@ impl Witness for NoWitness {
     }
 }
 
-/// An error that stays on its thread, as one that does not.
+/// Converts an error that is not `Send` into one that is.
 fn said(error: impl std::fmt::Display) -> anyhow::Error {
     anyhow::anyhow!("{error}")
 }
 
-/// Reads the disk through the cache until that is full. How many lines it has.
+/// Reads the disk through the cache until the cache is full. Returns the number of lines in the cache.
 async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>) -> anyhow::Result<u64> {
     let superblock = read_superblock(fast).await.map_err(said)?;
     let stamp = superblock.disk.stamp.clone();
@@ -414,7 +417,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
         let from = ByteOffset::new(at * BLOCK);
         layer.read(from, ReadBuf::new(&mut bytes)).await.map_err(said)?;
         at += per_read;
-        // What was read comes into the cache after that, unless too much does.
+        // Reads fill the cache asynchronously, and some fills are skipped under load.
         let filled = cache.statistics().filled + FILL_BYTES;
         for _ in 0..64 {
             if cache.statistics().filled >= filled {
@@ -436,7 +439,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
     Ok(lines)
 }
 
-/// A device that keeps its beginning, and of all behind that nothing: there it has zeros.
+/// A device that stores only its beginning. The rest discards writes and reads as zeros.
 struct Beginning {
     lower: Rc<dyn BlockDevice>,
     size: ByteLen,

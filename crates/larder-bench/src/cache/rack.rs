@@ -1,9 +1,9 @@
-//! The drives that all VMs share, as an NBD server in this process: for each drive and VM a partition with a socket of its
-//! own, in memory; each request takes what the drive's model says, times a factor.
+//! The drives that all VMs share, as an NBD server in this process. Each VM has a partition of each drive, in memory,
+//! with a socket of its own. Each request takes the time that the drive's model gives, multiplied by a factor.
 //!
-//! The factor makes room for the programs: a machine with two processors can run hundreds of them if there is little to do
-//! in a second. What the model says is computed from the times at which requests come, so that a late timer makes one
-//! answer late, and nothing else.
+//! The factor leaves time for the programs: a machine with two processors can run hundreds of them if each has little
+//! to do in a second. The model computes with the arrival times of requests, so a late timer delays one answer and
+//! nothing else.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -29,10 +29,10 @@ use super::drive::{BLOCK, Drive, Model, Nanos, Token};
 use crate::prefetch::place::Place;
 use crate::prefetch::slow::uri;
 
-/// What can be addressed; what is asked for costs as much as all blocks that it touches.
+/// Granularity of addresses. A request costs as much as all blocks that it touches.
 const SECTOR_BYTES: u32 = 512;
 
-/// A drive that is to be, with a partition for each VM.
+/// Configuration of a drive, with a partition for each VM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bay {
     pub(super) model: Model,
@@ -40,29 +40,29 @@ pub(super) struct Bay {
     pub(super) partition: u64,
 }
 
-/// The drives, on a thread of their own that ends with this.
+/// The running drives, on a thread that ends when this value is dropped.
 pub(super) struct Rack {
-    /// By drive and VM.
+    /// NBD URIs by drive and VM.
     uris: Vec<Vec<String>>,
     shared: Arc<Switches>,
-    /// Its end tells the thread to stop.
+    /// Closing this connection stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
 struct Switches {
-    /// Requests take their time.
+    /// Whether requests take the model's time.
     timed: AtomicBool,
     answers: AtomicU64,
-    /// How much later than they should all answers have left together, in nanoseconds.
+    /// Sum of all delays of answers behind the model's time, in nanoseconds.
     late: AtomicU64,
     /// Blocks written, by drive.
     writes: Vec<AtomicU64>,
 }
 
 impl Rack {
-    /// The model's times are multiplied by `dilation`.
+    /// Starts the drives. The model's times are multiplied by `dilation`.
     pub(super) fn start(place: &Place, bays: &[Bay], vms: usize, dilation: f64) -> anyhow::Result<Self> {
         let (mut uris, mut listeners) = (Vec::new(), Vec::new());
         for _ in bays {
@@ -84,7 +84,7 @@ impl Rack {
         let (bays, switches) = (bays.to_vec(), Arc::clone(&shared));
         let serve = move || match serve(&bays, listeners, &stopped, dilation, &switches) {
             Ok(()) => {}
-            // Its clients wait for the connection, and say so.
+            // The clients fail too: they wait for the connection and report that.
             Err(error) => eprintln!("the drives: {error:#}"),
         };
         Ok(Self {
@@ -99,17 +99,17 @@ impl Rack {
         &self.uris[drive][vm]
     }
 
-    /// Whether requests take their time; at first they are answered at once.
+    /// Sets whether requests take the model's time. At first they are answered at once.
     pub(super) fn set_timed(&self, timed: bool) {
         self.shared.timed.store(timed, Ordering::Relaxed);
     }
 
-    /// Blocks that were written to a drive since this was asked last.
+    /// Returns the blocks written to a drive since the last call.
     pub(super) fn take_writes(&self, drive: usize) -> u64 {
         self.shared.writes[drive].swap(0, Ordering::Relaxed)
     }
 
-    /// How much later than it should an answer has left in the mean since this was asked last.
+    /// Returns the mean delay of answers behind the model's time since the last call.
     pub(super) fn take_lateness(&self) -> Duration {
         let late = self.shared.late.swap(0, Ordering::Relaxed);
         let answers = self.shared.answers.swap(0, Ordering::Relaxed).max(1);
@@ -121,7 +121,7 @@ impl Drop for Rack {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It has said why, if it panicked.
+            // A panic has printed its message already.
             let _ = thread.join();
         }
     }
@@ -135,7 +135,7 @@ fn serve(
     dilation: f64,
     switches: &Arc<Switches>,
 ) -> anyhow::Result<()> {
-    // It does not spin: the processors are for the programs that are measured.
+    // The loop does not spin: the processors are for the programs under test.
     let on = Loop::new(Duration::ZERO)?;
     let mut servers = Vec::new();
     for (number, (bay, listeners)) in bays.iter().zip(listeners).enumerate() {
@@ -171,24 +171,24 @@ fn serve(
     })
 }
 
-/// A model with a clock.
+/// A drive model driven by the event loop's clock.
 struct Timed {
     on: Loop,
     dilation: f64,
-    /// Which of the drives.
+    /// Index of the drive.
     number: usize,
     drive: RefCell<Drive>,
-    /// Requests under way, by each of their tokens.
+    /// Requests in flight, by each of their tokens.
     waiting: RefCell<HashMap<Token, Rc<Waiting>>>,
     tokens: Cell<Token>,
-    /// Requests that have come.
+    /// Number of requests received.
     asked: Cell<u64>,
-    /// One has come.
+    /// Raised when a request arrives.
     changed: Signal,
     switches: Arc<Switches>,
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Default)]
 struct Waiting {
     /// Blocks that are not done.
@@ -201,13 +201,13 @@ impl Timed {
         (self.on.now().as_nanos() as f64 / self.dilation) as Nanos
     }
 
-    /// Not before this point of the loop's time the model's time is `at`.
+    /// Returns the earliest loop time at which the model's time has reached `at`.
     fn deadline(&self, at: Nanos) -> LoopTime {
         let nanos = ((at + 1) as f64 * self.dilation).ceil() as u64;
         LoopTime::default().after(Duration::from_nanos(nanos))
     }
 
-    /// Lets the model's time go on to now, and answers what is done by then.
+    /// Advances the model's time to now, and completes the requests that are done by then.
     fn catch_up(&self) {
         let now = self.now();
         let mut done = Vec::new();
@@ -228,7 +228,7 @@ impl Timed {
         }
     }
 
-    /// Keeps the model's time going, as long as the loop runs.
+    /// Advances the model's time as long as the loop runs.
     async fn tick(self: Rc<Self>) {
         loop {
             self.catch_up();
@@ -241,7 +241,7 @@ impl Timed {
         }
     }
 
-    /// Takes as long as the drive does for the blocks of a request.
+    /// Waits as long as the drive takes for the blocks of a request.
     async fn take_time(&self, write: bool, vm: usize, start: ByteOffset, len: usize) {
         let blocks = start.get() / BLOCK..(start.get() + len as u64).div_ceil(BLOCK);
         let request = Rc::new(Waiting::default());
@@ -263,7 +263,7 @@ impl Timed {
     }
 }
 
-/// A VM's part of a drive.
+/// A VM's partition of a drive.
 struct Partition {
     lower: Rc<dyn BlockDevice>,
     drive: Rc<Timed>,
@@ -276,8 +276,8 @@ impl Partition {
     }
 }
 
-/// What is flushed survives the loss of power already, in the buffer or in place; it takes no time, nor do discards and
-/// write-zeroes, which the experiment has none of.
+/// Flushes take no time: all acknowledged data is already safe from power loss, in the buffer or in place. Discards
+/// and write-zeroes take no time either; the experiment has none.
 impl Filter for Partition {
     fn lower(&self) -> &Rc<dyn BlockDevice> {
         &self.lower
@@ -327,7 +327,8 @@ mod tests {
     }
 
     #[test]
-    fn a_partition_has_what_was_written_to_it_and_nothing_else() {
+    /// A write changes its own partition alone, untimed and timed, at offsets inside blocks.
+    fn write_changes_only_its_own_partition() {
         let place = Place::new(&std::env::temp_dir()).expect("a place");
         let bays = [OPTANE, QLC].map(|drive| Bay {
             model: drive.model(Programs::Suspended),
@@ -336,7 +337,7 @@ mod tests {
         let rack = Rack::start(&place, &bays, 2, 1.0).expect("the drives");
         for (pattern, timed) in [(1, false), (2, true)] {
             rack.set_timed(timed);
-            // Not of whole blocks.
+            // The range begins and ends inside blocks.
             let written = qemu_io(rack.uri(1, 1), &format!("write -P {pattern} 3584 9728"));
             assert!(written.contains("wrote 9728/9728"), "{written}");
             for (drive, vm, expected) in [(1, 1, pattern), (1, 0, 0), (0, 1, 0)] {
@@ -347,7 +348,7 @@ mod tests {
                 );
             }
         }
-        // Of the timed one.
+        // Only the timed write is counted.
         assert_eq!((rack.take_writes(0), rack.take_writes(1)), (0, 4));
     }
 }

@@ -1,4 +1,4 @@
-//! The part `seed`: a cache on Optane before QLC, and TLC without one, by the number of VMs.
+//! The part `seed`: QLC behind a cache on Optane, against TLC without a cache, by the number of VMs.
 
 use std::time::Duration;
 
@@ -13,34 +13,34 @@ use super::sheets::{self, Drive};
 use super::vms::{Hits, Vms};
 use crate::prefetch::place::Place;
 
-/// Of 15 parts of a disk so many are cached.
+/// Cached parts of a disk, out of 15.
 const CACHED_OF_15: u64 = 12;
 
-/// Of the requests so many are reads.
+/// Share of reads among the requests.
 const READS: f64 = 0.7;
 
-/// Which drive the cache is on.
+/// Index of the cache's drive.
 const FAST: usize = 0;
 
-/// What is simulated to find the bound, after it has settled.
+/// Measured interval of the simulation that gives the bound, after a second of warm-up.
 pub(super) const SPAN: Span = Span {
     from: 1_000_000_000,
     to: 3_000_000_000,
 };
 
-/// Reads of one VM that tell how long the programs take by themselves, in seconds.
+/// Seconds of one VM's reads from drives that answer at once, which measure the latency of the programs alone.
 const BARE_SECONDS: f64 = 1.0;
 
-/// Latencies, in us.
+/// Read latencies, in us.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Latency {
     pub(super) mean: f64,
-    /// So long that four of five take no longer.
+    /// 80th percentile.
     pub(super) p80: f64,
 }
 
 impl Latency {
-    /// Of nothing, if there is none.
+    /// Summarizes `values`; all fields are 0 if there are none.
     pub(super) fn of(values: &[Nanos]) -> Self {
         let mut values = values.to_vec();
         values.sort_unstable();
@@ -53,7 +53,7 @@ impl Latency {
         }
     }
 
-    /// Of what a clock has measured that runs so much faster.
+    /// Summarizes latencies measured by the host's clock, which runs `dilation` times faster than the drives'.
     fn measured(values: &[Duration], dilation: f64) -> Self {
         let nanos: Vec<Nanos> = values.iter().map(|value| value.as_nanos() as Nanos).collect();
         let Self { mean, p80 } = Self::of(&nanos);
@@ -64,31 +64,31 @@ impl Latency {
     }
 }
 
-/// A number of VMs on one set of drives.
+/// Measurements at one number of VMs.
 #[derive(Clone, Copy, Debug)]
 struct Point {
     vms: usize,
     seen: Latency,
     bound: Latency,
     cached: Option<Cached>,
-    /// How much later than it should an answer of the drives left, in us of their time.
+    /// Mean delay of the drives' answers behind the model, in us of the drives' time.
     late: f64,
     /// Processors that the servers kept busy.
     processors: f64,
 }
 
-/// What the cache made of it.
+/// Cache effectiveness in one measurement.
 #[derive(Clone, Copy, Debug)]
 struct Cached {
-    /// Of the reads, those that it had.
+    /// Share of the reads that hit the cache.
     hits: f64,
-    /// Of the misses, those that were brought in.
+    /// Share of the misses that filled the cache.
     filled: f64,
-    /// Blocks written to the fast drive for each request, with those that were brought in and the cache's own.
+    /// Blocks written to the fast drive per request, including fills and the cache's own metadata.
     fast_writes: f64,
 }
 
-/// What is compared.
+/// The three configurations that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contender {
     Tlc,
@@ -143,7 +143,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures one of them at every number of VMs.
+/// Measures a configuration at every number of VMs.
 fn measure(arguments: &Arguments, place: &Place, contender: Contender) -> anyhow::Result<Vec<Point>> {
     let count = arguments.vms.iter().copied().max().unwrap_or(0);
     let disk = arguments.disk << 20;

@@ -1,4 +1,4 @@
-//! The three drives of the published experiment: what their maker says of them, and the models that follow from it.
+//! The three drives of the published experiment: the vendor's data, and the models derived from it.
 
 use clap::ValueEnum;
 
@@ -7,15 +7,15 @@ use super::drive::{BLOCK, Buffer, Model, Nanos, Writes, mixed};
 
 const KIB: u64 = 1 << 10;
 
-/// What is published of a drive: 4 KiB requests at random over all of it, latencies those of one at a time. Where from
-/// says `docs/benchmarks.md`.
+/// Published data of a drive, for random 4 KiB requests over the whole drive; latencies are of one request at a time.
+/// `docs/benchmarks.md` lists the sources.
 #[derive(Clone, Copy, Debug)]
 struct Sheet {
     read_us: f64,
     write_us: f64,
     read_iops: f64,
     write_iops: f64,
-    /// Writes in order, bytes a second.
+    /// Bandwidth of sequential writes, bytes per second.
     write_bandwidth: f64,
     /// Requests in flight at which the IOPS are reached.
     depth: usize,
@@ -23,29 +23,29 @@ struct Sheet {
     mixed_iops: Option<f64>,
 }
 
-/// What a read does to a program that has begun, which data sheets do not say.
+/// Effect of a read on a program that has begun, which data sheets do not state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Programs {
-    /// Suspends it
+    /// The read suspends the program
     Suspended,
-    /// Waits for it, and each page of 16 KiB is a program of its own
+    /// The read waits for the program, and each 16 KiB page is programmed separately
     Pages,
-    /// Waits for it, and it is a whole word line
+    /// The read waits for the program, which covers a whole word line
     Whole,
 }
 
-/// Bytes of a page of flash.
+/// Bytes of a flash page.
 const PAGE: u64 = 16 * KIB;
 
-/// What it takes to suspend a program.
+/// Time that it takes to suspend a program.
 const SUSPEND: Nanos = 25_000;
 
-/// What is not published.
+/// Assumed values, where nothing is published.
 #[derive(Clone, Copy, Debug)]
 struct Assumed {
-    /// So many that the published IOPS of reads come out.
+    /// Number of units, chosen so that the model reaches the published read IOPS.
     units: usize,
-    /// What of a request's latency is no unit's.
+    /// Part of a request's latency that occupies no unit.
     overhead_us: f64,
     writes: AssumedWrites,
 }
@@ -56,7 +56,7 @@ enum AssumedWrites {
     Buffered {
         /// Bytes that a unit programs at once.
         word_line: u64,
-        /// Bytes that the drive maps at a time.
+        /// Bytes of a mapping unit.
         mapped: u64,
         buffer: u64,
     },
@@ -70,7 +70,8 @@ pub(super) struct Drive {
     assumed: Assumed,
 }
 
-/// The cache: no flash, and written in place. Its latencies are published as under 10 us; reads were measured at 8.9.
+/// The cache drive: no flash, and written in place. Its latencies are published as under 10 us; reads were measured
+/// at 8.9.
 pub(super) const OPTANE: Drive = Drive {
     name: "Optane DC P4800X",
     sheet: Sheet {
@@ -89,7 +90,7 @@ pub(super) const OPTANE: Drive = Drive {
     },
 };
 
-/// What QLC with a cache is compared with. A word line is three pages of 16 KiB.
+/// The drive that cached QLC is compared with. A word line is three pages of 16 KiB.
 pub(super) const TLC: Drive = Drive {
     name: "DC P4510 8 TB (TLC)",
     sheet: Sheet {
@@ -112,8 +113,8 @@ pub(super) const TLC: Drive = Drive {
     },
 };
 
-/// What is cached. A word line is four pages of 16 KiB; what is mapped follows from the endurance, which is 4.5 times as
-/// high for writes in order.
+/// The drive behind the cache. A word line is four pages of 16 KiB. The mapping unit is inferred from the endurance,
+/// which is 4.5 times as high for sequential writes.
 pub(super) const QLC: Drive = Drive {
     name: "D5-P4320 7.68 TB (QLC)",
     sheet: Sheet {
@@ -143,8 +144,9 @@ fn nanos(us: f64) -> Nanos {
 }
 
 impl Drive {
-    /// Service times follow from the published latencies and IOPS: what a write costs the units is their number over the
-    /// IOPS of writes, what a program takes of it follows from writes in order, and the rest is garbage collection.
+    /// Derives the model from the published latencies and IOPS. The unit time of a write is the number of units
+    /// divided by the write IOPS. The sequential bandwidth gives a program's share of that time, and the rest is
+    /// garbage collection.
     pub(super) fn model(&self, programs: Programs) -> Model {
         let Self { sheet, assumed, .. } = self;
         let units = assumed.units as f64;
@@ -185,7 +187,7 @@ impl Drive {
     }
 }
 
-/// A published figure, and what the model makes of it.
+/// A published value beside the model's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Calibrated {
     pub(super) what: &'static str,
@@ -193,15 +195,15 @@ pub(super) struct Calibrated {
     pub(super) model: f64,
 }
 
-/// Long enough for a buffer to fill.
+/// Measured interval, long enough for a buffer to fill.
 const SPAN: Span = Span {
     from: 1_000_000_000,
     to: 2_000_000_000,
 };
 
-/// What the drive's model makes of what is published.
+/// Compares a drive's model with its published data.
 pub(super) fn calibrated(drive: &Drive) -> Vec<Calibrated> {
-    // Programs among reads, or reads among programs, are not part of it.
+    // `Programs` has no effect here: no row except the last mixes reads and programs.
     let model = drive.model(Programs::Whole);
     let with = |depth: usize, writes_of_ten: u64| {
         let mut count = 0;
@@ -262,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_models_have_the_published_latencies_and_iops() {
+    fn models_match_published_latencies_and_iops() {
         for drive in ALL {
             for row in calibrated(&drive) {
                 let off = row.model / row.published - 1.0;

@@ -1,4 +1,4 @@
-//! The VMs: for each a `larder disk serve`, and a client with one request under way.
+//! The VMs: each is a `larder disk serve` and a client with one request in flight.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -13,7 +13,7 @@ use crate::prefetch::place::Place;
 use crate::prefetch::servers::{Export, Larder, Prefetch, Serve};
 use crate::vhost_user::client::{Client, Request};
 
-/// A VM.
+/// A VM: its server, and the thread of its client.
 struct Vm {
     larder: Larder,
     orders: Sender<Order>,
@@ -21,31 +21,31 @@ struct Vm {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a client is to do. It answers with how long each of the reads took.
+/// Order to a client. The client answers with the latency of each read.
 #[derive(Clone, Copy, Debug)]
 enum Order {
-    /// Reads every block once, in a random order, another one for each pass.
+    /// Reads every block once, in a random order that differs from pass to pass.
     ReadAll { pass: u32 },
-    /// Makes the seed's requests, and tells of those after a point in time until another.
+    /// Sends the experiment's requests until `to`, and reports those after `from`.
     Run { from: Instant, to: Instant },
 }
 
-/// All of them.
+/// All VMs of an experiment.
 pub(super) struct Vms {
     vms: Vec<Vm>,
 }
 
-/// Hits and misses of reads so far, of all VMs.
+/// Hits and misses of reads so far, summed over all VMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Hits {
     pub(super) hits: u64,
     pub(super) misses: u64,
-    /// Bytes brought in after reads.
+    /// Bytes that reads have filled into the caches.
     pub(super) filled: u64,
 }
 
 impl Hits {
-    /// What has come since `earlier`.
+    /// Returns the difference from an earlier value.
     pub(super) fn since(self, earlier: Self) -> Self {
         Self {
             hits: self.hits - earlier.hits,
@@ -60,8 +60,8 @@ impl Hits {
 }
 
 impl Vms {
-    /// `count` of them, on disks of `disk` bytes at the URIs that `image` says, served with the options that `options`
-    /// says.
+    /// Starts `count` VMs on disks of `disk` bytes. `image` gives the URI of each disk, `options` the options of its
+    /// server.
     pub(super) fn start(
         place: &Place,
         count: usize,
@@ -76,7 +76,7 @@ impl Vms {
                     format: "raw",
                     prefetch: Prefetch::Off,
                     export: Export::VhostUser,
-                    // Hundreds of servers that spin for work would leave no processor for those that have some.
+                    // Hundreds of spinning servers would leave no processor for those with work.
                     options: &format!("--poll-us 0 {}", options(number)),
                 };
                 Vm::start(serve.start(place)?, Requests::of(number, disk), disk)
@@ -85,12 +85,13 @@ impl Vms {
         Ok(Self { vms })
     }
 
-    /// Has each of them read all of its disk.
+    /// Makes each VM read all of its disk.
     pub(super) fn read_all(&self, pass: u32) -> anyhow::Result<()> {
         self.order(self.vms.len(), Order::ReadAll { pass }).map(drop)
     }
 
-    /// Has the first `count` make requests for `seconds`, after others for `before`. How long each of the reads took.
+    /// Runs the first `count` VMs for `before` seconds unmeasured, then for `seconds`. Returns the latency of each
+    /// measured read.
     pub(super) fn run(&self, count: usize, before: f64, seconds: f64) -> anyhow::Result<Vec<Duration>> {
         let from = Instant::now() + Duration::from_secs_f64(before);
         let to = from + Duration::from_secs_f64(seconds);
@@ -100,7 +101,7 @@ impl Vms {
     fn order(&self, count: usize, order: Order) -> anyhow::Result<Vec<Duration>> {
         let vms = &self.vms[..count];
         for vm in vms {
-            // One whose thread has ended has said why, which is its answer.
+            // A thread that has ended has left its error as its answer.
             let _ = vm.orders.send(order);
         }
         let mut reads = Vec::new();
@@ -110,7 +111,7 @@ impl Vms {
         Ok(reads)
     }
 
-    /// What their caches have done so far.
+    /// Sums the statistics of all caches.
     pub(super) fn hits(&self) -> anyhow::Result<Hits> {
         let mut sum = Hits::default();
         for vm in &self.vms {
@@ -141,7 +142,7 @@ impl Vm {
         let client = move || {
             let ended = client(&socket, requests, disk, &to_do, &done);
             if let Err(error) = ended {
-                // Nobody listens if the experiment has ended.
+                // The receiver is dropped if the experiment has ended.
                 let _ = done.send(Err(error));
             }
         };
@@ -156,7 +157,7 @@ impl Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        // The client ends when there is nobody to give it orders.
+        // Dropping the sender ends the client.
         self.orders = channel().0;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -164,7 +165,7 @@ impl Drop for Vm {
     }
 }
 
-/// Does what it is told until there is nobody to tell it any more.
+/// Executes orders until the sender is dropped.
 fn client(
     socket: &Path,
     mut requests: Requests,

@@ -1,4 +1,4 @@
-//! What a client knows of each sector of a disk: who wrote it, and what of that may be there.
+//! Expected state of each sector of a disk: the writes that a client has made, and which of them a read may return.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ pub const SECTOR: usize = 512;
 
 const WORDS: usize = SECTOR / 8;
 
-/// What is known of one sector, in numbers of writes. Higher is later.
+/// Known state of one sector, as write numbers. Higher is later.
 #[derive(Clone, Copy, Default)]
 struct Book {
     completed: u64,
@@ -18,20 +18,20 @@ struct Book {
 }
 
 impl Book {
-    /// What a read may give that has begun when `before` was the last one that had completed.
+    /// Whether a read may return write `number`, if `before` was the last completed write when the read began.
     fn has(&self, number: u64, before: u64) -> bool {
         number >= before && (number <= self.completed || Some(number) == self.under_way)
     }
 }
 
-/// Of all sectors of a disk.
+/// Expected state of all sectors of a disk.
 pub struct Books(Vec<Book>);
 
-/// Sectors whose writes have completed, each with its last one.
+/// Sectors with the number of their last completed write.
 pub type Completed = Vec<(u64, u64)>;
 
 impl Books {
-    /// Of a disk of zeros, with so many sectors.
+    /// Creates the state of a zeroed disk with the given number of sectors.
     pub fn new(sectors: u64) -> Self {
         Self(vec![Book::default(); sectors as usize])
     }
@@ -44,19 +44,19 @@ impl Books {
         &mut self.0[sectors.start as usize..sectors.end as usize]
     }
 
-    /// Whether a write is under way to any of them.
+    /// Returns whether a write to any of the sectors is in flight.
     pub fn are_written(&self, sectors: &Range<u64>) -> bool {
         self.of(sectors).iter().any(|book| book.under_way.is_some())
     }
 
-    /// A write begins.
+    /// Records the start of a write.
     pub fn begin(&mut self, sectors: &Range<u64>, number: u64) {
         for book in self.of_mut(sectors) {
             book.under_way = Some(number);
         }
     }
 
-    /// It has completed.
+    /// Records the completion of a write.
     pub fn complete(&mut self, sectors: &Range<u64>, number: u64) {
         for book in self.of_mut(sectors) {
             book.completed = number;
@@ -64,14 +64,14 @@ impl Books {
         }
     }
 
-    /// The last writes to these sectors that have completed.
+    /// Returns the last completed write of each of these sectors.
     pub fn completed(&self, sectors: impl Iterator<Item = u64>) -> Completed {
         sectors
             .map(|sector| (sector, self.0[sector as usize].completed))
             .collect()
     }
 
-    /// They were flushed.
+    /// Records that a flush has made these writes durable.
     pub fn flush(&mut self, covered: Completed) {
         for (sector, number) in covered {
             let book = &mut self.0[sector as usize];
@@ -79,11 +79,11 @@ impl Books {
         }
     }
 
-    /// Compares what a read gave that began when these had completed. Where a write met it, it may have some of the old
-    /// words and some of the new: Linux copies from and to its page cache at once.
+    /// Checks the data of a read that began when the writes in `before` had completed. A read that overlaps a write
+    /// may return a mix of old and new words, because Linux copies from and to its page cache concurrently.
     ///
     /// # Errors
-    /// It is older, torn without such a write, or another sector's.
+    /// If the data is older than `before`, torn without an overlapping write, or of another sector.
     pub fn compare_read(&self, before: &Completed, bytes: &[u8]) -> anyhow::Result<()> {
         for ((sector, before), got) in before.iter().zip(bytes.chunks(SECTOR)) {
             let book = &self.0[*sector as usize];
@@ -103,23 +103,23 @@ impl Books {
         Ok(())
     }
 
-    /// Compares the disk's bytes: each sector has its last completed write, or one that was under way.
+    /// Checks the content of the disk: each sector holds its last completed write, or one that was in flight.
     ///
     /// # Errors
-    /// It has not.
+    /// If a sector holds anything else.
     pub fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
         self.compare_since(disk, |book| book.completed)
     }
 
-    /// Compares an image that has all that was flushed, and of what came later as much as it likes.
+    /// Checks an image after power loss: each sector holds its last flushed write or a later one.
     ///
     /// # Errors
-    /// It has not.
+    /// If a sector holds anything else.
     pub fn compare_flushed(&self, disk: &[u8]) -> anyhow::Result<()> {
         self.compare_since(disk, |book| book.flushed)
     }
 
-    /// Each sector has the `least` write, or a later one.
+    /// Checks that each sector holds the `least` write, or a later one.
     fn compare_since(&self, disk: &[u8], least: fn(&Book) -> u64) -> anyhow::Result<()> {
         ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
         for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
@@ -145,7 +145,8 @@ impl Books {
     }
 }
 
-/// The bytes that write `number` makes of sectors: each says which it is, and who made it.
+/// Returns the bytes that write `number` puts into the sectors. Each sector's bytes contain the sector's number and
+/// the write's.
 pub fn contents(sectors: &Range<u64>, number: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity((sectors.end - sectors.start) as usize * SECTOR);
     for sector in sectors.clone() {
@@ -156,14 +157,14 @@ pub fn contents(sectors: &Range<u64>, number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Whether each word of it is one of these writes'.
+/// Whether each word of a sector comes from one of these writes.
 fn is_mixed(sector: u64, got: &[u8], numbers: &[u64]) -> bool {
     let writes: Vec<Vec<u64>> = numbers.iter().map(|number| words(sector, *number).collect()).collect();
     let mut indexed = (0..).zip(got.chunks(8));
     indexed.all(|(index, word): (usize, _)| writes.iter().any(|words| words[index].to_le_bytes() == word))
 }
 
-/// The words of a sector of this write, or of one that was never written.
+/// Words that write `number` puts into a sector; zeros for number 0, a sector that was never written.
 fn words(sector: u64, number: u64) -> impl Iterator<Item = u64> {
     let mut filler = sector ^ number.rotate_left(17);
     let filled = std::iter::repeat_with(move || {
@@ -177,7 +178,8 @@ fn words(sector: u64, number: u64) -> impl Iterator<Item = u64> {
     words.map(move |word| if is_written { word } else { 0 })
 }
 
-/// The write that has made the bytes of a sector: 0 for zeros, none if it is no write of this sector, or not all of it.
+/// Returns the write that made a sector's bytes: 0 for zeros, `None` if the bytes are not of this sector or not all
+/// of one write.
 fn number_in(sector: u64, got: &[u8]) -> Option<u64> {
     let word = |index: usize| Some(u64::from_le_bytes(got.get(index * 8..index * 8 + 8)?.try_into().ok()?));
     let number = word(1)?;
@@ -190,7 +192,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_old_torn_or_elsewhere_is_found() {
+    /// The check detects stale, torn and misplaced sectors, and accepts words mixed by an overlapping write.
+    fn stale_torn_or_misplaced_sector_is_detected() {
         let mut books = Books::new(4);
         let all = 0..4;
         let zeros = vec![0; 4 * SECTOR];

@@ -1,5 +1,5 @@
-//! The servers of a guest's disks are killed at random moments while it boots under `larder run`, where QEMU and the
-//! guest's driver set the devices up; the guest must get through, read back what it wrote, and power off.
+//! Kills the disk servers of a guest at random moments while it boots under `larder run`, when QEMU and the guest's
+//! driver set the devices up. The guest must boot, read back its own writes, and power off.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,12 +13,12 @@ use super::disk::{self, Format, Victim};
 use super::guest::{KERNEL_ARGUMENTS, accelerator, initramfs, test_bed};
 use super::process::Process;
 
-/// A guest that has not powered off this long after the last kill hangs: 120 s, counted in steps, so that time in which
-/// all processes were stopped does not count.
+/// Time after the last kill within which the guest must power off: 120 s. It is counted in steps, so that time in
+/// which all processes were stopped does not count.
 const STEPS_MAX: u32 = 1200;
 const STEP: Duration = Duration::from_millis(100);
 
-/// Kills in one boot; a server that dies over and over is started again ever later.
+/// Kills in one boot at most. A server that dies repeatedly is restarted after growing delays.
 const KILLS_MAX: u32 = 8;
 
 const SCRIPT: &str = r#"
@@ -29,24 +29,24 @@ done
 if dmesg | grep -iE 'i/o error|blk_update|hung task'; then exit 1; fi
 "#;
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Guests started.
     pub boots: u32,
     /// Servers killed.
     pub kills: u32,
-    /// What went wrong, one text for each guest that did not get through.
+    /// Failures: one text for each guest that failed.
     pub failures: Vec<String>,
 }
 
 /// Bytes of each disk.
 pub const DISK: u64 = 16 << 20;
 
-/// Boots `count` guests, each from new images in `folder`, a raw and a qcow2 one, with or without caches.
+/// Boots `count` guests, each from a new raw and a new qcow2 image in `folder`, with or without caches.
 ///
 /// # Errors
-/// A guest could not even be started.
+/// If a guest cannot be started at all.
 pub fn run(
     larder: &Path,
     folder: &Path,
@@ -99,7 +99,7 @@ pub fn run(
     Ok(report)
 }
 
-/// A disk of a new image, with a new cache, as `--disk` has it.
+/// Returns the `--disk` value for a new image with a new cache.
 fn with_cache(format: Format, image: &Path, cache: CacheChoice) -> anyhow::Result<String> {
     let file = image.with_extension("cache");
     if file.exists() {
@@ -115,9 +115,9 @@ fn with_cache(format: Format, image: &Path, cache: CacheChoice) -> anyhow::Resul
     ))
 }
 
-/// Kills the servers of a run now and then until it ends, some of them again within milliseconds.
+/// Kills the servers of a run repeatedly until it ends, some of them again within milliseconds.
 fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyhow::Result<()> {
-    // The first time while QEMU sets itself up, perhaps.
+    // The first kill may come while QEMU sets itself up.
     let mut pause = random.below(1000);
     for _ in 0..KILLS_MAX {
         std::thread::sleep(Duration::from_millis(pause));
@@ -147,7 +147,7 @@ fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyh
     Ok(())
 }
 
-/// Kills the servers, if QEMU has been started, and tells how many.
+/// Kills the servers if QEMU has been started. Returns their number.
 fn kill_children(run: u32) -> u32 {
     let children = std::fs::read_to_string(format!("/proc/{run}/task/{run}/children")).unwrap_or_default();
     let children = children.split_whitespace().filter_map(|text| text.parse::<i32>().ok());
@@ -163,7 +163,8 @@ fn kill_children(run: u32) -> u32 {
     let servers = commands.iter().filter(|(_, words)| words.contains("disk\0serve"));
     servers
         .map(|(server, _)| {
-            // SAFETY: a plain system call. The number was a server's a moment ago; numbers take long to come again.
+            // SAFETY: `kill` accesses no memory. The number was a server's a moment ago, and PIDs are not soon
+            // reused.
             unsafe { libc::kill(*server, libc::SIGKILL) };
         })
         .count() as u32

@@ -1,4 +1,4 @@
-//! The cache of a disk whose server is killed: which, and how much of it the next server finds.
+//! The cache of a disk whose server is killed: its options, and how much of it the next server still has.
 
 use std::fmt;
 use std::io::{Read, Write};
@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use serde_json::Value;
 
-/// What the cache does with writes.
+/// Handling of writes by the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CacheMode {
     /// Write-through
@@ -24,7 +24,7 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
-    /// The word for it on a command line.
+    /// Name of the mode on a command line.
     pub fn word(self) -> &'static str {
         match self {
             Self::Wt => "wt",
@@ -34,12 +34,12 @@ impl CacheMode {
         }
     }
 
-    /// Only the cache may have what was written.
+    /// Returns whether written data may exist in the cache alone.
     pub fn keeps_dirty(self) -> bool {
         self == Self::Wb
     }
 
-    /// Those that a server may be started with instead, in a campaign of this one.
+    /// Modes that some servers are started with instead, in a campaign with this mode.
     pub fn others(self) -> &'static [Self] {
         match self {
             Self::Wb => &[Self::Wt, Self::Wa, Self::Pt],
@@ -49,35 +49,35 @@ impl CacheMode {
     }
 }
 
-/// The cache of a disk.
+/// Cache options of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheChoice {
-    /// What it does with writes.
+    /// Handling of writes.
     pub mode: CacheMode,
-    /// Bytes of its file.
+    /// Bytes of the cache's file.
     pub size: u64,
 }
 
-/// What a server tells of its cache.
+/// Cache statistics that a server reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Holds {
-    /// Bytes of the lines that it has.
+    /// Bytes of the cached lines.
     pub bytes: u64,
-    /// Bytes of them that a kill may leave cold.
+    /// Bytes of cached lines that a kill may lose because their metadata is not checkpointed.
     pub unsettled: u64,
-    /// Bytes of the lines that only it has.
+    /// Bytes of the dirty lines, which only the cache has.
     pub dirty: u64,
-    /// Bytes that were read from it.
+    /// Bytes that were read from the cache.
     pub hit_bytes: u64,
     /// Bytes that are compared with the disk before they are used.
     pub unproven: u64,
 }
 
 impl Holds {
-    /// Asks a server at its control socket.
+    /// Reads the statistics from a server's control socket.
     ///
     /// # Errors
-    /// It does not answer, has no cache, or that does not work.
+    /// If the server does not answer, or has no working cache.
     pub fn ask(control: &Path) -> anyhow::Result<Self> {
         let answer = get_disks(control).with_context(|| format!("asking at {}", control.display()))?;
         let cache = &answer["disks"][0]["cache"];
@@ -95,8 +95,8 @@ impl Holds {
         })
     }
 
-    /// Waits until a server has loaded its cache: all of what it had `before` and would not lose, or, if it comes to
-    /// less, what does not become more for a while.
+    /// Waits until a server has loaded its cache: all that was checkpointed `before`, or, if the cache reaches less,
+    /// until it no longer grows.
     ///
     /// # Errors
     /// As in [`Holds::ask`].
@@ -115,11 +115,11 @@ impl Holds {
     }
 }
 
-/// A cache that has not become more for so long is loaded.
+/// Time without growth after which a cache counts as loaded.
 const STEADY: Duration = Duration::from_millis(200);
 const ASKED_EVERY: Duration = Duration::from_millis(2);
 
-/// A server answers within that.
+/// Time within which a server must answer.
 const ANSWERS_MAX: Duration = Duration::from_secs(30);
 
 fn get_disks(control: &Path) -> anyhow::Result<Value> {
@@ -133,19 +133,19 @@ fn get_disks(control: &Path) -> anyhow::Result<Value> {
     Ok(serde_json::from_str(body)?)
 }
 
-/// How warm caches were after their servers were killed.
+/// Share of cached data that survived the kills of servers.
 #[derive(Clone, Debug, Default)]
 pub struct Warmth {
-    /// Of the lines before, those after.
+    /// Bytes cached after a kill, over the bytes before.
     of_all: Vec<f64>,
-    /// The same, of those that were settled.
+    /// Bytes cached after a kill, over the checkpointed bytes before; at most 1.
     of_settled: Vec<f64>,
-    /// Of the bytes after, those that a read of the disk found.
+    /// Bytes that a read of the whole disk found in the cache, over the cached bytes.
     reread: Vec<f64>,
 }
 
 impl Warmth {
-    /// A cache that was not empty, before the kill and after it.
+    /// Records the cache's state before and after a kill; empty caches are not counted.
     pub fn killed(&mut self, before: Holds, after: Holds) {
         let share = |of: u64| after.bytes as f64 / of as f64;
         if before.bytes > 0 {
@@ -156,7 +156,7 @@ impl Warmth {
         }
     }
 
-    /// All of the disk was read meanwhile.
+    /// Records a read of the whole disk between the two states.
     pub fn reread(&mut self, from: Holds, to: Holds) {
         if from.bytes > 0 {
             let found = to.hit_bytes - from.hit_bytes;
@@ -164,14 +164,14 @@ impl Warmth {
         }
     }
 
-    /// All of another sample.
+    /// Adds all of another sample.
     pub fn add(&mut self, other: Self) {
         self.of_all.extend(other.of_all);
         self.of_settled.extend(other.of_settled);
         self.reread.extend(other.reread);
     }
 
-    /// The share of the settled lines that half of the kills, or more, left, 0 to 1.
+    /// Median share of the checkpointed lines that survived a kill, 0 to 1.
     pub fn of_settled(&self) -> Option<f64> {
         median_and_least(&self.of_settled).map(|(median, _)| median)
     }
@@ -208,7 +208,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_settled_is_counted_apart() {
+    /// Lines without checkpointed metadata do not lower the share of checkpointed ones.
+    fn unsettled_lines_are_counted_separately() {
         let holds = |bytes, unsettled| Holds {
             bytes,
             unsettled,

@@ -1,5 +1,5 @@
-//! A guest without QEMU that keeps books: it writes, reads and flushes as much as its queues take, and knows what each
-//! sector may have.
+//! A guest without QEMU that checks its data: it writes, reads and flushes as much as its queues accept, and tracks
+//! the expected state of each sector.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -16,7 +16,7 @@ use super::front_end::ring::Buffer;
 /// Bytes of the disk.
 pub const DISK: u64 = 16 << 20;
 const SECTORS: u64 = DISK / SECTOR as u64;
-/// What is written and read more than the rest.
+/// Sectors at the disk's beginning that are accessed more often than the rest.
 const HOT: u64 = SECTORS / 8;
 /// Sectors of the most frequent request, and of the longest.
 const BLOCK: u64 = 8;
@@ -36,13 +36,13 @@ enum Task {
         before: Completed,
         buffer: usize,
     },
-    /// With each sector's last completed write when the flush was sent.
+    /// `covered` has each changed sector's last completed write at the time when the flush was sent.
     Flush {
         covered: Completed,
     },
 }
 
-/// A guest that keeps books.
+/// A guest that tracks the expected state of its disk.
 pub(super) struct Client {
     pub(super) guest: FrontEnd,
     pub(super) books: Books,
@@ -53,7 +53,7 @@ pub(super) struct Client {
     pub(super) done: Done,
 }
 
-/// What it has done.
+/// Counts of completed requests.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     pub(super) writes: u64,
@@ -62,7 +62,7 @@ pub(super) struct Done {
 }
 
 impl Client {
-    /// Of a disk of zeros.
+    /// Creates a client of a zeroed disk.
     pub(super) fn new(guest: FrontEnd) -> Self {
         Self {
             buffers: (0..DEPTH * guest.queues.len()).collect(),
@@ -75,7 +75,7 @@ impl Client {
         }
     }
 
-    /// Requests that are not answered.
+    /// Number of requests in flight.
     pub(super) fn in_flight(&self) -> usize {
         self.tasks.len()
     }
@@ -88,7 +88,7 @@ impl Client {
         self.tasks.range((queue, 0)..=(queue, u16::MAX)).count()
     }
 
-    /// Keeps every queue full: mostly writes, some reads, now and then a flush.
+    /// Fills every queue: mostly with writes, some reads, and an occasional flush.
     pub(super) fn submit(&mut self, random: &mut Random) {
         for queue in 0..self.guest.queues.len() {
             for _ in self.busy(queue)..DEPTH {
@@ -105,7 +105,7 @@ impl Client {
     fn submit_write(&mut self, queue: usize, random: &mut Random) {
         let sectors = loop {
             let sectors = any_sectors(random);
-            // One write at a time to a sector: the order of two is nobody's promise.
+            // Only one write at a time goes to a sector: the order of two concurrent ones is undefined.
             if !self.books.are_written(&sectors) {
                 break sectors;
             }
@@ -147,7 +147,7 @@ impl Client {
         self.tasks.insert((queue, id), Task::Flush { covered });
     }
 
-    /// Takes what has been answered; whether there was anything.
+    /// Processes all completed requests. Returns whether there were any.
     pub(super) fn collect(&mut self) -> anyhow::Result<bool> {
         let mut any = false;
         for queue in 0..self.guest.queues.len() {
@@ -188,7 +188,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for any answer, by the interrupt of queue 0 or 1: a lost one is an error.
+    /// Waits for a completion, with interrupts enabled on all queues. A lost interrupt is an error.
     pub(super) fn wait(&mut self) -> anyhow::Result<()> {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -206,7 +206,7 @@ impl Client {
         }
     }
 
-    /// Keeps the server busy for so long, and after that.
+    /// Keeps the queues full for the duration `life`, and leaves requests in flight.
     pub(super) fn work(&mut self, life: Duration, random: &mut Random) -> anyhow::Result<()> {
         let end = Instant::now() + life;
         while Instant::now() < end {
@@ -216,7 +216,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for all answers.
+    /// Waits until all requests have completed.
     pub(super) fn finish(&mut self) -> anyhow::Result<()> {
         while !self.tasks.is_empty() {
             self.wait()?;
@@ -224,7 +224,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for all answers, and for a flush of all.
+    /// Waits until all requests have completed, then flushes.
     pub(super) fn settle(&mut self) -> anyhow::Result<()> {
         self.finish()?;
         self.submit_flush(0);
@@ -232,7 +232,7 @@ impl Client {
         self.wait()
     }
 
-    /// Reads all of the disk while nothing is written, a block after the other in a random order.
+    /// Reads the whole disk, block by block in a random order, with no writes in flight.
     pub(super) fn read_all(&mut self, random: &mut Random) -> anyhow::Result<()> {
         self.finish()?;
         let mut blocks: Vec<u64> = (0..SECTORS / BLOCK).collect();
@@ -251,7 +251,7 @@ impl Client {
     }
 }
 
-/// Any part of the disk for a request: mostly a block, of what is hot as often as of all.
+/// Returns random sectors for a request: mostly one block, half of the time in the hot area.
 fn any_sectors(random: &mut Random) -> Range<u64> {
     let within = [HOT, SECTORS][random.below(2) as usize];
     match random.below(4) {

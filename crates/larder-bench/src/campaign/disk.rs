@@ -1,4 +1,4 @@
-//! A disk served by Larder, from its image or from an NBD server, with or without a cache, and the one that is killed.
+//! A disk that Larder serves, from its image or from an NBD server, with or without a cache, and the server to kill.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,46 +12,46 @@ use super::guest::LIMIT;
 use super::process::Process;
 use super::server::Server;
 
-/// Who is killed.
+/// Server to kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Target {
     /// Larder, which serves the image
     Larder,
-    /// nbdkit, whose client Larder is
+    /// nbdkit, of which Larder is a client
     Nbdkit,
-    /// nbdkit with a write-back cache of its own: what was not flushed dies with it
+    /// nbdkit with a write-back cache of its own: a kill loses unflushed data
     NbdkitCache,
-    /// qemu-nbd, whose client Larder is
+    /// qemu-nbd, of which Larder is a client
     QemuNbd,
 }
 
-/// What the image is.
+/// Format of the image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// The disk, byte for byte
+    /// Raw: the disk, byte for byte
     #[default]
     Raw,
     /// qcow2 with clusters of 4 KiB, so that most writes allocate
     Qcow2,
 }
 
-/// The target, and the larder to serve with.
+/// Server to kill, and the disk's configuration.
 #[derive(Clone, Copy)]
 pub struct Victim<'a> {
-    /// The program.
+    /// Path of the `larder` program.
     pub larder: &'a Path,
-    /// Who is killed.
+    /// Server to kill.
     pub target: Target,
-    /// What the image is.
+    /// Format of the image.
     pub format: Format,
-    /// The disk's cache.
+    /// Options of the disk's cache, if it has one.
     pub cache: Option<CacheChoice>,
-    /// All layers together: read-ahead over the cache over qcow2 over NBD.
+    /// Whether all layers are stacked: read-ahead over the cache over qcow2 over NBD.
     pub whole: bool,
 }
 
 impl<'a> From<&'a Path> for Victim<'a> {
-    /// Larder itself, without a cache.
+    /// Kills Larder itself, without a cache.
     fn from(larder: &'a Path) -> Self {
         Self {
             larder,
@@ -64,31 +64,32 @@ impl<'a> From<&'a Path> for Victim<'a> {
 }
 
 impl Victim<'_> {
-    /// The NBD server that Larder has its bytes from.
+    /// Returns the NBD server that Larder reads the image from, if any.
     fn store(&self) -> Option<Target> {
         match self.target {
-            // nbdkit 1.32 may die with its client: one thread closes the connection, another one answers there.
+            // Not nbdkit: version 1.32 may die with its client, when one thread closes the connection and another one
+            // replies on it.
             Target::Larder => self.whole.then_some(Target::QemuNbd),
             store => Some(store),
         }
     }
 
-    /// What was written and flushed is on the image, whatever there is above it.
+    /// Returns whether flushed writes are on the image, whatever layers are above it.
     pub fn image_has_all(&self) -> bool {
         !self.cache.is_some_and(|cache| cache.mode.keeps_dirty())
     }
 }
 
-/// How the disk is served.
+/// Export protocol of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Export {
-    /// To a front-end.
+    /// vhost-user, to one front-end.
     VhostUser,
-    /// To clients that come and go.
+    /// NBD, to changing clients.
     Nbd,
 }
 
-/// Where everything is.
+/// Paths of all files and sockets of the disk.
 struct Places<'a> {
     image: &'a Path,
     socket: PathBuf,
@@ -98,7 +99,7 @@ struct Places<'a> {
     state: PathBuf,
 }
 
-/// What Larder says when it has to wait for the locks of another server.
+/// Larder's error message while another server's locks exist.
 const IN_USE: &str = "in use by another process";
 
 /// The servers of one disk.
@@ -106,29 +107,29 @@ pub struct Disk<'a> {
     victim: Victim<'a>,
     places: Places<'a>,
     export: Export,
-    /// With what the next server is started.
+    /// Cache options for the next server.
     cache: Option<CacheChoice>,
     server: Server,
     store: Option<Process>,
-    /// Lines that Larder had said when the store was killed.
+    /// Number of output lines of Larder when the store was killed.
     said: usize,
-    /// What the cache had before the last kill.
+    /// Cache statistics before the last kill.
     before: Option<Holds>,
-    /// How warm the cache was after kills.
+    /// Cache survival over the kills so far.
     pub warmth: Warmth,
 }
 
 impl<'a> Disk<'a> {
-    /// Serves `image` to a front-end, with sockets in `folder`, which should have a short path. What the disk of another
-    /// image has left is removed.
+    /// Serves `image` to a front-end, with sockets in `folder`, whose path should be short. Removes what an earlier
+    /// image's disk has left there.
     ///
     /// # Errors
-    /// A server does not start.
+    /// If a server does not start.
     pub fn start(victim: Victim<'a>, image: &'a Path, folder: &Path) -> anyhow::Result<Self> {
         Self::export(victim, image, folder, Export::VhostUser)
     }
 
-    /// Serves it as said.
+    /// Serves `image` over the given protocol; otherwise as [`Disk::start`].
     ///
     /// # Errors
     /// As in [`Disk::start`].
@@ -164,58 +165,58 @@ impl<'a> Disk<'a> {
         })
     }
 
-    /// Where Larder listens.
+    /// Path of the socket on which Larder listens.
     pub fn socket(&self) -> &Path {
         &self.places.socket
     }
 
-    /// Where it listens for NBD clients.
+    /// URI under which Larder serves NBD clients.
     pub fn uri(&self) -> String {
         nbd_uri(&self.places.socket)
     }
 
-    /// The disk's image.
+    /// Path of the disk's image.
     pub fn image(&self) -> &'a Path {
         self.places.image
     }
 
-    /// Who dies, and what the disk is.
+    /// Server to kill, and the disk's configuration.
     pub fn victim(&self) -> &Victim<'a> {
         &self.victim
     }
 
-    /// What the image is.
+    /// Format of the image.
     pub fn format(&self) -> Format {
         self.victim.format
     }
 
-    /// Whether the one that dies is an NBD server behind Larder.
+    /// Returns whether the server to kill is an NBD server behind Larder.
     pub fn is_remote(&self) -> bool {
         self.victim.target != Target::Larder
     }
 
-    /// Whether it has a store that lives.
+    /// Returns whether an NBD server behind Larder is running.
     pub fn has_store(&self) -> bool {
         self.store.is_some()
     }
 
-    /// Whether what the cache has is not read from it, or not by the one who reads the disk.
+    /// Returns whether reads of the disk bypass the cache: pass-through, or read-ahead reads first.
     pub fn is_passed_by(&self) -> bool {
         self.victim.whole || self.cache.is_some_and(|cache| cache.mode == CacheMode::Pt)
     }
 
-    /// What the cache has, if there is one now.
+    /// Reads the cache's statistics, if the server has a cache now.
     ///
     /// # Errors
-    /// It does not work.
+    /// If the cache does not work.
     pub fn holds(&self) -> anyhow::Result<Option<Holds>> {
         self.cache.map(|_| Holds::ask(&self.places.control)).transpose()
     }
 
-    /// Notes what the cache has, to be compared with what the next server finds.
+    /// Records the cache's statistics, for a comparison with the next server's.
     ///
     /// # Errors
-    /// It does not work.
+    /// If the cache does not work.
     pub fn note_holds(&mut self) -> anyhow::Result<Option<Holds>> {
         self.before = match self.is_remote() {
             true => None,
@@ -224,10 +225,11 @@ impl<'a> Disk<'a> {
         Ok(self.before)
     }
 
-    /// Kills the target. When this returns it is gone, and Larder knows that its store is.
+    /// Kills the target. On return it has exited, and Larder has noticed the loss of its store, if that was the
+    /// target.
     ///
     /// # Errors
-    /// Larder does not notice.
+    /// If Larder does not notice.
     pub fn kill(&mut self) -> anyhow::Result<()> {
         if !self.is_remote() {
             self.server.process.kill();
@@ -241,7 +243,7 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Kills the store of a dead Larder: nothing that it was asked for happens any more.
+    /// Kills the store of a dead Larder, so that no outstanding request still takes effect.
     pub fn kill_store(&mut self) {
         if let Some(store) = &mut self.store {
             store.kill();
@@ -249,10 +251,10 @@ impl<'a> Disk<'a> {
         self.store = None;
     }
 
-    /// Has Larder end, to be started again.
+    /// Stops Larder, which can be started again.
     ///
     /// # Errors
-    /// It does not, or says that it failed.
+    /// If it does not exit, or exits with an error.
     pub fn end(&mut self) -> anyhow::Result<()> {
         self.before = None;
         let code = self.server.ask_to_end()?;
@@ -261,10 +263,10 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Writes what only the cache of a killed server has to the disk.
+    /// Writes the dirty lines of a killed server's cache to the disk.
     ///
     /// # Errors
-    /// Larder says why not.
+    /// If `larder disk cache flush` fails, with its message.
     pub fn flush_cache(&self) -> anyhow::Result<()> {
         let mut command = Command::new(self.victim.larder);
         command.args(["disk", "cache", "flush"]).arg(&self.places.cache);
@@ -274,10 +276,10 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Starts the target again, as it was.
+    /// Starts the target again with the same configuration.
     ///
     /// # Errors
-    /// It does not start.
+    /// If it does not start.
     pub fn restart(&mut self) -> anyhow::Result<()> {
         self.restart_with(self.victim.cache)
     }
@@ -285,15 +287,15 @@ impl<'a> Disk<'a> {
     /// Starts the target again with a cache of this mode.
     ///
     /// # Errors
-    /// It does not start.
+    /// If it does not start.
     pub fn restart_as(&mut self, mode: CacheMode) -> anyhow::Result<()> {
         self.restart_with(self.victim.cache.map(|cache| CacheChoice { mode, ..cache }))
     }
 
-    /// Starts Larder again without its cache, whose lines are worth nothing then.
+    /// Starts Larder again without its cache, whose content is stale from then on.
     ///
     /// # Errors
-    /// It does not start.
+    /// If it does not start.
     pub fn restart_without_cache(&mut self) -> anyhow::Result<()> {
         self.before = None;
         self.restart_with(None)
@@ -301,7 +303,7 @@ impl<'a> Disk<'a> {
 
     fn restart_with(&mut self, cache: Option<CacheChoice>) -> anyhow::Result<()> {
         if self.is_remote() || (self.victim.store().is_some() && self.store.is_none()) {
-            // nbdkit does not take over the socket of a dead one.
+            // nbdkit does not reuse the socket of a dead server.
             std::fs::remove_file(&self.places.store)?;
             self.store = start_store(&self.victim, &self.places)?;
         }
@@ -316,7 +318,7 @@ impl<'a> Disk<'a> {
         loop {
             let command = serve(&self.victim, &self.places, self.export, cache);
             match Server::from_command(command, &self.places.socket) {
-                // The locks of a dead server stay until the last of its I/O has ended, which a slow disk decides.
+                // A dead server's locks stay until its last I/O has ended, which can take long on a slow disk.
                 Err(error) if error.to_string().contains(IN_USE) && Instant::now() < give_up => {}
                 started => break self.server = started?,
             }
@@ -324,10 +326,10 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Waits until the cache is loaded, and counts what is there after a kill.
+    /// Waits until the cache is loaded, and records how much of it survived the kill.
     ///
     /// # Errors
-    /// It does not work.
+    /// If the cache does not work.
     pub fn count_warmth(&mut self) -> anyhow::Result<()> {
         if let (Some(before), Some(_)) = (self.before.take(), self.cache) {
             let after = Holds::loaded(&self.places.control, before)?;
@@ -336,10 +338,10 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Larder must not start with its cache now, and say `why`.
+    /// Asserts that Larder refuses to start with its cache, with a message that contains `why`.
     ///
     /// # Errors
-    /// It starts, or says something else.
+    /// If it starts, or fails with another message.
     pub fn is_refused(&self, why: &str) -> anyhow::Result<()> {
         let command = serve(&self.victim, &self.places, self.export, self.victim.cache);
         match Server::from_command(command, &self.places.socket) {
@@ -352,10 +354,10 @@ impl<'a> Disk<'a> {
         }
     }
 
-    /// The running server must have said so.
+    /// Asserts that the running server has logged one of these texts.
     ///
     /// # Errors
-    /// It has not; with what it said.
+    /// If it has not, with its output.
     pub fn has_said_one_of(&self, texts: &[&str]) -> anyhow::Result<()> {
         let said = self.server.process.output();
         let has = texts.iter().any(|text| said.contains(text));
@@ -363,35 +365,36 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// When the image was changed last.
+    /// Returns the image's modification time.
     ///
     /// # Errors
-    /// The host's.
+    /// If a system call fails.
     pub fn modified(&self) -> anyhow::Result<SystemTime> {
         Ok(std::fs::metadata(self.places.image)?.modified()?)
     }
 
-    /// Has the image look as if it had been changed then.
+    /// Sets the image's modification time.
     ///
     /// # Errors
-    /// The host's.
+    /// If a system call fails.
     pub fn set_modified_to(&self, time: SystemTime) -> anyhow::Result<()> {
         let file = std::fs::File::options().write(true).open(self.places.image)?;
         Ok(file.set_modified(time)?)
     }
 
-    /// Has the image look as if it had been changed so much later than now.
+    /// Sets the image's modification time to now plus `later`.
     ///
     /// # Errors
-    /// The host's.
+    /// If a system call fails.
     pub fn set_modified(&self, later: Duration) -> anyhow::Result<()> {
         self.set_modified_to(SystemTime::now() + later)
     }
 
-    /// Waits until the new server has the client of the dead one: QEMU, or Larder with all repeated that may be lost.
+    /// Waits until the restarted target has its client back: QEMU's front-end, or Larder after it has repeated all
+    /// requests that may be lost.
     ///
     /// # Errors
-    /// That does not happen.
+    /// If the client does not reconnect.
     pub fn wait_until_connected(&self) -> anyhow::Result<()> {
         let connected = match self.is_remote() {
             false => "front-end connected",
@@ -401,7 +404,7 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Whether the last kill met requests in flight.
+    /// Returns whether requests were in flight at the last kill.
     pub fn was_interrupted(&self) -> bool {
         let said = self.server.process.output();
         match self.is_remote() {
@@ -413,7 +416,7 @@ impl<'a> Disk<'a> {
         }
     }
 
-    /// Asks Larder to end, for good.
+    /// Stops Larder for good.
     ///
     /// # Errors
     /// As in [`Disk::end`].
@@ -422,10 +425,10 @@ impl<'a> Disk<'a> {
     }
 }
 
-/// Makes a new image of a disk of `len` bytes.
+/// Creates a new image of a disk of `len` bytes.
 ///
 /// # Errors
-/// The host's, or `qemu-img` fails.
+/// If a system call or `qemu-img` fails.
 pub fn create(victim: &Victim<'_>, image: &Path, len: u64) -> anyhow::Result<()> {
     match victim.format {
         Format::Raw => std::fs::File::create(image)?.set_len(len)?,
@@ -434,7 +437,7 @@ pub fn create(victim: &Victim<'_>, image: &Path, len: u64) -> anyhow::Result<()>
             command.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"]);
             qemu_img(command.arg(image).arg(len.to_string()), &[0])?;
             if victim.store().is_some() {
-                // An export does not grow.
+                // An export cannot grow.
                 std::fs::File::options().write(true).open(image)?.set_len(len * 2)?;
             }
         }
@@ -442,13 +445,13 @@ pub fn create(victim: &Victim<'_>, image: &Path, len: u64) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The disk's bytes as QEMU reads them from a qcow2 image, which may be in use but at rest. Leaks are allowed, errors
-/// are not.
+/// Returns the disk's bytes as QEMU reads them from a qcow2 image, which may be open in an idle server. Leaks are
+/// allowed, errors are not.
 ///
 /// # Errors
-/// `qemu-img` finds errors.
+/// If `qemu-img` finds errors.
 pub fn qcow2_contents(image: &Path) -> anyhow::Result<Vec<u8>> {
-    // 3: leaks, but no errors.
+    // Exit code 3: leaks, but no errors.
     qemu_img(Command::new("qemu-img").args(["check", "-U"]).arg(image), &[0, 3])?;
     let raw = image.with_extension("contents");
     let mut command = Command::new("qemu-img");
@@ -472,7 +475,7 @@ fn nbd_uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
 }
 
-/// `larder disk serve` with this cache, or none.
+/// Returns the `larder disk serve` command with this cache, or none.
 fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option<CacheChoice>) -> Command {
     let mut command = Command::new(victim.larder);
     command.args(["disk", "serve"]);
@@ -490,7 +493,7 @@ fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option
         command.arg("--cache").arg(&places.cache);
         command.args(["--cache-size", &size.to_string(), "--cache-mode", mode.word()]);
         if !victim.whole {
-            // What is read is what the cache is asked for.
+            // Without read-ahead every read reaches the cache.
             command.args(["--prefetch", "off"]);
         }
         command.env("STATE_DIRECTORY", &places.state);
@@ -519,7 +522,7 @@ fn start_store(victim: &Victim<'_>, places: &Places<'_>) -> anyhow::Result<Optio
     Process::start(command).map(Some)
 }
 
-/// A Larder that lives on must not need this.
+/// Waits until the NBD server listens. A starting Larder needs that; a running one must reconnect by itself.
 fn wait_until_listening(store: &Process, socket: &Path) -> anyhow::Result<()> {
     let give_up = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {

@@ -1,11 +1,11 @@
-//! A server is killed at random moments while fio writes over NBD; fio verifies what it had written before, through the
-//! next server and, where the image has it, on the image itself.
+//! Kills a server at random moments while fio writes over NBD. fio then verifies its earlier writes, through the next
+//! server and, if the format and cache mode allow, on the image itself.
 //!
-//! The disk has four regions. Each is written whole by one job of fio, in requests of 2, 4, 16 or 64 KiB in a random
-//! order, with the job's number and the place in every 16 bytes; the same job, told to verify only, finds what is older
-//! or elsewhere. (fio's checksums do not: of an earlier job they are right as well.) Of the region that was being written
-//! when the server was killed each sector must be the job's, or what it was. All other bytes, and those from then on,
-//! must stay as they are: the whole disk is read each time, by nbdcopy.
+//! The disk has four regions. One fio job writes a whole region in requests of 2, 4, 16 or 64 KiB in a random order,
+//! and puts its number and the offset into every 16 bytes. The same job, in verify-only mode, detects stale and
+//! misplaced data. (fio's own checksums do not: those of an earlier job are valid too.) In the region that was being
+//! written at the kill, each sector must hold the job's data or the previous data. All other sectors must not change,
+//! nor may these from then on: after each kill nbdcopy reads the whole disk.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,38 +24,38 @@ pub const DISK: u64 = 16 << 20;
 const REGIONS: usize = 4;
 const REGION: u64 = DISK / REGIONS as u64;
 const SECTOR: usize = 512;
-/// Bytes of a job's requests, all of the same length: else fio would have to come upon them in the same order again,
-/// which it does not do in another place of a list of jobs.
+/// Sizes of a job's requests, one size for each job. With mixed sizes fio would have to repeat the same sequence to
+/// verify, which it does not do when the job's position in the list of jobs differs.
 const REQUESTS: [u64; 4] = [2 << 10, 4 << 10, 16 << 10, 64 << 10];
-/// Above a job's number, so that no other bytes look like it.
+/// Prefix of a job's number, so that no other bytes look like it.
 const STAMP: u64 = 0x4c41_5244 << 32;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Servers killed while fio wrote.
     pub kills: u32,
     /// Servers stopped.
     pub stops: u32,
-    /// Jobs that had ended before the kill.
+    /// Jobs that had completed before the kill.
     pub completed: u32,
     /// Regions that fio verified, through a server or on the image.
     pub verified: u32,
-    /// Caches that had what the disk had not when their server was killed.
+    /// Kills at which the cache held dirty lines.
     pub dirty: u32,
-    /// From the kill until the next server listens.
+    /// Times from a kill until the next server listens.
     pub pauses: Pauses,
-    /// How warm its cache was.
+    /// Cache survival over the kills.
     pub warmth: Warmth,
 }
 
 struct Rounds<'a> {
     disk: Disk<'a>,
-    /// Of each region the job that has written all of it; none if one was interrupted.
+    /// Job that has written each region completely; `None` if it was interrupted.
     jobs: [Option<u64>; REGIONS],
     next_job: u64,
-    /// What the disk has.
+    /// Content of the disk at the last check.
     seen: Vec<u8>,
     copy: &'a Path,
     report: Report,
@@ -64,7 +64,7 @@ struct Rounds<'a> {
 /// Kills the victim `count` times. `folder` is for sockets, and for a copy of the disk.
 ///
 /// # Errors
-/// fio or nbdcopy found what should not be there, or a server did not start.
+/// If fio or nbdcopy finds wrong data, or a server does not start.
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
@@ -103,7 +103,7 @@ pub fn run<'a>(
     } = rounds;
     report.warmth = disk.warmth.clone();
     disk.stop()?;
-    // Whatever the cache does, a server that is stopped leaves all on the disk.
+    // In every cache mode, a stopped server leaves all data on the disk.
     let found = match victim.format {
         Format::Raw => std::fs::read(image)?,
         Format::Qcow2 => disk::qcow2_contents(image)?,
@@ -113,11 +113,11 @@ pub fn run<'a>(
 }
 
 impl Rounds<'_> {
-    /// A job writes a region, the server is killed or stopped, and all is compared.
+    /// Runs a job that writes a region, kills or stops the server, and checks the whole disk.
     fn round(&mut self, is_stop: bool, random: &mut Random) -> anyhow::Result<()> {
         let region = random.below(REGIONS as u64) as usize;
         let job = self.take_job();
-        // Others are read meanwhile, and come into the cache.
+        // Reads of another region fill the cache meanwhile.
         let other = (region + 1 + random.below(REGIONS as u64 - 1) as usize) % REGIONS;
         let uri = format!("--uri={}", self.disk.uri());
         let mut command = fio("nbd", &uri);
@@ -131,7 +131,7 @@ impl Rounds<'_> {
         let is_done = writer.wait(Duration::ZERO).is_ok_and(|status| status.success());
         let before = self.seen[range_of(region)].to_vec();
         let pause = self.end(is_stop)?;
-        // It would ask a dead server for ever.
+        // fio would retry the dead server forever.
         drop(writer);
         self.jobs[region] = is_done.then_some(job);
         self.report.completed += u32::from(is_done);
@@ -155,7 +155,7 @@ impl Rounds<'_> {
         Ok(())
     }
 
-    /// Ends the server; how long that took.
+    /// Kills or stops the server. Returns the time that it took.
     fn end(&mut self, is_stop: bool) -> anyhow::Result<Duration> {
         let has = self.disk.note_holds()?;
         let begin = Instant::now();
@@ -178,7 +178,7 @@ impl Rounds<'_> {
         self.next_job - 1
     }
 
-    /// Has fio write all of a region, and verify it.
+    /// Lets fio write a whole region, and verify it.
     fn write_whole(&mut self, region: usize) -> anyhow::Result<()> {
         let job = self.take_job();
         let uri = format!("--uri={}", self.disk.uri());
@@ -187,13 +187,13 @@ impl Rounds<'_> {
         command.arg("--do_verify=1");
         to_its_end(command)?;
         self.jobs[region] = Some(job);
-        // What it is now is known when it is looked at.
+        // Marks the content as unknown until the next check.
         let start = range_of(region).start;
         self.seen[start..start + SECTOR].fill(0xff);
         Ok(())
     }
 
-    /// Has fio verify all regions that one job has written.
+    /// Lets fio verify all regions that one job has written.
     fn verify_all(&mut self, engine: &str, place: &str) -> anyhow::Result<()> {
         let mut command = fio(engine, place);
         for (region, job) in self.jobs.iter().enumerate() {
@@ -208,8 +208,8 @@ impl Rounds<'_> {
         }
     }
 
-    /// Reads all of the disk, which must be what it was; but of the region that a job was writing, each sector may be the
-    /// job's, and regions that are new are what they are.
+    /// Reads the whole disk and checks that it has not changed. In the region that a job was writing, each sector may
+    /// instead hold the job's data. Newly written regions may hold anything.
     fn look(&mut self, writing: Option<(usize, u64, &[u8])>) -> anyhow::Result<()> {
         let copied = Command::new("nbdcopy")
             .arg(self.disk.uri())
@@ -242,7 +242,7 @@ fn range_of(region: usize) -> std::ops::Range<usize> {
     region * REGION as usize..(region + 1) * REGION as usize
 }
 
-/// fio with the options that all jobs have.
+/// Returns the fio command with the options that all jobs share.
 fn fio(engine: &str, place: &str) -> Command {
     let mut command = mortal("fio");
     command.args([
@@ -274,13 +274,13 @@ fn request_of(job: u64) -> u64 {
     REQUESTS[job as usize % REQUESTS.len()]
 }
 
-/// A job that writes a region.
+/// Adds a job that writes a region.
 fn write(command: &mut Command, region: usize, job: u64) {
     job_words(command, region, job);
     command.arg("--do_verify=0");
 }
 
-/// The same job verifies what it has written.
+/// Adds the same job in verify-only mode.
 fn verify(command: &mut Command, region: usize, job: u64) {
     job_words(command, region, job);
     command.arg("--verify_only");
@@ -293,7 +293,7 @@ fn to_its_end(command: Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Each sector of a region that begins at `start` is the job's, or what it was.
+/// Checks that each sector of a region that begins at `start` holds the job's data or the previous data.
 fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow::Result<()> {
     for (index, (now, before)) in now.chunks(SECTOR).zip(before.chunks(SECTOR)).enumerate() {
         let at = (start + index * SECTOR) as u64;
@@ -306,7 +306,7 @@ fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow:
     Ok(())
 }
 
-/// Every 16 bytes have the job's stamp and where the request began.
+/// Whether every 16 bytes of the sector hold the job's number and the offset of its request.
 fn is_of_job(at: u64, sector: &[u8], job: u64) -> bool {
     let (Some(stamp), Some(begin)) = (sector.first_chunk::<8>(), sector[8..].first_chunk::<8>()) else {
         return false;
@@ -322,7 +322,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sector_that_is_neither_old_nor_the_jobs_is_found() {
+    /// A torn, stale or misplaced sector in the region of an interrupted job is detected.
+    fn torn_or_misplaced_sector_is_detected() {
         let piece = |job: u64, begin: u64| [(STAMP | job).to_be_bytes(), begin.to_le_bytes()].concat();
         let before = piece(1, 0).repeat(64);
         let written = [piece(2, 0).repeat(32), piece(1, 0).repeat(32)].concat();

@@ -1,13 +1,15 @@
-//! A server is killed at random moments under a client that keeps books of what it wrote and what it flushed. After
-//! each kill the image itself is compared, and the next server must answer what was in flight.
+//! Kills a server at random moments under a client that tracks its writes and flushes. After each kill the image
+//! itself is checked, and the next server must answer the requests in flight.
 //!
-//! What the image may hold: for each sector the last write that had completed, or one that was under way. (The host
-//! does not crash here, so more must be there than what was flushed; the books tell both apart.) If it is Larder that is
-//! killed, the image is compared before the next one starts. A remote server may lose what was not flushed, and Larder
-//! repeats it: the image is compared when all is answered and flushed. A qcow2 image shows what was flushed at once, and
-//! the rest after the next server has flushed it; `qemu-img check` must find no error in it at either time.
+//! For each sector the image may hold the last completed write, or one that was in flight. (The host does not crash
+//! here, so the image must hold more than the flushed writes; the client tracks both.) If Larder is the victim, the
+//! image is checked before the next one starts. A remote server may lose unflushed writes, and Larder repeats them:
+//! then the image is checked once all requests are answered and flushed. A qcow2 image shows the flushed writes at
+//! once, and the rest after the next server has flushed; `qemu-img check` must find no error in it at either time.
 //!
-//! A read gives no less than what had completed when it began. With a cache all of the disk is read after each kill, some
+//! A read must return data no older than the writes that had completed when the read began. With a cache the whole
+//! disk is read after each kill. Some servers are stopped instead, some are started in another cache mode, and some
+//! without the cache, which the next server must detect.
 //! servers are stopped instead, some are started in another mode, and some without the cache, which must be noticed.
 
 use std::os::unix::net::UnixStream;
@@ -24,22 +26,22 @@ use super::disk::{self, Disk, Format, Victim};
 use super::front_end::{FrontEnd, Options};
 use super::pauses::Pauses;
 
-/// A server lives no longer.
+/// Lifetime of a server at most.
 const LIFE_US: u64 = 60_000;
 
-/// What a server says of a cache that is not the disk's any more.
+/// Log texts of a server that discards its stale cache.
 const BEGINS_ANEW: [&str; 2] = ["begins anew", "is not believed"];
-/// What is not told from the killed server's own changes.
+/// Time shift that is too long to be attributed to the killed server's own writes.
 const NOT_ITS_OWN: Duration = Duration::from_secs(60);
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Servers killed.
     pub kills: u32,
     /// Servers stopped.
     pub stops: u32,
-    /// Servers started without the cache, and others that were refused, or began anew, because the image was changed.
+    /// Changes of the image without the cache, after which the cache was emptied or refused.
     pub without: u32,
     /// Writes acknowledged.
     pub writes: u64,
@@ -47,20 +49,20 @@ pub struct Report {
     pub reads: u64,
     /// Flushes acknowledged.
     pub flushes: u64,
-    /// Requests that were in flight when a server was killed.
+    /// Requests in flight at kills.
     pub interrupted: u64,
-    /// Caches that had what the disk had not when their server was killed.
+    /// Kills at which the cache held dirty lines.
     pub dirty: u32,
-    /// Caches of them that were written to the disk before the next server was started.
+    /// Caches whose dirty lines were written to the disk before the next server was started.
     pub flushed: u32,
-    /// From the kill to the first answer with the next server, its start included.
+    /// Times from a kill to the first answer of the next server, its start included.
     pub pauses: Pauses,
-    /// How warm its cache was.
+    /// Cache survival over the kills.
     pub warmth: Warmth,
 }
 
 impl Report {
-    /// Both together.
+    /// Adds another report's results.
     pub fn add(&mut self, other: Self) {
         self.kills += other.kills;
         self.stops += other.stops;
@@ -79,7 +81,8 @@ impl Report {
 /// Kills the victim `count` times.
 ///
 /// # Errors
-/// A write was lost, a read gave what was older, a request failed, an answer never came, or a server did not start.
+/// If a write is lost, a read returns stale data, a request fails, an answer does not arrive, or a server does not
+/// start.
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
@@ -114,7 +117,7 @@ struct Rounds<'a> {
 }
 
 impl Rounds<'_> {
-    /// The server is killed, or, with a cache, stopped or left out for a while.
+    /// Kills the server, or, with a cache, sometimes stops it or serves the disk without its cache for a while.
     fn round(&mut self, random: &mut Random) -> anyhow::Result<()> {
         let has_cache = self.disk.victim().cache.is_some() && !self.disk.is_remote();
         match random.below(if has_cache { 24 } else { 1 }) {
@@ -124,7 +127,7 @@ impl Rounds<'_> {
         }
     }
 
-    /// Kills the victim, and has the next server go on.
+    /// Kills the victim, and continues with the next server.
     fn kill(&mut self, random: &mut Random) -> anyhow::Result<()> {
         let has = self.disk.note_holds()?;
         self.client.submit(random);
@@ -144,7 +147,7 @@ impl Rounds<'_> {
                 self.refuse_changed()?;
                 self.report.without += 1;
             }
-            // A store that lives on may still carry out what it was asked.
+            // A store that is still running may complete outstanding requests.
             if !whole || !self.disk.has_store() {
                 let has_all = self.disk.victim().image_has_all();
                 let is_flushed = !has_all && !whole && random.below(8) == 0;
@@ -171,13 +174,13 @@ impl Rounds<'_> {
             self.client.submit(random);
         }
         self.client.wait()?;
-        // The comparison is ours, not part of the pause.
+        // The check's own time is not part of the pause.
         self.report.pauses.push(killed.elapsed() - compared - loaded);
         self.report.kills += 1;
         self.compare_served(random)
     }
 
-    /// Mostly in the mode of the campaign.
+    /// Restarts the server, mostly in the campaign's cache mode.
     fn restart(&mut self, random: &mut Random) -> anyhow::Result<()> {
         match self.disk.victim().cache {
             Some(cache) if random.below(8) == 0 => {
@@ -188,7 +191,7 @@ impl Rounds<'_> {
         }
     }
 
-    /// Compares what the next server gives.
+    /// Checks the data that the next server returns.
     fn compare_served(&mut self, random: &mut Random) -> anyhow::Result<()> {
         self.client.finish()?;
         if let Some(from) = self.disk.holds()? {
@@ -198,7 +201,7 @@ impl Rounds<'_> {
                 self.disk.warmth.reread(from, to);
             }
         }
-        // What is committed by a flush can be seen; before, only the next server knew of it.
+        // After a flush the image itself can be checked. Before, only the server knows all of its mapping.
         if self.disk.is_remote() || self.disk.format() == Format::Qcow2 {
             self.compare_settled()?;
         }
@@ -219,10 +222,10 @@ impl Rounds<'_> {
         self.compare_served(random)
     }
 
-    /// The disk is served, and written to, without its cache, and then with it again, which must notice.
+    /// Writes to the disk through a server without its cache. The next server with the cache must detect that.
     fn change_without_cache(&mut self, random: &mut Random) -> anyhow::Result<()> {
-        // After a kill a change is only told from the server's own if it comes late enough; and the image is the disk only
-        // if nothing is written back.
+        // After a kill, a late enough change is needed to tell it from the server's own writes, and the image must be
+        // complete, with no dirty lines.
         let is_killed = self.disk.victim().image_has_all() && random.below(2) == 0;
         match is_killed {
             true => self.disk.kill()?,
@@ -251,7 +254,7 @@ impl Rounds<'_> {
         Ok(())
     }
 
-    /// A cache that has what the disk has not is not opened for one that was changed without it, and stays as it is.
+    /// Asserts that a dirty cache is refused for a disk that was changed without it, and is not modified.
     fn refuse_changed(&self) -> anyhow::Result<()> {
         let before = self.disk.modified()?;
         self.disk.set_modified(NOT_ITS_OWN)?;
@@ -263,7 +266,7 @@ impl Rounds<'_> {
         Ok(self.client.guest.reconnect(UnixStream::connect(self.disk.socket())?)?)
     }
 
-    /// Compares what a server has left on the image.
+    /// Checks the image after a server's end.
     fn compare_at_rest(&self) -> anyhow::Result<()> {
         let bytes = contents_of(self.disk.format(), self.disk.image())?;
         let compared = match self.disk.format() {
@@ -273,7 +276,7 @@ impl Rounds<'_> {
         compared.context("the image of a server that has ended")
     }
 
-    /// Compares the image when all is answered and flushed.
+    /// Checks the image when all requests are answered and flushed.
     fn compare_settled(&mut self) -> anyhow::Result<()> {
         self.client.settle()?;
         match self.disk.victim().image_has_all() {
@@ -286,7 +289,7 @@ impl Rounds<'_> {
         }
     }
 
-    /// All that was written is there when the last server has ended.
+    /// Stops the last server, and checks that the image has all writes.
     fn end(mut self) -> anyhow::Result<Report> {
         self.client.settle()?;
         self.disk.end()?;
@@ -306,7 +309,7 @@ impl Rounds<'_> {
     }
 }
 
-/// The disk's bytes.
+/// Returns the disk's bytes.
 fn contents_of(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
     match format {
         Format::Raw => Ok(std::fs::read(image)?),

@@ -1,4 +1,4 @@
-//! A guest of the test bed under QEMU, with a vhost-user-blk disk, that runs one script.
+//! A test bed guest under QEMU, with a vhost-user-blk disk, that runs one script.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -12,15 +12,15 @@ use tempfile::TempDir;
 
 use super::process::{Process, mortal};
 
-/// The kernel's arguments in a guest. Without `no_timer_check` Linux ends with a panic if an emulated timer's first ticks come
+/// The guest kernel's command line. Without `no_timer_check` Linux panics if an emulated timer's first ticks come
 /// late, as they do on a busy machine.
 pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 no_timer_check";
 
-/// Booting under emulation on a busy machine takes its time.
+/// Limit for a guest's answers. Booting under emulation on a busy machine is slow.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// A script that writes and verifies, round after round, until a line comes on the console. Two jobs, so that two queues are
-/// busy.
+/// A script that writes and verifies, round after round, until a line arrives on the console. Its two jobs keep two
+/// queues busy.
 pub const ROUNDS: &str = r#"
 (read -r line </dev/console; touch /stop) &
 round=0
@@ -33,25 +33,25 @@ while [ ! -e /stop ]; do
 done
 "#;
 
-/// A script that fails if the kernel has told of an error of a disk, or of one that hung.
+/// A script that fails if the kernel has logged an error of a disk, or one that hung.
 pub const NO_ERRORS: &str = r#"
 if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
 "#;
 
-/// What the guest's machine is like.
+/// Configuration of the guest's machine.
 #[derive(Clone, Debug)]
 pub struct GuestOptions {
-    /// Processors.
+    /// Number of processors.
     pub processors: u32,
     /// Memory in KiB. QEMU before 9.0 loses writes of emulated guests in migrations unless this is an odd size.
     pub memory_kib: u64,
     /// Further properties of the disk: `num-queues=4,packed=on`.
     pub disk: String,
-    /// Whether QEMU connects to the disk's socket again when the connection has ended.
+    /// Whether QEMU reconnects to the disk's socket after a disconnect.
     pub reconnects: bool,
-    /// Further words of QEMU's command line.
+    /// Further arguments for QEMU.
     pub qemu: Vec<String>,
-    /// What it boots, of the test bed: `guest.cpio.gz` is a whole guest, `boot.cpio.gz` starts Debian from the disk.
+    /// Test bed file to boot: `guest.cpio.gz` is a whole guest, `boot.cpio.gz` starts Debian from the disk.
     pub base: &'static str,
 }
 
@@ -73,31 +73,31 @@ const GUEST: &str = "guest.cpio.gz";
 
 /// A running guest.
 pub struct Guest {
-    /// QEMU; its lines are the serial console's.
+    /// The QEMU process; its output lines are those of the serial console.
     pub process: Process,
     monitor: PathBuf,
     _folder: TempDir,
 }
 
-/// The project's root folder.
+/// Returns the project's root directory.
 pub fn project() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// A file that `testbed/setup.sh` makes.
+/// Returns the path of a file that `testbed/setup.sh` creates.
 ///
 /// # Errors
-/// It is not there.
+/// If the file is missing.
 pub fn test_bed(file: &str) -> anyhow::Result<PathBuf> {
     let path = project().join("target/testbed").join(file);
     ensure!(path.exists(), "{} is missing: run testbed/setup.sh", path.display());
     Ok(path)
 }
 
-/// Makes the initramfs, in `folder`, of a guest that runs `script` and powers off.
+/// Creates the initramfs, in `folder`, of a guest that runs `script` and powers off.
 ///
 /// # Errors
-/// The test bed is not set up, or the host's.
+/// If the test bed is not set up, or a system call fails.
 pub fn initramfs(script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
     initramfs_of(GUEST, script, folder)
 }
@@ -113,10 +113,10 @@ fn initramfs_of(base: &str, script: &str, folder: &Path) -> anyhow::Result<PathB
     Ok(initrd)
 }
 
-/// What QEMU's `-accel` is to be on this machine.
+/// Returns the value of QEMU's `-accel` for this machine.
 ///
 /// # Errors
-/// The test bed is not set up.
+/// If the test bed is not set up.
 pub fn accelerator() -> anyhow::Result<String> {
     let output = Command::new(project().join("testbed/accel.sh")).output()?;
     let name = match output.stdout.trim_ascii() {
@@ -130,7 +130,7 @@ impl Guest {
     /// Boots a guest that runs `script`.
     ///
     /// # Errors
-    /// The test bed is not set up, or QEMU cannot be started.
+    /// If the test bed is not set up, or QEMU cannot be started.
     pub fn start(script: &str, socket: &Path, options: &GuestOptions) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let initrd = initramfs_of(options.base, script, folder.path())?;
@@ -176,10 +176,10 @@ impl Guest {
         })
     }
 
-    /// Waits until the script has ended well, and gives what the console showed.
+    /// Waits until the script has succeeded, and returns the console's output.
     ///
     /// # Errors
-    /// It failed, or the guest did not get that far; with the console.
+    /// If the script failed, or the guest did not get that far; with the console's output.
     pub fn finish(&self) -> anyhow::Result<String> {
         let end = self.process.wait_for("LARDER-GUEST-EXIT", LIMIT)?;
         if end.trim() != "LARDER-GUEST-EXIT 0" {
@@ -188,16 +188,16 @@ impl Guest {
         Ok(self.process.output())
     }
 
-    /// A connection to QEMU's monitor.
+    /// Connects to QEMU's monitor.
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn monitor(&self) -> anyhow::Result<Monitor> {
         Monitor::connect(&self.monitor)
     }
 }
 
-/// QEMU's machine protocol, as far as a test needs it.
+/// A client of QEMU's machine protocol (QMP), as far as tests need it.
 pub struct Monitor {
     stream: UnixStream,
     reader: BufReader<UnixStream>,
@@ -207,18 +207,18 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// To the monitor that listens there.
+    /// Connects to the monitor socket at `path`.
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn connect(path: &Path) -> anyhow::Result<Self> {
         Self::patient(path, LIMIT)
     }
 
-    /// The same, with a limit for answers.
+    /// Connects to the monitor socket at `path`, with a time limit for each answer.
     ///
     /// # Errors
-    /// QEMU has ended, or does not answer in time.
+    /// If QEMU has exited, or does not answer in time.
     pub fn patient(path: &Path, limit: Duration) -> anyhow::Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
         stream.set_read_timeout(Some(limit))?;
@@ -233,10 +233,10 @@ impl Monitor {
         Ok(this)
     }
 
-    /// Changes the limit for answers. After one that did not come in time, no more can be asked.
+    /// Changes the time limit for answers. The connection is unusable after a timeout.
     ///
     /// # Errors
-    /// The system does not take it.
+    /// If the system call fails.
     pub fn set_patience(&self, limit: Duration) -> anyhow::Result<()> {
         Ok(self.stream.set_read_timeout(Some(limit))?)
     }
@@ -249,10 +249,10 @@ impl Monitor {
         Ok(line)
     }
 
-    /// Runs a command with its arguments in JSON, and gives the line of its answer.
+    /// Runs a command with its arguments in JSON, and returns the line of its answer.
     ///
     /// # Errors
-    /// QEMU refuses it.
+    /// If QEMU rejects the command.
     pub fn run(&mut self, command: &str, arguments: &str) -> anyhow::Result<String> {
         self.begin(command, arguments)?;
         loop {
@@ -272,10 +272,10 @@ impl Monitor {
         }
     }
 
-    /// The same, without waiting for its answer, which may come when something else has happened.
+    /// Sends a command without waiting for its answer, which may depend on a later event.
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn begin(&mut self, command: &str, arguments: &str) -> anyhow::Result<()> {
         self.unanswered += 1;
         Ok(writeln!(
@@ -284,7 +284,7 @@ impl Monitor {
         )?)
     }
 
-    /// The events, in JSON, that came while commands were run.
+    /// Returns the events, in JSON, that arrived while commands were run.
     pub fn take_events(&mut self) -> Vec<String> {
         std::mem::take(&mut self.events)
     }
@@ -292,7 +292,7 @@ impl Monitor {
     /// Waits for an event.
     ///
     /// # Errors
-    /// QEMU ends first.
+    /// If QEMU exits first.
     pub fn wait_for_event(&mut self, name: &str) -> anyhow::Result<String> {
         loop {
             let line = self.line()?;

@@ -1,5 +1,5 @@
-//! A server is killed at random moments under a guest that writes, flushes and verifies; the guest must notice nothing
-//! but a pause.
+//! Kills a server at random moments under a guest that writes, flushes and verifies. The guest must notice no more
+//! than a pause.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,28 +12,28 @@ use super::disk::{self, Disk, Format, Victim};
 use super::guest::{Guest, GuestOptions, LIMIT, NO_ERRORS, ROUNDS};
 use super::pauses::Pauses;
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug)]
 pub struct Report {
-    /// Servers killed while the guest was at work.
+    /// Servers killed while the guest ran its load.
     pub kills: u32,
     /// Rounds that the guest wrote and verified.
     pub rounds: usize,
-    /// From each kill until the next server had its client: QEMU, which tries once a second, or Larder.
+    /// Times from each kill until the next server had its client back: QEMU, which retries once a second, or Larder.
     pub reconnects: Pauses,
-    /// Kills that met requests in flight.
+    /// Kills that interrupted requests in flight.
     pub interrupted: u32,
-    /// How warm the cache was.
+    /// Cache survival over the kills.
     pub warmth: Warmth,
 }
 
-/// Bytes that the guest writes and reads, of a disk of twice as much.
+/// Bytes that the guest writes and reads; the disk has twice this size.
 pub const WORKING_SET: u64 = 32 << 20;
 
 /// Kills the victim `count` times.
 ///
 /// # Errors
-/// The guest saw an error, wrong data, or hung.
+/// If the guest sees an error or wrong data, or hangs.
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
@@ -53,7 +53,7 @@ pub fn run<'a>(
     guest.process.wait_for("ROUND 1", LIMIT)?;
     let (mut reconnects, mut interrupted) = (Pauses::default(), 0);
     for kill in 0..count {
-        // Anywhere in the guest's rounds: writing, flushing, verifying.
+        // A kill may come anywhere in the guest's rounds: writing, flushing, verifying.
         std::thread::sleep(Duration::from_micros(random.below(700_000)));
         if guest.process.output().contains("LARDER-GUEST-EXIT") {
             bail!("the guest ended: {}", guest.process.output());
@@ -63,7 +63,7 @@ pub fn run<'a>(
         let killed = Instant::now();
         disk.kill()?;
         disk.restart()?;
-        // QEMU needs longer to connect again.
+        // Loading ends before QEMU reconnects.
         disk.count_warmth()?;
         disk.wait_until_connected().with_context(|| {
             let console = guest.process.output();

@@ -1,5 +1,4 @@
-//! `larder memory attach`, and a process that would notice if its memory were not what it wrote: what the campaigns of the
-//! pager and its tests share.
+//! `larder memory attach`, and a process that verifies its own memory: shared by the pager's campaigns and its tests.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,16 +11,16 @@ use larder_vm::control::memory::MemoryState;
 
 use super::process::{Process, mortal};
 
-/// For whatever may take long on a busy machine.
+/// Limit for operations that may be slow on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// How often it is looked for what is waited for.
+/// Poll interval while waiting for a condition.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How `larder memory attach` is started.
+/// Command line of `larder memory attach`.
 #[derive(Clone, Debug)]
 pub struct Attach {
-    /// What stands before the program.
+    /// Command prefix that stands before the program.
     before: Vec<OsString>,
     larder: PathBuf,
     control: PathBuf,
@@ -29,13 +28,13 @@ pub struct Attach {
 }
 
 impl Attach {
-    /// To process `pid`, with its control socket in `folder`, and further words.
+    /// Attaches to process `pid`, with the control socket in `folder`, and further arguments.
     pub fn new(larder: &Path, folder: &Path, pid: u32, words: &[&str]) -> Self {
         let pid = pid.to_string();
         Self::of(larder, folder, &[&["--pid", &pid], words].concat())
     }
 
-    /// Likewise, where the words say which process it is.
+    /// Attaches to the process that `words` selects, with the control socket in `folder`.
     pub fn of(larder: &Path, folder: &Path, words: &[&str]) -> Self {
         Self {
             before: Vec::new(),
@@ -45,24 +44,24 @@ impl Attach {
         }
     }
 
-    /// With a program and its words in front, which is to become Larder.
+    /// Adds a prefix: a program with its arguments, which executes Larder.
     pub fn by(mut self, words: &[&str]) -> Self {
         self.before = words.iter().map(OsString::from).collect();
         self
     }
 
-    /// With its control socket at that path.
+    /// Sets the path of the control socket.
     pub fn at(mut self, control: &Path) -> Self {
         self.control = control.to_owned();
         self
     }
 
-    /// The path of the control socket.
+    /// Returns the path of the control socket.
     pub fn control(&self) -> &Path {
         &self.control
     }
 
-    /// All of it.
+    /// Returns the whole command.
     pub fn command(&self) -> Command {
         let mut command = mortal("env");
         command
@@ -74,10 +73,10 @@ impl Attach {
         command
     }
 
-    /// Starts it, and waits until it has attached.
+    /// Starts the pager, and waits until it has attached.
     ///
     /// # Errors
-    /// It has not, with what it said.
+    /// If it does not attach, with its output.
     pub fn start(&self) -> anyhow::Result<Pager> {
         let process = Process::start(self.command())?;
         let said = process.wait_for(ATTACHED, LIMIT)?;
@@ -92,7 +91,7 @@ impl Attach {
 /// Part of the pager's log line after an attach. Warnings before that line may contain "attached" without "INFO".
 pub const ATTACHED: &str = "INFO attached";
 
-/// For how long a thread of the process stood still, by what was said.
+/// Parses from the log line how long a thread of the process was paused.
 fn stood_still(said: &str) -> Option<Duration> {
     let text = said.split_once("stood_still=")?.1.split_whitespace().next()?;
     let number = text.trim_end_matches(char::is_alphabetic);
@@ -108,28 +107,28 @@ fn stood_still(said: &str) -> Option<Duration> {
 
 /// A `larder memory attach` that has attached; killed when this is dropped.
 pub struct Pager {
-    /// It.
+    /// The pager's process.
     pub process: Process,
-    /// For how long a thread of the process stood still; nothing, where it has taken another pager's place.
+    /// How long a thread of the managed process was paused; `None` if the pager has taken over from another one.
     pub stood_still: Option<Duration>,
     control: PathBuf,
 }
 
 impl Pager {
-    /// How the memory is.
+    /// Returns the memory's state.
     ///
     /// # Errors
-    /// It does not answer.
+    /// If the pager does not answer.
     pub fn state(&self) -> anyhow::Result<MemoryState> {
         let asked = fetch_memory(&self.control);
         let (_, state) = asked.with_context(|| format!("the pager: {}", self.process.output()))?;
         Ok(state)
     }
 
-    /// Waits until the memory is so.
+    /// Waits until the memory's state satisfies a condition.
     ///
     /// # Errors
-    /// It does not become so.
+    /// If that does not happen in time.
     pub fn wait_until(&self, is_so: impl Fn(&MemoryState) -> bool) -> anyhow::Result<MemoryState> {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -147,28 +146,28 @@ impl Pager {
         }
     }
 
-    /// Waits until no more is used than the budget.
+    /// Waits until the memory in use is about within the budget.
     ///
     /// # Errors
-    /// The budget is not kept.
+    /// If the budget is not kept.
     pub fn wait_for_budget(&self) -> anyhow::Result<MemoryState> {
-        // While pages wait for direct I/O into them to end, what goes lags behind what comes.
+        // Evictions lag behind page-ins while direct I/O pins pages.
         self.wait_until(|state| state.used <= state.budget + state.budget / 16)
     }
 
-    /// Sends a signal, and waits for the end.
+    /// Sends a signal, and waits for the process to exit.
     ///
     /// # Errors
-    /// It does not end.
+    /// If it does not exit.
     pub fn end(&mut self, signal: i32) -> anyhow::Result<ExitStatus> {
         self.process.signal(signal);
         self.process.wait(LIMIT)
     }
 
-    /// Has it detach, and waits for its end.
+    /// Makes the pager detach, and waits for it to exit.
     ///
     /// # Errors
-    /// It does not.
+    /// If it does not.
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let ended = self.end(libc::SIGTERM)?;
         let said = self.process.output();
@@ -179,29 +178,29 @@ impl Pager {
 
 /// A running `verify-memory`.
 pub struct Verifier {
-    /// It.
+    /// The verifier's process.
     pub process: Process,
     pid: u32,
 }
 
-/// What it has said, of the time since it was last asked.
+/// A verifier's report; `stalls` and `longest` cover the time since the last report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verified {
     /// Accesses so far.
     pub accesses: u64,
-    /// Pages that were not as they were written, so far.
+    /// Pages with wrong content, so far.
     pub mismatches: u64,
     /// Accesses that took long.
     pub stalls: u64,
-    /// The longest of them.
+    /// The longest access.
     pub longest: Duration,
 }
 
 impl Verifier {
-    /// Starts one, and waits until it works.
+    /// Starts a verifier, and waits until it is ready.
     ///
     /// # Errors
-    /// It does not.
+    /// If it does not start.
     pub fn start(command: Command) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
         let said = process.wait_for("ready ", LIMIT)?;
@@ -209,15 +208,15 @@ impl Verifier {
         Ok(Self { process, pid })
     }
 
-    /// Its process number.
+    /// Returns the process number.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// What it has found.
+    /// Requests a report.
     ///
     /// # Errors
-    /// It has ended, or something is not as it was written.
+    /// If the process has exited, or a page has wrong content.
     pub fn report(&mut self) -> anyhow::Result<Verified> {
         let before = self.process.lines();
         self.process.say("report")?;
@@ -227,18 +226,18 @@ impl Verifier {
         Ok(report)
     }
 
-    /// Has it work on so much of its memory only, in %.
+    /// Restricts the accesses to this share of the memory, in %.
     ///
     /// # Errors
-    /// It has ended.
+    /// If the process has exited.
     pub fn works_on(&mut self, percent: u64) -> anyhow::Result<()> {
         self.process.say(&format!("hot {percent}"))
     }
 
-    /// Waits until it has done some more accesses.
+    /// Waits until at least 1000 more accesses are done.
     ///
     /// # Errors
-    /// It stands still, or something is not as it was written.
+    /// If there is no progress, or a page has wrong content.
     pub fn works(&mut self) -> anyhow::Result<()> {
         let goal = self.report()?.accesses + 1000;
         let give_up = Instant::now() + LIMIT;
@@ -249,10 +248,10 @@ impl Verifier {
         Ok(())
     }
 
-    /// Has it look at every page once more, and end; its accesses.
+    /// Makes the verifier check every page once more, and exit. Returns its number of accesses.
     ///
     /// # Errors
-    /// Something is not as it was written.
+    /// If a page has wrong content.
     pub fn stop(mut self) -> anyhow::Result<u64> {
         self.process.say("stop")?;
         let ended = self.process.wait(LIMIT)?;
@@ -285,7 +284,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_programs_say_is_understood() {
+    /// The pause in a pager's log line, and a verifier's report, are parsed.
+    fn program_output_is_parsed() {
         let said = "INFO attached process=\"x\" budget=32 MiB stood_still=51.5ms";
         assert_eq!(stood_still(said), Some(Duration::from_micros(51_500)));
         assert_eq!(stood_still("stood_still=210µs"), Some(Duration::from_micros(210)));

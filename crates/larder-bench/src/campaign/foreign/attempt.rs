@@ -1,5 +1,5 @@
-//! One try: a disk with a cache is served, its server is killed, another program writes to the image, and the next server must
-//! serve what is there now.
+//! One attempt: a server with a cache is killed, another program writes to the image, and the next server must serve
+//! the image's current content.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,7 +18,7 @@ use super::guest::{DISK, FILLED, Guest, Load, Use, any_range};
 use super::model::Model;
 use super::store::{Place, Store, Way, tool};
 
-/// Twice what the disk has: no line leaves.
+/// Twice the disk's size, so that no line is evicted.
 const CACHE: u64 = 2 * DISK;
 
 /// Sizes of reads.
@@ -26,62 +26,63 @@ const BLOCKS: [u64; 3] = [4 << 10, 16 << 10, 64 << 10];
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What Larder says while the killed server's last I/O has not ended.
+/// Larder's error while the killed server's last I/O has not ended.
 const IN_USE: &str = "in use by another process";
-/// What it says of a cache whose lines it uses at once.
+/// Larder's log text when it uses the cache's lines at once.
 const BELIEVED: &str = "nothing else has written to the disk since";
-/// What it says of a cache whose lines it compares.
+/// Larder's log text when it compares each line with the disk first.
 const COMPARED: &str = "each line is compared with it before it is used";
-/// What it says of a cache that it empties.
+/// Larder's log text when it empties the cache.
 const ANEW: &str = "it begins anew, empty";
-/// Why it does not serve a disk whose cache may have what the disk has not.
+/// Larder's error when a dirty cache is stale.
 const CHANGED: &str = "the disk was changed since without it";
-/// Why it does not serve a qcow2 image with uncommitted changes of the mapping.
+/// Larder's error for a qcow2 image whose journal has uncommitted changes of the mapping, and which another program
+/// has changed.
 const OVERTAKEN: &str = "the image has been changed since by another program";
 
-/// What is tried.
+/// Parameters of an attempt.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub(super) number: u32,
-    /// No other program writes.
+    /// Whether this is a control, in which no other program writes.
     pub(super) is_control: bool,
     pub(super) format: Format,
     pub(super) mode: CacheMode,
     pub(super) place: Place,
-    /// From the kill to the other program's write.
+    /// Time from the kill to the other program's write.
     pub(super) delay: Duration,
     pub(super) load: Load,
     pub(super) seed: u64,
 }
 
-/// What the next server has done.
+/// Reaction of the next server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// It served the disk, and used all that the cache has.
+    /// The server served the disk, and trusted the whole cache.
     Believed,
-    /// It served the disk, and compared the cache with it.
+    /// The server served the disk, and compared the cache with it.
     Compared,
-    /// It served the disk, and emptied the cache.
+    /// The server served the disk, and emptied the cache.
     Anew,
-    /// It did not serve a disk whose cache has what the disk has not.
+    /// The server refused a disk whose cache is dirty.
     Refused,
-    /// It did not serve a qcow2 image with uncommitted changes, until those were given up.
+    /// The server refused a qcow2 image with uncommitted journal changes, until these were discarded.
     JournalRefused,
 }
 
-/// What came of a try.
+/// Result of an attempt.
 #[derive(Clone, Debug)]
 pub(super) struct Done {
     pub(super) outcome: Outcome,
-    /// Of a control.
+    /// Cache survival; only of controls.
     pub(super) warmth: Warmth,
-    /// The most bytes that were to be compared.
+    /// Most bytes seen that still had to be compared.
     pub(super) unproven: u64,
-    /// Requests that were in flight when the server was killed.
+    /// Requests in flight at the kill.
     pub(super) in_flight: usize,
 }
 
-/// A try that is under way.
+/// A running attempt.
 struct Attempt<'a> {
     larder: &'a Path,
     plan: &'a Plan,
@@ -94,10 +95,10 @@ struct Attempt<'a> {
     unproven: u64,
 }
 
-/// Carries a plan out, with the image in `folder`.
+/// Carries out a plan, with the image in `folder`.
 ///
 /// # Errors
-/// A [`super::model::Mismatch`], or something else that must not be.
+/// A [`super::model::Mismatch`] if the disk's content is wrong, or another failure.
 pub(super) fn run(larder: &Path, folder: &Path, plan: &Plan) -> anyhow::Result<Done> {
     let mut random = Random::new(plan.seed);
     let folder = tempfile::tempdir_in(folder).context("a folder for the image")?;
@@ -159,14 +160,14 @@ impl Attempt<'_> {
         self.sockets.path().join("n")
     }
 
-    /// Has a command use folders of this try for what is noted of its disk.
+    /// Makes a command keep the disk's state files in directories of this attempt.
     fn with_folders<'c>(&self, command: &'c mut Command) -> &'c mut Command {
         command
             .env("STATE_DIRECTORY", self.folder.path().join("state"))
             .env("RUNTIME_DIRECTORY", self.sockets.path())
     }
 
-    /// Starts a server, always with the same words.
+    /// Starts a server, always with the same arguments.
     fn start(&self) -> anyhow::Result<Server> {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -191,7 +192,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// Runs `larder disk`.
+    /// Runs `larder disk` with these arguments.
     fn larder_disk(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let mut command = Command::new(self.larder);
         command.arg("disk").args(arguments);
@@ -228,12 +229,12 @@ impl Attempt<'_> {
         }
     }
 
-    /// Fills the disk, and has the cache hold all of that, clean.
+    /// Fills the disk, and warms the cache until it holds all written data, clean.
     fn warm_up(&mut self) -> anyhow::Result<Guest> {
         let mut guest = Guest::connect(&self.socket())?;
         guest.fill(&mut self.model)?;
         match self.plan.mode {
-            // It brings nothing in.
+            // Pass-through does not fill the cache.
             CacheMode::Pt => self.set_mode(CacheMode::Wt)?,
             CacheMode::Wb => self.cache_command("flush", &[])?,
             CacheMode::Wt | CacheMode::Wa => {}
@@ -250,10 +251,10 @@ impl Attempt<'_> {
         Ok(guest)
     }
 
-    /// The guest works, and the server is killed; what the cache had a moment before.
+    /// Runs the guest's load, and kills the server. Returns the cache's statistics from just before.
     fn kill(&mut self, server: &mut Server, guest: &mut Guest) -> anyhow::Result<Holds> {
         let (model, random) = (&mut self.model, &mut self.random);
-        // In write-back these are dirty.
+        // With write-back these writes are dirty.
         for _ in 0..4 + random.below(8) {
             guest.write(any_range(Use::Written, random), model)?;
         }
@@ -282,7 +283,7 @@ impl Attempt<'_> {
         Ok(before)
     }
 
-    /// Another program writes to what the cache holds clean, or to what the guest never wrote to.
+    /// Lets another program write to data that is clean in the cache, or that the guest has never written.
     fn write_foreign(&mut self) -> anyhow::Result<Way> {
         let way = Way::any(self.plan.place, self.plan.format, &mut self.random);
         let mut pieces = Vec::new();
@@ -297,7 +298,7 @@ impl Attempt<'_> {
         Ok(way)
     }
 
-    /// Starts the next server, and compares what it serves; or it must be right that it serves nothing.
+    /// Starts the next server, and checks the data that it serves, or that its refusal is justified.
     fn serve_again(&mut self, before: Holds) -> anyhow::Result<Outcome> {
         let image = self.store.bytes()?;
         let server = match self.start() {
@@ -315,7 +316,7 @@ impl Attempt<'_> {
                 }
                 let has_journal = self.plan.format == Format::Qcow2 && self.plan.load == Load::Discards;
                 if has_journal && said.contains(OVERTAKEN) {
-                    // Nothing but `drop --lose-dirty` opens an image whose cache has what it has not.
+                    // An image with a dirty cache can be opened only after `drop --lose-dirty`.
                     if !is_dirty {
                         self.serve_without_journal()?;
                     }
@@ -327,14 +328,14 @@ impl Attempt<'_> {
         self.compare(server, before)
     }
 
-    /// Gives up what a killed server has noted of the image's mapping, and serves what is there.
+    /// Discards the journal of a killed server, and serves the image as it is.
     fn serve_without_journal(&mut self) -> anyhow::Result<()> {
         let mut command = Command::new(self.larder);
         command.args(["disk", "check", "--discard-journal", self.store.address()]);
         command.args(["--format", "qcow2"]);
         let output = self.with_folders(&mut command).output()?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-        // 1: there are leaks, or errors.
+        // Exit code 1: there are leaks, or errors.
         let is_sound = said.contains("found: 0 errors") || output.status.success();
         ensure!(
             matches!(output.status.code(), Some(0 | 1)) && is_sound,
@@ -344,7 +345,7 @@ impl Attempt<'_> {
         self.compare(server, Holds::default()).map(drop)
     }
 
-    /// Reads all of the disk several times, and the image itself once the server has ended.
+    /// Reads the whole disk several times, and the image itself once the server has ended.
     fn compare(&mut self, mut server: Server, before: Holds) -> anyhow::Result<Outcome> {
         let at_first = self.holds()?;
         let said = server.process.output();
@@ -380,7 +381,7 @@ impl Attempt<'_> {
         }
         let (model, random) = (&mut self.model, &mut self.random);
         if random.below(2) == 0 {
-            // A part of a line that may be stale.
+            // Writes to parts of lines that may be stale.
             for _ in 0..4 {
                 guest.write(any_range(Use::Foreign, random), model)?;
             }

@@ -1,4 +1,5 @@
-//! The guest of a try: an NBD client that fills the disk, is working when the server is killed, and reads everything again.
+//! The guest of an attempt: an NBD client that fills the disk, keeps requests in flight when the server is killed,
+//! and reads everything again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,27 +14,28 @@ use crate::fuzz_disks::nbd::{self, Client};
 /// Requests in flight.
 const DEPTH: usize = 16;
 
-/// A granule belongs to the guest's writes, the guest's discards, or the other program. It has one cluster of the image, or several.
+/// Size of a granule, which belongs to the guest's writes, the guest's discards, or the other program. A granule
+/// consists of one or more clusters of the image.
 const GRANULE: u64 = 64 << 10;
 
 /// Bytes of the disk.
 pub(super) const DISK: u64 = 4 << 20;
 
-/// The guest has never written to what is after this.
+/// End of the area that the guest writes to.
 pub(super) const FILLED: u64 = DISK - 8 * GRANULE;
 
-/// What a granule is for.
+/// Owner of a granule.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
-    /// The guest writes to it before the kill, and while the server is killed.
+    /// The guest writes to it, before the kill and up to it.
     Written,
-    /// The guest discards pieces of it while the server is killed.
+    /// The guest has discards of parts of it in flight at the kill.
     Discarded,
-    /// The other program writes to it; the guest does not when the server is killed.
+    /// The other program writes to it; the guest has no writes in flight there at the kill.
     Foreign,
 }
 
-/// Returns any range of up to 64 KiB for a request or a foreign write, in a granule for this use.
+/// Returns a random range of up to 64 KiB for a request or a foreign write, in a granule for this use.
 pub(super) fn any_range(of: Use, random: &mut Random) -> Range<u64> {
     let (end, offset, step) = match of {
         Use::Foreign => (DISK, 0, 2),
@@ -47,10 +49,10 @@ pub(super) fn any_range(of: Use, random: &mut Random) -> Range<u64> {
     start..start + len
 }
 
-/// What is being done when the server is killed.
+/// Requests in flight when the server is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Load {
-    /// Nothing; the last write was a moment ago.
+    /// None; the last write has just completed.
     Idle,
     /// Writes are in flight.
     Writes,
@@ -86,7 +88,7 @@ impl Guest {
     /// Connects to the export at this socket.
     ///
     /// # Errors
-    /// It does not answer, or has another size.
+    /// If the server does not answer, or the export has another size.
     pub(super) fn connect(socket: &Path) -> anyhow::Result<Self> {
         let client = Client::connect(socket, "").context("connecting to the export")?;
         ensure!(client.size == DISK, "the export has {} bytes", client.size);
@@ -109,7 +111,7 @@ impl Guest {
         ensure!(reply.error == 0, "a request failed: {} {}", reply.error, reply.message);
         match self.tasks.remove(&reply.cookie).context("a reply to no request")? {
             Task::Write(range, version) => model.complete(&range, version),
-            // It may be either for as long as it was not read.
+            // Until the next read, the old content and zeros are both allowed.
             Task::Discard(_) => {}
         }
         Ok(())
@@ -123,7 +125,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Takes the replies that a killed server has sent; how many requests have none.
+    /// Receives the replies that a killed server has sent. Returns the number of requests without a reply.
     pub(super) fn drain(mut self, model: &mut Model) -> usize {
         while !self.tasks.is_empty() && self.receive(model).is_ok() {}
         self.tasks.len()
@@ -135,7 +137,7 @@ impl Guest {
         self.finish(model)
     }
 
-    /// Writes the whole disk but for its unused end, and flushes it.
+    /// Writes the whole disk except for its unused end, and flushes it.
     pub(super) fn fill(&mut self, model: &mut Model) -> anyhow::Result<()> {
         for start in (0..FILLED).step_by(GRANULE as usize) {
             if self.tasks.len() == DEPTH {
@@ -164,7 +166,7 @@ impl Guest {
             };
             let overlaps = |task: &Task| task.range().start < range.end && range.start < task.range().end;
             if self.tasks.values().any(overlaps) {
-                // The order of two requests to a sector is nobody's promise.
+                // The order of two concurrent requests to a sector is undefined.
                 return Ok(());
             }
             if is_discard {
@@ -186,7 +188,7 @@ impl Guest {
         }
     }
 
-    /// Reads the whole disk in blocks of `block` bytes, in a random order, and compares it with the model.
+    /// Reads the whole disk in blocks of `block` bytes, in a random order, and checks it against the model.
     ///
     /// # Errors
     /// A [`super::model::Mismatch`], or a read fails.

@@ -1,15 +1,17 @@
-//! `larder-bench foreign-writes`: the server of a disk with a cache is killed, another program writes to the image, and the next
-//! server must not serve old data from the cache.
+//! `larder-bench foreign-writes`: kills the server of a disk with a cache, lets another program write to the image,
+//! and checks that the next server returns no stale data from the cache.
 //!
-//! Each try has a disk, a cache and servers of its own. The cache holds the whole disk when the server is killed, idle or under
-//! load. The other program writes to what the cache holds clean. A model knows what each sector may hold then: what another
-//! program has written, what was acknowledged, or, of requests in flight, the old or the new content. The next server is started
-//! with the same words, and all of the disk is read through it several times; QEMU reads the image in the end.
+//! Each attempt has a disk, a cache and servers of its own. The cache holds the whole disk when the server is killed,
+//! idle or under load. The other program writes to data that is clean in the cache. A model has the allowed content
+//! of each sector: another program's write, an acknowledged write, or, for requests in flight, the old or the new
+//! content. The next server is started with the same arguments, and the whole disk is read through it several times.
+//! In the end QEMU reads the image.
 //!
-//! A server may refuse to serve in two cases only, and has not changed the image then: a write-back cache has data that the disk
-//! has not, or a qcow2 image was opened by QEMU while its journal had changes.
+//! A server may refuse to serve in two cases only, and must not have changed the image then: a write-back cache is
+//! dirty, or QEMU has opened a qcow2 image whose journal had changes.
 //!
-//! Controls are the same without another program. They show that a cache stays warm where nobody has written.
+//! Controls are the same attempts without another program. They show that a cache stays warm when no other program
+//! writes.
 
 mod attempt;
 mod guest;
@@ -39,16 +41,16 @@ pub use store::Place;
 /// Kill servers of disks with a cache, have another program write to the image, and compare what the next server serves
 #[derive(Args, Clone, Debug)]
 pub struct Arguments {
-    /// Number of tries in which another program writes
+    /// Number of attempts in which another program writes
     #[arg(long, value_name = "N", default_value_t = 504)]
     tries: u32,
-    /// Number of tries without another program; by default as many as the others
+    /// Number of attempts without another program; by default the same as --tries
     #[arg(long, value_name = "N")]
     controls: Option<u32>,
-    /// Number of tries at the same time
+    /// Number of concurrent attempts
     #[arg(long, value_name = "N", default_value_t = 48)]
     at_once: usize,
-    /// Times between the kill and the other program's write, in seconds
+    /// Delays between the kill and the other program's write, in seconds
     #[arg(
         long,
         value_name = "SECONDS",
@@ -56,86 +58,86 @@ pub struct Arguments {
         default_value = "0.1,1,5,10,20,30,60"
     )]
     delays: Vec<f64>,
-    /// The source of everything random
+    /// Seed of all random choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Run one try of the campaign alone: N, or control-N
+    /// Run a single attempt of the campaign: N, or control-N
     #[arg(long, value_name = "TRY")]
     only: Option<String>,
-    /// The larder to serve with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long, value_name = "PROGRAM")]
     larder: Option<PathBuf>,
-    /// Directories for images, which the tries use in turn; their file systems decide what is proven
+    /// Directories for images, used in turn; their file systems determine which changes can be proven
     #[arg(long, value_name = "DIRECTORY", value_delimiter = ',', default_value = ".")]
     folder: Vec<PathBuf>,
 }
 
-/// What a campaign does.
+/// Parameters of a campaign.
 #[derive(Clone, Debug)]
 pub struct Campaign<'a> {
-    /// The program.
+    /// Path of the `larder` program.
     pub larder: &'a Path,
-    /// Directories for images, which the tries use in turn.
+    /// Directories for images, which the attempts use in turn.
     pub folders: &'a [PathBuf],
-    /// The number of tries in which another program writes.
+    /// Number of attempts in which another program writes.
     pub tries: u32,
-    /// The number of tries without another program.
+    /// Number of attempts without another program.
     pub controls: u32,
-    /// The number of tries at the same time.
+    /// Number of concurrent attempts.
     pub at_once: usize,
-    /// Times between the kill and the other program's write.
+    /// Delays between the kill and the other program's write.
     pub delays: &'a [Duration],
-    /// The source of everything random.
+    /// Seed of all random choices.
     pub seed: u64,
 }
 
-/// The tries of one kind of disk, or of one delay.
+/// Results of the attempts with one kind of disk, or one delay.
 #[derive(Clone, Debug, Default)]
 pub struct Cell {
-    /// How many had each outcome.
+    /// Number of attempts with each outcome.
     pub outcomes: BTreeMap<Outcome, u32>,
-    /// Tries in which another program's write was not there.
+    /// Attempts in which another program's write was missing.
     pub stale: u32,
-    /// Tries in which an acknowledged request was not there.
+    /// Attempts in which an acknowledged request was missing.
     pub lost: u32,
-    /// Tries that failed otherwise.
+    /// Attempts that failed otherwise.
     pub failed: u32,
-    /// Requests that were in flight at kills.
+    /// Requests in flight at kills.
     pub in_flight: usize,
 }
 
-/// The controls of one kind of place.
+/// Results of the controls with one kind of image location.
 #[derive(Clone, Debug, Default)]
 pub struct Controls {
-    /// What became of their caches.
+    /// Outcomes of the attempts.
     pub cell: Cell,
-    /// How warm the caches were.
+    /// Cache survival over the kills.
     pub warmth: Warmth,
-    /// How many were idle.
+    /// Number of attempts with an idle guest.
     pub idle: u32,
-    /// The most bytes that were to be compared, of those that were idle when their server was killed.
+    /// Most bytes to be compared after an idle server was killed.
     pub unproven_idle: u64,
-    /// The same of the others.
+    /// Most bytes to be compared after a server under load was killed.
     pub unproven_busy: u64,
 }
 
-/// A format, a mode and a place.
+/// A format, a cache mode and an image location.
 type Kind = (&'static str, &'static str, Place);
 
-/// What came of a campaign.
+/// Results of a campaign.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// The tries with another program, by what the disk is.
+    /// Results of attempts with another program, by kind of disk.
     pub kinds: BTreeMap<Kind, Cell>,
-    /// The same tries by the delay.
+    /// Results of the same attempts, by delay.
     pub delays: BTreeMap<Duration, Cell>,
-    /// The tries without another program.
+    /// Results of attempts without another program.
     pub controls: BTreeMap<Place, Controls>,
-    /// What must not be, each with what repeats it.
+    /// Failures, each with the command that repeats it.
     pub failures: Vec<String>,
 }
 
-/// The share of the settled lines that a plain kill leaves, at the median.
+/// Minimum for the median share of checkpointed lines that survive a plain kill.
 const SETTLED_MIN: f64 = 0.99;
 
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(30);
@@ -143,10 +145,10 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(30);
 const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, CacheMode::Wb];
 const FORMATS: [Format; 2] = [Format::Raw, Format::Qcow2];
 
-/// Runs a campaign and prints what came of it; whether all was as it must be.
+/// Runs a campaign and prints its results. Returns whether there were no failures.
 ///
 /// # Errors
-/// The program is missing, or there are no delays or folders.
+/// If the program is missing, or there are no delays or directories.
 pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
     let larder = larder_beside(arguments.larder.as_deref())?;
     let seconds = arguments
@@ -180,15 +182,15 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
 }
 
 impl Campaign<'_> {
-    /// Runs all tries.
+    /// Runs all attempts.
     ///
     /// # Errors
-    /// There are no delays or folders.
+    /// If there are no delays or directories.
     pub fn run(&self) -> anyhow::Result<Report> {
         Ok(self.run_plans(&self.plans()?))
     }
 
-    /// Returns what is tried, evenly spread over all kinds of disks, delays and loads.
+    /// Returns the plans of all attempts, evenly spread over all kinds of disks, delays and loads.
     fn plans(&self) -> anyhow::Result<Vec<Plan>> {
         ensure!(!self.delays.is_empty(), "there are no delays");
         ensure!(!self.folders.is_empty(), "there is no folder for images");
@@ -207,7 +209,7 @@ impl Campaign<'_> {
     fn plan(&self, number: u32, is_control: bool) -> Plan {
         let kinds = FORMATS.len() * MODES.len() * Place::ALL.len();
         let (round, index) = (number as usize / kinds, number as usize % kinds);
-        // A step that has no divisor in common with the number of kinds: a few tries are of all sorts, too.
+        // The step 7 is coprime to the number of kinds, so that a few attempts cover all sorts too.
         let kind = index * 7 % kinds;
         let (place, kind) = (kind % Place::ALL.len(), kind / Place::ALL.len());
         let (mode, format) = (kind % MODES.len(), kind / MODES.len());
@@ -279,7 +281,7 @@ impl Cell {
         }
     }
 
-    /// Returns how many tries had an outcome.
+    /// Returns the number of attempts with this outcome.
     pub fn count(&self, outcome: Outcome) -> u32 {
         self.outcomes.get(&outcome).copied().unwrap_or_default()
     }
@@ -364,7 +366,7 @@ impl Report {
         kinds.chain(controls).map(Cell::tries).sum()
     }
 
-    /// Plain kills leave nearly all settled lines.
+    /// Checks that plain kills preserve nearly all checkpointed lines.
     fn judge_controls(&mut self) {
         for (place, controls) in &self.controls {
             if let Some(share) = controls.warmth.of_settled().filter(|share| *share < SETTLED_MIN) {
@@ -377,7 +379,7 @@ impl Report {
         }
     }
 
-    /// Returns the sum of all tries with another program.
+    /// Returns the sum of all attempts with another program.
     pub fn total(&self) -> Cell {
         self.kinds.values().fold(Cell::default(), |mut sum, cell| {
             for (outcome, count) in &cell.outcomes {
@@ -411,7 +413,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// The columns of a [`Cell`].
+/// Column titles of a [`Cell`]'s row.
 const COLUMNS: &str = "tries | stale | lost | failed | compared | begun anew | refused (dirty) | refused (journal) | trusted | requests in flight |";
 
 impl fmt::Display for Report {
@@ -469,7 +471,8 @@ mod tests {
     }
 
     #[test]
-    fn tries_are_spread_over_all_kinds_delays_and_loads() {
+    /// Attempts cover all combinations once, and a small number of them is spread evenly.
+    fn tries_cover_kinds_delays_and_loads() {
         let delays: Vec<Duration> = (1..=7).map(Duration::from_secs).collect();
         let key = |plan: &Plan| {
             let load = Load::ALL.iter().position(|load| *load == plan.load);

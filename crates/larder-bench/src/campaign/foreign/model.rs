@@ -1,5 +1,5 @@
-//! What each sector of a disk may hold: the last acknowledged content, the contents of requests in flight, or what another
-//! program has written.
+//! Allowed content of each sector of a disk: the last acknowledged content, the contents of requests in flight, or
+//! another program's write.
 
 use std::ops::Range;
 
@@ -8,49 +8,50 @@ use anyhow::{bail, ensure};
 /// Bytes of a sector.
 pub(super) const SECTOR: u64 = 512;
 
-/// The version of sectors of zeros.
+/// The version of zeroed sectors.
 const ZEROS: u64 = 0;
 
-/// Before a version, so that no other bytes look like one.
+/// Prefix of a version, so that no other bytes look like one.
 const MAGIC: u64 = 0x6672_6e67_0000_0000;
 
-/// A sector.
+/// Allowed content of a sector.
 #[derive(Clone)]
 struct Known {
-    /// The versions that a read may give.
+    /// Versions that a read may return.
     allowed: Vec<u64>,
-    /// Another program has written the last one.
+    /// Whether another program has written the last version.
     is_foreign: bool,
 }
 
-/// What each sector of a disk may hold. A read decides between several versions: the next read must give the same one.
+/// Allowed content of each sector of a disk. If several versions are allowed, a read decides: later reads must return
+/// the same version.
 pub(super) struct Model {
     sectors: Vec<Known>,
     last_version: u64,
 }
 
-/// What a read has found instead of an allowed version.
+/// Kind of a mismatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
-    /// Another program's write is not there.
+    /// Another program's write is missing.
     Stale,
-    /// An acknowledged request of the guest is not there.
+    /// An acknowledged request of the guest is missing.
     Lost,
 }
 
-/// A sector that holds what it must not.
+/// A sector with a version that is not allowed.
 #[derive(Debug, thiserror::Error)]
 #[error("sector {sector} holds version {found:?}, not one of {allowed:?}")]
 pub(super) struct Mismatch {
     pub(super) wrong: Wrong,
     sector: u64,
-    /// `None`: no version of this sector.
+    /// Version found; `None` if the bytes are no version of this sector.
     found: Option<u64>,
     allowed: Vec<u64>,
 }
 
 impl Model {
-    /// Returns the model of a disk of zeros.
+    /// Returns the model of a zeroed disk.
     pub(super) fn new(len: u64) -> Self {
         let zeros = Known {
             allowed: vec![ZEROS],
@@ -66,7 +67,7 @@ impl Model {
         &mut self.sectors[(range.start / SECTOR) as usize..(range.end / SECTOR) as usize]
     }
 
-    /// Returns the bytes of a new version of a range.
+    /// Creates a new version of a range, and returns its bytes.
     pub(super) fn new_version(&mut self, range: &Range<u64>) -> (u64, Vec<u8>) {
         self.last_version += 1;
         let sectors = range.start / SECTOR..range.end / SECTOR;
@@ -74,24 +75,24 @@ impl Model {
         (self.last_version, bytes.collect())
     }
 
-    /// The guest's write of a version begins.
+    /// Records the start of the guest's write of a version.
     pub(super) fn begin(&mut self, range: &Range<u64>, version: u64) {
         for known in self.of(range) {
             known.allowed.push(version);
         }
     }
 
-    /// The guest's write of a version is acknowledged.
+    /// Records the acknowledgement of the guest's write of a version.
     pub(super) fn complete(&mut self, range: &Range<u64>, version: u64) {
         self.set(range, version, false);
     }
 
-    /// The guest discards a range: it holds what it did, or zeros, for good.
+    /// Records the guest's discard of a range: from then on it may hold its old content or zeros.
     pub(super) fn discard(&mut self, range: &Range<u64>) {
         self.begin(range, ZEROS);
     }
 
-    /// Another program has written a version.
+    /// Records another program's write of a version.
     pub(super) fn write_foreign(&mut self, range: &Range<u64>, version: u64) {
         self.set(range, version, true);
     }
@@ -105,7 +106,7 @@ impl Model {
         }
     }
 
-    /// Compares bytes of the disk with the model.
+    /// Checks bytes of the disk against the model.
     ///
     /// # Errors
     /// The first [`Mismatch`].
@@ -153,7 +154,7 @@ fn contents(sector: u64, version: u64) -> [u8; SECTOR as usize] {
     bytes
 }
 
-/// Returns the version that a sector's bytes are of.
+/// Returns the version of a sector's bytes.
 fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     let word = u64::from_le_bytes(*bytes.first_chunk()?);
     let version = match word {
@@ -174,7 +175,8 @@ mod tests {
     }
 
     #[test]
-    fn older_versions_and_other_sectors_are_found() {
+    /// Stale, lost and misplaced sectors are each reported as what they are.
+    fn stale_lost_or_misplaced_sector_is_detected() {
         let (all, other) = (0..1024, 512..1024);
         let mut model = Model::new(2048);
         let (first, old) = model.new_version(&all);
@@ -190,7 +192,8 @@ mod tests {
     }
 
     #[test]
-    fn a_read_decides_what_a_write_in_flight_has_done() {
+    /// After a read has returned one of several allowed versions, no other one is allowed.
+    fn read_fixes_outcome_of_unacknowledged_write() {
         let all = 0..512;
         let mut model = Model::new(512);
         let (version, bytes) = model.new_version(&all);

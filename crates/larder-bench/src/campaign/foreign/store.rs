@@ -1,4 +1,5 @@
-//! Where a disk's image is: in a file, on a loop device, or behind an NBD server; and how another program writes to it.
+//! Location of a disk's image (a file, a loop device, or an NBD server), and the ways in which another program writes
+//! to it.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -17,22 +18,22 @@ use super::super::disk::Format;
 use super::super::guest::LIMIT;
 use super::super::process::{Process, mortal};
 
-/// Where an image is.
+/// Location of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// In a file.
+    /// A file.
     File,
-    /// On a loop device.
+    /// A loop device.
     Loop,
-    /// Behind qemu-nbd.
+    /// An export of qemu-nbd.
     Nbd,
 }
 
 impl Place {
-    /// All places.
+    /// All locations.
     pub const ALL: [Self; 3] = [Self::File, Self::Loop, Self::Nbd];
 
-    /// Returns its word in tables.
+    /// Returns the location's name in tables.
     pub fn word(self) -> &'static str {
         match self {
             Self::File => "file",
@@ -42,31 +43,31 @@ impl Place {
     }
 }
 
-/// How another program writes.
+/// Method by which another program writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     /// pwrite(2) to the file.
     Pwrite,
-    /// The same, and then the time of the last modification is put back.
+    /// pwrite(2) to the file, after which the file's modification time is restored.
     RestoredTime,
     /// Stores into a shared mapping of the file.
     Map,
     /// pwrite(2) to the loop device, through the page cache.
     Buffered,
-    /// pwrite(2) to the loop device, past the page cache.
+    /// pwrite(2) to the loop device, bypassing the page cache.
     Direct,
     /// pwrite(2) to the file behind the loop device.
     Behind,
     /// `qemu-io`, which opens the image as a guest's QEMU does.
     QemuIo,
-    /// The same, past the page cache.
+    /// `qemu-io`, bypassing the page cache.
     QemuIoDirect,
-    /// The same, and then the time of the file's last modification is put back.
+    /// `qemu-io`, after which the file's modification time is restored.
     QemuIoRestoredTime,
 }
 
 impl Way {
-    /// Returns any way to write to such an image.
+    /// Returns a random method for images of this kind.
     pub(super) fn any(place: Place, format: Format, random: &mut Random) -> Self {
         let ways: &[Self] = match (place, format) {
             (Place::File, Format::Raw) => &[Self::Pwrite, Self::RestoredTime, Self::Map],
@@ -83,22 +84,22 @@ impl Way {
     }
 }
 
-/// An image.
+/// An image, with the device or the server in front of it.
 pub(super) struct Store {
     format: Format,
-    /// The image, or what is behind the device or the NBD server.
+    /// The image, or the file behind the device or the NBD server.
     file: PathBuf,
-    /// What Larder is given.
+    /// Path or URI that Larder is given.
     address: String,
     device: Option<LoopDevice>,
     _server: Option<Process>,
 }
 
 impl Store {
-    /// Makes an image of a disk of `len` bytes in `folder`. An NBD server listens in `sockets`.
+    /// Creates an image of a disk of `len` bytes in `folder`. An NBD server listens in `sockets`.
     ///
     /// # Errors
-    /// A tool is missing or fails, or the host's.
+    /// If a tool is missing or fails, or a system call fails.
     pub(super) fn make(
         place: Place,
         format: Format,
@@ -119,7 +120,7 @@ impl Store {
         }
         tool(command.arg(&file).arg(len.to_string()))?;
         if place != Place::File && format == Format::Qcow2 {
-            // A device or an export does not grow.
+            // A device or an export cannot grow.
             OpenOptions::new().write(true).open(&file)?.set_len(len * 2)?;
         }
         let (mut device, mut server) = (None, None);
@@ -150,13 +151,13 @@ impl Store {
         &self.address
     }
 
-    /// Returns the bytes of the image, or of what is behind the device or the server.
+    /// Returns the bytes of the image file.
     ///
     /// # Errors
-    /// The host's.
+    /// If a system call fails.
     pub(super) fn bytes(&self) -> anyhow::Result<Vec<u8>> {
         if let Some(device) = &self.device {
-            // The kernel may not have written to the file what it has in the device's page cache.
+            // The device's page cache may have data that the kernel has not yet written to the file.
             File::open(&device.0)?.sync_all()?;
         }
         Ok(std::fs::read(&self.file)?)
@@ -165,7 +166,7 @@ impl Store {
     /// Returns the bytes of the disk, as QEMU reads them.
     ///
     /// # Errors
-    /// The host's, or the image has errors.
+    /// If a system call fails, or the image has errors.
     pub(super) fn contents(&self) -> anyhow::Result<Vec<u8>> {
         let bytes = self.bytes()?;
         match self.format {
@@ -174,10 +175,10 @@ impl Store {
         }
     }
 
-    /// Another program writes `pieces` of the disk: where, and what.
+    /// Lets another program write `pieces` of the disk, each a range with its bytes.
     ///
     /// # Errors
-    /// A tool fails, or the host's.
+    /// If a tool or a system call fails.
     pub(super) fn write_foreign(
         &self,
         way: Way,
@@ -225,7 +226,7 @@ impl Store {
             command.args(["-c", "flush"]);
         }
         command.arg(&self.address);
-        // A killed server's locks stay until the last of its I/O has ended.
+        // A killed server's locks stay until its last I/O has ended.
         let give_up = Instant::now() + LIMIT;
         loop {
             match tool(&mut command) {
@@ -242,7 +243,7 @@ impl Store {
     }
 }
 
-/// Writes pieces to the file or device at `path`, opened with these flags besides.
+/// Writes pieces to the file or device at `path`, opened with these additional flags.
 fn write(path: &Path, flags: i32, pieces: &[(Range<u64>, Vec<u8>)], is_flushed: bool) -> anyhow::Result<()> {
     let file = OpenOptions::new().write(true).custom_flags(flags).open(path)?;
     for (range, bytes) in pieces {
@@ -261,8 +262,8 @@ fn store(path: &Path, pieces: &[(Range<u64>, Vec<u8>)], is_flushed: bool) -> any
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let len = file.metadata()?.len() as usize;
     let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-    // SAFETY: a new mapping, at an address that the kernel chooses; nothing in this process refers to it but this function, and
-    // nobody makes the file shorter.
+    // SAFETY: a new mapping, at an address that the kernel chooses. Only this function refers to it, and no process
+    // truncates the file.
     let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0)? };
     for (range, bytes) in pieces {
         ensure!(range.end as usize <= len, "{range:?} is after the end of the file");
@@ -271,7 +272,7 @@ fn store(path: &Path, pieces: &[(Range<u64>, Vec<u8>)], is_flushed: bool) -> any
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), base.cast::<u8>().add(range.start as usize), bytes.len())
         };
     }
-    // SAFETY: the mapping of above, which nothing uses any more.
+    // SAFETY: the mapping made above, which is no longer used.
     unsafe {
         if is_flushed {
             rustix::mm::msync(base, len, rustix::mm::MsyncFlags::SYNC)?;
@@ -298,10 +299,10 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Runs a tool to its end; what it said.
+/// Runs a tool to its end, and returns its output.
 ///
 /// # Errors
-/// It is missing, or fails; with what it said.
+/// If the tool is missing, or fails; with its output.
 pub(super) fn tool(command: &mut Command) -> anyhow::Result<String> {
     let output = command
         .output()
