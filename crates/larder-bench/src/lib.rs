@@ -1,4 +1,5 @@
-//! The experiments: the seed tables, measured and plotted, the simulator, and the fuzzer for disks.
+//! The experiments that the tests share with `larder-bench`: kill campaigns, the simulator, the fuzzer for disks,
+//! malicious images, and disk space.
 
 pub mod campaign;
 pub mod fuzz_disks;

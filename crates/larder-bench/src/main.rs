@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use larder_bench::{campaign, fuzz_disks, hostile_images, simulate, space};
 
-/// The experiments that Larder's figures come from.
+/// Experiments that produce the numbers in Larder's documentation
 #[derive(Parser)]
 #[command(version, about)]
 struct Cli {
@@ -27,7 +27,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Every experiment that `docs/benchmarks.md` has a table of
+    /// Run the experiments that have a table in `docs/benchmarks.md`
     All,
     ActMemory(memory::act::Arguments),
     Cache(cache::Arguments),
@@ -54,7 +54,7 @@ enum Command {
     VhostUser(vhost_user::Arguments),
 }
 
-/// What `all` runs, as one would type it.
+/// Command lines that `all` runs.
 const ALL: [&[&str]; 6] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],

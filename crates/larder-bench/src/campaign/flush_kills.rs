@@ -10,7 +10,6 @@
 //! A read must return data no older than the writes that had completed when the read began. With a cache the whole
 //! disk is read after each kill. Some servers are stopped instead, some are started in another cache mode, and some
 //! without the cache, which the next server must detect.
-//! servers are stopped instead, some are started in another mode, and some without the cache, which must be noticed.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! A pager attaches to a process that works, and detaches, over and over; the process must notice nothing but pauses.
+//! Attaches a pager to a process under load, and detaches it, over and over. The process must notice no more than
+//! pauses.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,37 +14,37 @@ use super::memory_guest::{DiskIo, MemoryGuest, Options};
 use super::memory_kills::{Load, VERIFIER_BUDGET, VERIFIER_MIB, verifier};
 use super::pauses::Pauses;
 
-/// A quarantine and what an eviction takes on a busy machine.
+/// Limit for the first eviction: the quarantine, and an eviction on a busy machine.
 const PAGES_GO_WITHIN: Duration = Duration::from_secs(30);
 
-/// Attach to a process that works on its memory, and detach, over and over
+/// Repeatedly attach a pager to a process that uses its memory, and detach it
 #[derive(Args)]
 pub struct Arguments {
-    /// How many times
+    /// Number of attaches
     #[arg(long, default_value_t = 1000)]
     count: u32,
-    /// Whose memory
+    /// Process whose memory is managed
     #[arg(long, value_enum, default_value_t = Load::Threads)]
     load: Load,
-    /// Folder of the guest's disk
+    /// Directory of the guest's disk
     #[arg(long, default_value = ".")]
     folder: PathBuf,
-    /// The larder to attach with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
-    /// Where the random moments come from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// For how long a thread of the process stood still at each attach.
+    /// Pause of the process at each attach.
     pub pauses: Pauses,
-    /// From each start of the program until it had attached.
+    /// Times from each start of the pager until it had attached.
     pub attaches: Pauses,
-    /// From each wish to detach until the program had ended.
+    /// Times from each request to detach until the pager had exited.
     pub detaches: Pauses,
     /// Pages that were evicted.
     pub evicted: u64,
@@ -51,10 +52,10 @@ pub struct Report {
     pub done: u64,
 }
 
-/// What a verifier that is started with `command` notices.
+/// Runs the campaign with a verifier, which is started with `command`.
 ///
 /// # Errors
-/// Something was not as it was written, or stands still.
+/// If a page has wrong content, or the verifier makes no progress.
 pub fn of_verifier(
     larder: &Path,
     command: Command,
@@ -81,10 +82,10 @@ pub fn of_verifier(
     Ok(report)
 }
 
-/// What a guest notices.
+/// Runs the campaign with a guest.
 ///
 /// # Errors
-/// Something was not as it was written, or stands still.
+/// If a page has wrong content, or the guest makes no progress.
 pub fn of_guest(larder: &Path, io: DiskIo, folder: &Path, count: u32, random: &mut Random) -> anyhow::Result<Report> {
     let options = Options {
         disk: Some(io),
@@ -115,8 +116,8 @@ impl Report {
         let mut pager = attach.start()?;
         self.attaches.push(started.elapsed());
         self.pauses.push(pager.stood_still.context("there was no other pager")?);
-        // Some have evicted nothing by then, some as much as they should. Where the process has disks open for direct I/O
-        // the first pages go when their quarantine is over.
+        // Some pagers have evicted nothing when they detach, some all that they should. If the process has files open
+        // for direct I/O, the first pages are evicted after their quarantine.
         let (waits_for_pages, micros) = match random.below(4) {
             0 => (false, 0),
             1 => (false, 20_000),
@@ -141,10 +142,10 @@ fn descriptors(pid: u32) -> anyhow::Result<usize> {
     Ok(std::fs::read_dir(format!("/proc/{pid}/fd"))?.count())
 }
 
-/// Runs the campaign and prints what came of it.
+/// Runs the campaign and prints its results.
 ///
 /// # Errors
-/// Something was not as it was written, or is missing.
+/// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
     let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the disk")?;

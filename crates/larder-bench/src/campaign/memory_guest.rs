@@ -1,4 +1,4 @@
-//! A guest under QEMU whose memory is a shared memfd, and that works on all of it and verifies it.
+//! A guest under QEMU whose memory is a shared memfd, and that uses all of it and verifies it.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,9 +10,10 @@ use tempfile::TempDir;
 use super::guest::{LIMIT, Monitor, NO_ERRORS, accelerator, initramfs, test_bed};
 use super::process::{Process, mortal};
 
-/// What it does, round after round, until a line comes on the console: it writes and verifies files in its memory, looks
-/// whether one that was written in the beginning is as it was, and does the same with its disk, if it has one, through
-/// memory that was free; then it is idle for a moment. Once it has had memory plugged in it fills some of it, too.
+/// The guest's load, which repeats until a line arrives on the console. Each round writes and verifies files in
+/// memory, and checks that a file from the beginning is unchanged. It does the same with the disk, if there is one,
+/// through memory that was free. Then it idles for a moment. Once memory has been hot-plugged, the guest fills some
+/// of it too.
 const ROUNDS: &str = r#"
 fill="--minimal --buffer_compress_percentage=90 --refill_buffers --output=/fio"
 check="--verify=crc32c --verify_fatal=1"
@@ -49,59 +50,59 @@ while [ ! -e /stop ]; do
 done
 "#;
 
-/// What it says at the end of its first one.
+/// Console line at the end of the first round.
 pub const FIRST_ROUND: &str = "ROUND 1";
 
-/// Its processors.
+/// Number of the guest's processors.
 pub const PROCESSORS: u32 = 2;
 
 /// The disk's size in bytes.
 const DISK: u64 = 32 << 20;
 
-/// How QEMU does the I/O of the guest's disk.
+/// Implementation of the guest's disk I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DiskIo {
-    /// By threads, through the page cache
+    /// Threads of QEMU, through the page cache
     Threads,
-    /// By io_uring, past the page cache
+    /// io_uring in QEMU, bypassing the page cache
     Uring,
-    /// Larder does, past the page cache: whoever starts the guest has a server for [`disk_image`] at [`disk_socket`]
+    /// Larder, bypassing the page cache; the caller must serve [`disk_image`] at [`disk_socket`]
     #[value(skip)]
     Larder,
 }
 
-/// The image of a guest's disk.
+/// Returns the path of a guest's disk image.
 pub fn disk_image(images: &Path) -> PathBuf {
     images.join("disk.raw")
 }
 
-/// Where its server listens, if it has one.
+/// Returns the path of the disk server's socket.
 pub fn disk_socket(images: &Path) -> PathBuf {
     images.join("disk.sock")
 }
 
-/// Makes the image, empty.
+/// Creates an empty disk image.
 ///
 /// # Errors
-/// It cannot be made.
+/// If the file cannot be created.
 pub fn make_disk(images: &Path) -> anyhow::Result<()> {
     Ok(std::fs::File::create(disk_image(images))?.set_len(DISK)?)
 }
 
-/// What the guest is like.
+/// Configuration of the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Its memory in MiB.
+    /// Memory in MiB.
     pub mib: u64,
-    /// What of that it writes once, and each round, in MiB.
+    /// Size of the file that is written once, in MiB.
     pub old_mib: u64,
-    /// As above.
+    /// Size of the files that are written each round, in MiB.
     pub new_mib: u64,
-    /// It has a disk, too.
+    /// Disk of the guest, if it has one.
     pub disk: Option<DiskIo>,
-    /// QEMU locks itself in.
+    /// Whether QEMU sandboxes itself.
     pub sandbox: bool,
-    /// Memory can be plugged in, for which the guest keeps some 64 MiB besides.
+    /// Whether memory can be hot-plugged, for which the guest uses about 64 MiB more.
     pub pluggable: bool,
 }
 
@@ -120,26 +121,26 @@ impl Default for Options {
 
 /// A running guest; QEMU is killed when this is dropped.
 pub struct MemoryGuest {
-    /// QEMU; its lines are the serial console's.
+    /// The QEMU process; its output lines are those of the serial console.
     pub process: Process,
     folder: TempDir,
 }
 
 impl MemoryGuest {
-    /// Boots one, with its disk in `images`, and waits for its first round.
+    /// Boots a guest, with its disk in `images`, and waits for its first round.
     ///
     /// # Errors
-    /// The test bed is not set up, or it does not get that far.
+    /// If the test bed is not set up, or the guest does not get that far.
     pub fn start(options: Options, images: &Path) -> anyhow::Result<Self> {
         let guest = Self::boot(options, images)?;
         guest.process.wait_for(FIRST_ROUND, LIMIT)?;
         Ok(guest)
     }
 
-    /// Boots one, with its disk in `images`.
+    /// Boots a guest, with its disk in `images`.
     ///
     /// # Errors
-    /// The test bed is not set up.
+    /// If the test bed is not set up.
     pub fn boot(options: Options, images: &Path) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let script = ROUNDS
@@ -164,7 +165,7 @@ impl MemoryGuest {
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
-            // On a busy host the kernel may find its timer missing.
+            // On a busy host the kernel's timer check may fail.
             .args([
                 "-append",
                 "console=ttyS0 quiet panic=0 no_timer_check memhp_default_state=online_movable",
@@ -201,28 +202,28 @@ impl MemoryGuest {
         })
     }
 
-    /// QEMU's process number.
+    /// Returns QEMU's process number.
     pub fn pid(&self) -> u32 {
         self.process.id()
     }
 
-    /// Where its monitor listens.
+    /// Returns the path of QEMU's monitor socket.
     pub fn qmp(&self) -> PathBuf {
         self.folder.path().join("qmp")
     }
 
-    /// A connection to that.
+    /// Connects to QEMU's monitor.
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn monitor(&self) -> anyhow::Result<Monitor> {
         Monitor::connect(&self.qmp())
     }
 
-    /// How much of its memory is in use, in bytes.
+    /// Returns how much of its memory the guest uses, in bytes.
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn used(&self) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
         let kib = status
@@ -231,17 +232,17 @@ impl MemoryGuest {
         Ok(kib.context("no RssShmem")?.trim().parse::<u64>()? << 10)
     }
 
-    /// Rounds so far.
+    /// Returns the number of rounds so far.
     pub fn rounds(&self) -> usize {
         self.process.output().matches("ROUND ").count()
     }
 
-    /// Waits until it has done all of `count` rounds more.
+    /// Waits until the guest has completed `count` more whole rounds.
     ///
     /// # Errors
-    /// It does not, or has ended.
+    /// If the guest makes no progress, or has ended.
     pub fn works(&self, count: usize) -> anyhow::Result<()> {
-        // One is under way.
+        // Skips the round in progress.
         let goal = self.rounds() + count + 1;
         let give_up = Instant::now() + LIMIT;
         while self.rounds() < goal {
@@ -256,15 +257,15 @@ impl MemoryGuest {
         Ok(())
     }
 
-    /// Has it end after this round; its rounds.
+    /// Makes the guest end after this round. Returns its number of rounds.
     ///
     /// # Errors
-    /// It found something wrong, or does not end.
+    /// If the guest has found wrong data, or does not end.
     pub fn finish(self) -> anyhow::Result<usize> {
         self.finish_within(LIMIT)
     }
 
-    /// Likewise, where that may take so long.
+    /// Makes the guest end after this round, which may take as long as `limit`. Returns its number of rounds.
     ///
     /// # Errors
     /// As in [`MemoryGuest::finish`].

@@ -1,6 +1,5 @@
-//! Several guests that work on their memory and verify it share a budget that is less than they use, for as long as one
-//! likes, while balloons take memory from some of them and give it back. No guest may find anything that it has not
-//! written, and none may stand still.
+//! Runs several guests within a memory budget that is less than they use, for any length of time. The guests use and
+//! verify their memory, while balloons inflate and deflate in some of them. No guest may find wrong data or hang.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,55 +14,55 @@ use super::guest::Monitor;
 use super::memory::{Attach, Pager};
 use super::memory_guest::{FIRST_ROUND, MemoryGuest, Options, PROCESSORS};
 
-/// Keep the memory of several guests within a budget while they work on it and verify it
+/// Keep the memory of several guests within a budget while they use and verify it
 #[derive(Args)]
 pub struct Arguments {
-    /// How many guests
+    /// Number of guests
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     count: u32,
-    /// The memory of each, in MiB
+    /// Memory of each guest, in MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(256..))]
     mib: u64,
-    /// What all of them may use together; each has an equal part of it
+    /// Budget of all guests together; each guest has an equal part of it
     #[arg(long, default_value = "2GiB")]
     budget: ByteLen,
-    /// For how long, from when all of them are within it
+    /// Minutes to run, from when all guests are within the budget
     #[arg(long, default_value_t = 30.0)]
     minutes: f64,
-    /// How many of them have a balloon that inflates and deflates all the while
+    /// Number of guests with a balloon that inflates and deflates repeatedly
     #[arg(long, default_value_t = 2)]
     balloons: u32,
-    /// After how many seconds without progress a guest has hung; by default 60 for each processor of a guest that a
-    /// processor of this machine runs
+    /// Seconds without progress after which a guest counts as hung; by default 60 times the number of guest
+    /// processors per processor of this machine
     #[arg(long)]
     patience: Option<u64>,
-    /// Folder of the swap caches
+    /// Directory of the swap caches
     #[arg(long, default_value = ".")]
     folder: PathBuf,
-    /// The larder to attach with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
 }
 
 const MIB: u64 = 1 << 20;
 
-/// How often guests are looked at.
+/// Interval between checks of the guests.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// For how long a balloon stays as it is once it is as large as it should be.
+/// Time for which a balloon keeps its size once it has reached it.
 const REST: Duration = Duration::from_secs(10);
 
-/// The part of the guest's memory that a balloon takes.
+/// Divisor of the guest's memory that gives the balloon's size.
 const BALLOON: u64 = 8;
 
-/// By how much a balloon may miss its size, as a part of the guest's memory: the guest counts in pages of its own.
+/// Divisor of the guest's memory that gives the balloon's permitted error: the guest counts in pages of its own.
 const NEAR: u64 = 256;
 
-/// By how much more than its budget a guest may use when it is said to be kept, as a part of it: while pages wait for
-/// direct I/O into them to end, what goes lags behind what comes.
+/// Divisor of the budget that gives the permitted excess: evictions lag behind page-ins while direct I/O pins pages.
 const OVER: u64 = 16;
 
-/// What the guests are like: they fill nearly all that a balloon leaves them. What is not of the files is the system's.
+/// Returns the guests' configuration. They fill nearly all memory that a balloon leaves; the rest is for their
+/// system.
 fn options(mib: u64) -> Options {
     Options {
         mib,
@@ -73,41 +72,41 @@ fn options(mib: u64) -> Options {
     }
 }
 
-/// A balloon that goes to and fro between two sizes.
+/// A balloon that alternates between two sizes.
 struct Balloon {
     monitor: Monitor,
-    /// Bytes of memory that the guest is to have now: its own, or less.
+    /// Bytes of memory that the guest is to have now: all of it, or less.
     target: u64,
-    /// Since when it is to.
+    /// Time when the target was set.
     since: Instant,
-    /// Since when it has.
+    /// Time when the target was reached, if it has been.
     reached: Option<Instant>,
-    /// How often it has come to have what it should.
+    /// Number of targets reached.
     turns: u32,
 }
 
-/// A guest, and what was seen of it.
+/// A guest with the observations made of it.
 struct Watched {
     guest: MemoryGuest,
     pager: Pager,
     memory: u64,
     balloon: Option<Balloon>,
     rounds: usize,
-    /// When it ended its last round.
+    /// Time when the last round ended.
     progress: Instant,
     longest_round: Duration,
-    /// The most memory that was used for it, by what Larder says.
+    /// Most memory in use, as Larder reports it.
     used_most: u64,
-    /// The same, by what the kernel says of the files in memory.
+    /// Most memory in use, as the kernel reports it for the process's memfds.
     files_most: u64,
     last: MemoryState,
     problem: Option<String>,
 }
 
-/// Runs it and prints what came of it.
+/// Runs the campaign and prints its results.
 ///
 /// # Errors
-/// Something was not as it was written, a guest or a pager stood still or ended, or something is missing.
+/// If a page has wrong content, a guest or a pager hangs or exits, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
     let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the swap caches")?;
@@ -150,7 +149,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     let took = started.elapsed();
-    // What was left undone when the time was over tells nothing: the last state that was seen is what is shown.
+    // Prints the last observed state: the unfinished rounds at the deadline are no failure.
     println!(
         "\n{} guests of {} MiB in {}, {} with balloons, for {took:.0?}\n",
         all.len(),
@@ -162,7 +161,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     end(all, patience)
 }
 
-/// Waits until what is used for each is within its budget. From then on that is looked at.
+/// Waits until each guest is within its budget, and starts the observations of its memory.
 fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> {
     let give_up = Instant::now() + patience;
     for one in all.iter_mut() {
@@ -179,7 +178,7 @@ fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Detaches from all, and has all guests end, as many as are well.
+/// Detaches all pagers and ends all guests, unless they have failed.
 fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
     let ended: Vec<anyhow::Result<usize>> = std::thread::scope(|scope| {
         let each = all.into_iter().map(|one| scope.spawn(move || one.end(patience)));
@@ -241,7 +240,7 @@ impl Watched {
         })
     }
 
-    /// Looks at it, if all was well so far.
+    /// Checks a guest, unless it has failed before.
     fn look(&mut self, patience: Duration) {
         if self.problem.is_none()
             && let Err(error) = self.see(patience)
@@ -281,7 +280,7 @@ impl Watched {
         Ok(())
     }
 
-    /// Lines in which the guest says that something is not as it was written; its script ends then.
+    /// Counts console lines that report wrong data; the guest's script ends then.
     fn mismatches(&self) -> usize {
         let console = self.guest.process.output();
         let tells = |line: &&str| {
@@ -290,7 +289,7 @@ impl Watched {
         console.lines().filter(tells).count()
     }
 
-    /// Has the pager detach and the guest end; the guest's rounds.
+    /// Detaches the pager and ends the guest. Returns the guest's number of rounds.
     fn end(mut self, patience: Duration) -> anyhow::Result<usize> {
         if let Some(problem) = self.problem {
             bail!(problem);
@@ -301,7 +300,7 @@ impl Watched {
 }
 
 impl Balloon {
-    /// Sees to it that it goes on.
+    /// Checks the balloon's progress, and sets a new target when it is due.
     fn turn(&mut self, memory: u64, patience: Duration) -> anyhow::Result<()> {
         match self.reached {
             Some(reached) if reached.elapsed() < REST => return Ok(()),
@@ -331,13 +330,13 @@ impl Balloon {
     }
 }
 
-/// The bytes of all files in memory that a process has open: its RAM, compressed pages, and what is kept of each.
+/// Returns the size of all memfds that a process has open: its RAM, compressed pages, and page metadata.
 fn files_in_memory(pid: u32) -> anyhow::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut files = std::collections::BTreeMap::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
-        // One that was closed meanwhile is none.
+        // The descriptor may have been closed meanwhile.
         let Ok(leads_to) = std::fs::read_link(&path) else {
             continue;
         };
@@ -350,7 +349,7 @@ fn files_in_memory(pid: u32) -> anyhow::Result<u64> {
     Ok(files.values().sum())
 }
 
-/// A row for each.
+/// Prints a row for each guest.
 fn print(all: &[Watched]) {
     println!(
         "| guest | rounds | longest, s | pages evicted | refaults | from compressed RAM: faults, P50, P99 in µs | from disk | \

@@ -1,5 +1,5 @@
-//! A pager is killed at random moments under a process that works on its memory, and another one takes its place; the
-//! process must notice nothing but a pause.
+//! Kills a pager at random moments under a process that uses its memory, and starts a successor. The process must
+//! notice no more than a pause.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,82 +15,82 @@ use super::memory::{Attach, Pager, Verifier};
 use super::memory_guest::{DiskIo, MemoryGuest, Options};
 use super::pauses::Pauses;
 
-/// Kill the pager of a process that works on its memory over and over
+/// Repeatedly kill the pager of a process that uses its memory
 #[derive(Args)]
 pub struct Arguments {
-    /// How many times
+    /// Number of kills
     #[arg(long, default_value_t = 500)]
     count: u32,
-    /// Whose memory
+    /// Process whose memory is managed
     #[arg(long, value_enum, default_value_t = Load::Verifier)]
     load: Load,
-    /// Kill each amid a burst of evictions, not every sixth
+    /// Precede each kill with a burst of evictions, not every sixth one
     #[arg(long)]
     burst: bool,
-    /// Give it a swap cache, which compressed pages go to
+    /// Give the pager a swap cache, to which compressed pages are written
     #[arg(long)]
     swap: bool,
-    /// Folder of the guest's disk and the swap cache
+    /// Directory of the guest's disk and the swap cache
     #[arg(long, default_value = ".")]
     folder: PathBuf,
-    /// The larder to attach with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
-    /// Where the random moments come from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// Whose memory it is.
+/// Process whose memory is managed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Load {
-    /// A program that writes and verifies
+    /// A program that writes and verifies its memory
     Verifier,
-    /// A guest with a disk whose I/O threads do
+    /// A guest with a disk whose I/O QEMU's threads do
     Threads,
-    /// A guest with a disk whose I/O io_uring does, past the page cache
+    /// A guest with a disk whose I/O is done by io_uring, bypassing the page cache
     Uring,
 }
 
-/// How it is killed.
+/// Number and kind of the kills.
 #[derive(Clone, Copy, Debug)]
 pub struct Kills {
-    /// How many times.
+    /// Number of kills.
     pub count: u32,
-    /// Every so many, the budget is lowered right before.
+    /// Interval, in kills, at which the budget is lowered right before a kill.
     pub burst_every: u32,
 }
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Pagers killed that had attached.
+    /// Attached pagers that were killed.
     pub kills: u32,
-    /// Of them, those that had just been told to evict much.
+    /// Kills right after a lowered budget had started a burst of evictions.
     pub bursts: u32,
-    /// Pagers killed before they said that they had attached.
+    /// Pagers that were killed before they reported that they had attached.
     pub early: u32,
-    /// From each kill until another one served.
+    /// Times from each kill until a successor served faults.
     pub served: Pauses,
-    /// The process's longest access from then until it worked again; of a verifier.
+    /// The verifier's longest access from each kill until it made progress again.
     pub stalls: Pauses,
     /// Pages that were evicted.
     pub evicted: u64,
-    /// Pages that came back to one who waited.
+    /// Faults that brought pages back.
     pub faults: u64,
     /// Accesses of the verifier, or rounds of the guest.
     pub done: u64,
 }
 
-/// The program whose memory it is, in MiB, and the budget.
+/// Memory of the verifier, in MiB.
 pub const VERIFIER_MIB: u64 = 64;
-/// See above.
+/// Budget of the verifier, in bytes.
 pub const VERIFIER_BUDGET: u64 = 32 << 20;
 
-/// What a verifier that is started with `command` notices.
+/// Runs the campaign with a verifier, which is started with `command`.
 ///
 /// # Errors
-/// Something was not as it was written, or stands still.
+/// If a page has wrong content, or the verifier makes no progress.
 pub fn of_verifier(
     larder: &Path,
     command: Command,
@@ -135,10 +135,10 @@ pub fn of_verifier(
     Ok(report)
 }
 
-/// What a guest notices.
+/// Runs the campaign with a guest.
 ///
 /// # Errors
-/// Something was not as it was written, or stands still.
+/// If a page has wrong content, or the guest makes no progress.
 pub fn of_guest(
     larder: &Path,
     io: DiskIo,
@@ -176,7 +176,7 @@ pub fn of_guest(
 }
 
 impl Report {
-    /// Kills one, and has another one take its place.
+    /// Kills a pager, and starts its successor.
     fn kill(
         &mut self,
         attach: &Attach,
@@ -199,7 +199,7 @@ impl Report {
         let killed = Instant::now();
         pager.process.kill();
         self.kills += 1;
-        // Some successors do not come far, either.
+        // Some successors are killed while they start.
         while random.below(6) == 0 {
             let mut early = super::process::Process::start(attach.command())?;
             std::thread::sleep(Duration::from_micros(random.below(40_000)));
@@ -220,10 +220,10 @@ impl Report {
     }
 }
 
-/// Runs the campaign and prints what came of it.
+/// Runs the campaign and prints its results.
 ///
 /// # Errors
-/// Something was not as it was written, or is missing.
+/// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
     let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the disk")?;
@@ -262,10 +262,10 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// This program, as a verifier.
+/// Returns the command that starts this program as a verifier.
 ///
 /// # Errors
-/// It is not known where this program is.
+/// If this program's path is unknown.
 pub fn verifier(mib: u64) -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["verify-memory", "--mib", &mib.to_string()]);

@@ -1,6 +1,6 @@
-//! A guest is moved from QEMU to QEMU, and something is cut or killed at a random moment of each move. Afterwards it must
-//! run at one place, with all that it had, and whoever was asked must have said where. With `--disks` its disk goes along,
-//! and must be open on one host at most, and have all that the guest has flushed.
+//! Moves a guest from QEMU to QEMU, and cuts or kills something at a random moment of each move. Afterwards the guest
+//! must run on exactly one side, with its state intact, and the mover must report the correct side. With `--disks`
+//! its disk moves too. The disk must be open on at most one host at a time, and contain all flushed data.
 
 mod disks;
 mod report;
@@ -25,66 +25,67 @@ use super::migration::relay::Relay;
 use super::migration::vm::{Load, Machine, Release, Vm};
 use super::process::Process;
 
-/// Move a guest over and over, and cut or kill something in the middle of each move
+/// Repeatedly move a guest, and cut or kill something in the middle of each move
 #[derive(Args)]
 pub struct Arguments {
-    /// How many moves
+    /// Number of moves
     #[arg(long, default_value_t = 300)]
     count: u32,
-    /// The larder to move with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
-    /// Move by QEMU 10 of the test bed, not the host's QEMU
+    /// Use QEMU 10 of the test bed, not the host's QEMU
     #[arg(long)]
     debian13: bool,
-    /// The guest writes to a disk that goes along, which `larder vm` serves on both sides. Needs root
+    /// Move the guest's disk too, to which it writes, and which `larder vm` serves on both sides. Needs root
     #[arg(long)]
     disks: bool,
-    /// What the disk's image is; by default raw and qcow2 in turn, one for each guest
+    /// Format of the disk's image; by default raw and qcow2 in turn, one for each guest
     #[arg(long, value_enum, requires = "disks")]
     format: Option<Format>,
-    /// The image is behind an NBD server
+    /// Put the image behind an NBD server
     #[arg(long, requires = "disks")]
     nbd: bool,
-    /// Folder of the disk's image and of its caches
+    /// Directory of the disk's image and of its caches
     #[arg(long, default_value = ".", requires = "disks")]
     folder: PathBuf,
-    /// What happens, each time; by default one after the other
+    /// Fault of every move; by default all faults in turn
     #[arg(long, value_enum)]
     fault: Option<Fault>,
-    /// Where the random moments come from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
 /// Memory of the guests in MiB.
 const MEMORY_MIB: u64 = 320;
-/// How long a move may take on a busy machine, with all that is done about what broke.
+/// Limit for a move on a busy machine, including the repair of the fault.
 const LIMIT: Duration = Duration::from_secs(180);
-/// How long a mover asks a destination that is dead before it is told to stop.
+/// Time for which a mover may query a dead destination before it is told to stop.
 const ASKS_IN_VAIN_FOR: Duration = Duration::from_secs(30);
-/// An answer of QEMU's that takes longer will not come.
+/// Time after which an answer of QEMU's is not expected any more.
 const HUNG_AFTER: Duration = Duration::from_secs(10);
-/// Moves take some 2 s, at the rate of which `words` tells; some things happen after they have ended.
+/// Range of the random moments. A move takes about 2 s, at the bandwidth that `words` sets; some faults come after
+/// its end.
 const MOMENTS_MS: u64 = 2_500;
-/// So long around the moment when the source stops.
+/// Range of random moments after the source stops.
 const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
-/// And when its disk has gone or come.
+/// Range of random moments after the disk is released or opened.
 const MOMENTS_OF_DISKS_US: u64 = 8_000;
 
-/// When something is to happen.
+/// Moment of a fault.
 enum Moment {
     /// At any time.
     Any,
     /// When the guest stops.
     Stop,
-    /// When its disk is open nowhere.
+    /// When the source has closed the disk and it is open nowhere.
     Left,
-    /// When its disk is open at the destination.
+    /// When the destination has opened the disk.
     Come,
 }
 
-/// A move under way.
+/// A running move.
 struct Move<'a> {
     larder: &'a Path,
     disks: Option<&'a mut Disks>,
@@ -98,11 +99,11 @@ struct Move<'a> {
     log: Vec<String>,
 }
 
-/// Run states, as far as they matter.
+/// Run states of a QEMU, as far as they matter here.
 const RUNS: u8 = 1;
 const STANDS: u8 = 2;
 
-/// Both QEMUs, watched by a thread.
+/// State of both QEMUs, updated by a watching thread.
 #[derive(Default)]
 struct Watched {
     source: AtomicU8,
@@ -114,7 +115,7 @@ struct Watched {
 /// Moves a guest `count` times, with a disk or without.
 ///
 /// # Errors
-/// It runs nowhere, at both places, or not as it was; or somebody said otherwise.
+/// If the guest runs nowhere, on both sides, or with wrong state, or if a report contradicts its location.
 pub fn campaign(
     larder: &Path,
     release: Release,
@@ -185,7 +186,7 @@ pub fn campaign(
             Place::Lost => {
                 source.process.kill();
                 destination.process.kill();
-                // What it had counted stays.
+                // The ticks that it counted still count.
                 consoles.push(source.console());
                 consoles.push(destination.console());
                 report
@@ -202,11 +203,11 @@ pub fn campaign(
 }
 
 fn words(random: &mut Random, disks: bool) -> Vec<&'static str> {
-    // So that it lasts.
+    // Limits the bandwidth, so that the move lasts.
     let slow = ["--bandwidth", "64MiB"];
     let how: &[&str] = match random.below(4) {
         1 => &["--channels", "3", "--lanes", "3"],
-        // With so little downtime it does not converge. QEMU has no post-copy with such disks.
+        // With so little downtime the move does not converge. QEMU does not support post-copy with such disks.
         2 | 3 if !disks => &["--postcopy", "--downtime", "1"],
         _ => &[],
     };
@@ -261,7 +262,7 @@ impl<'a> Move<'a> {
                     Some(Ok(line)) if line.contains("\"running\": true") => RUNS,
                     Some(Ok(_)) | None => STANDS,
                     Some(Err(_)) => {
-                        // It has ended, or hangs.
+                        // This QEMU has exited, or hangs.
                         monitors[of] = None;
                         STANDS
                     }
@@ -271,7 +272,7 @@ impl<'a> Move<'a> {
                     let there = run(1);
                     let here = run(0);
                     watched.source.store(here, Ordering::Relaxed);
-                    // It ran here before and after it ran there.
+                    // The guest ran here before and after it ran there.
                     if [before, there, here] == [RUNS; 3] {
                         watched.both.store(true, Ordering::Relaxed);
                     }
@@ -296,7 +297,7 @@ impl<'a> Move<'a> {
         })
     }
 
-    /// Until the moment.
+    /// Waits for a random moment of the move.
     fn wait(&mut self, watched: &Watched, random: &mut Random) -> anyhow::Result<()> {
         let until = Instant::now() + Duration::from_millis(random.below(MOMENTS_MS));
         let stands = || watched.source.load(Ordering::Relaxed) == STANDS;
@@ -331,14 +332,14 @@ impl<'a> Move<'a> {
             Fault::CutLink | Fault::LoseLink => self.relay.cut(),
             Fault::StallLink => {
                 self.relay.stall();
-                // More than either side takes it for alive.
+                // Longer than the silence after which either side gives the connection up.
                 std::thread::sleep(Duration::from_secs(12));
                 self.relay.cut();
                 self.relay.release();
             }
             Fault::KillMover => {
                 self.mover.signal(libc::SIGKILL);
-                // It may have ended before.
+                // The mover may have exited before.
                 if !self.mover.wait(LIMIT)?.success() {
                     self.hear_mover();
                     self.start_mover()?;
@@ -373,7 +374,7 @@ impl<'a> Move<'a> {
         Ok(())
     }
 
-    /// A server of the disk.
+    /// Kills a server of the disk, and keeps its output.
     fn kill(&mut self, kill: impl FnOnce(&mut Disks) -> anyhow::Result<String>) -> anyhow::Result<()> {
         let disks = self.disks.as_mut().context("there is no disk (--disks)")?;
         let said = kill(disks)?;
@@ -393,7 +394,7 @@ impl<'a> Move<'a> {
         Ok(())
     }
 
-    /// All that was said, and done.
+    /// Returns the output of all processes, and the actions of the campaign.
     fn log(&self) -> String {
         let servers = self.disks.as_ref().map(|disks| disks.said());
         let all = self.log.iter().cloned().chain(servers);
@@ -406,21 +407,21 @@ impl<'a> Move<'a> {
 
     fn hear_mover(&mut self) {
         let said = self.mover.output();
-        // Figures are left out.
+        // Omits the statistics.
         let words = said
             .lines()
             .filter(|line| !line.starts_with([' ', '{', '}']) || line.starts_with("  \"failed\""));
         self.log.extend(words.map(|line| format!("mover: {line}")));
     }
 
-    /// Does what a user would, until it is clear where the guest is.
+    /// Does what an operator would do, until the guest's location is known.
     fn mend(&mut self, fault: Fault) -> anyhow::Result<Place> {
         let give_up = Instant::now() + LIMIT;
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "it does not come to an end");
             if self.mover.wait(left.min(ASKS_IN_VAIN_FOR)).is_err() && self.destination.process.has_ended() {
-                // It asks somebody who will never answer.
+                // The mover queries a destination that will never answer.
                 self.mover.signal(libc::SIGTERM);
                 self.mover
                     .wait(Duration::from_secs(30))
@@ -448,7 +449,8 @@ impl<'a> Move<'a> {
                 Some("moved") if fault.ends_destination() && destination_is_dead => return Ok(Place::Lost),
                 Some("moved") => {
                     ensure!(self.runs_there()?, "it is said to have moved, and does not run there");
-                    // It was told to end. QEMU 7.2 with multifd hangs at times when the connection breaks then.
+                    // The mover has told QEMU to quit. QEMU 7.2 with multifd sometimes hangs if the connection breaks
+                    // then.
                     if self.mover.output().contains("was told to end and has not: kill it") {
                         self.source.process.kill();
                     }
@@ -456,27 +458,28 @@ impl<'a> Move<'a> {
                     ended.context("its QEMU here lives on")?;
                     return Ok(Place::Destination);
                 }
-                // It was killed before the mover had begun.
+                // The source was killed before the mover began.
                 _ if source_is_dead && fault.ends_source() => {
                     if !destination_is_dead && self.runs_there()? {
                         return Ok(Place::Destination);
                     }
                     return Ok(Place::Lost);
                 }
-                // It was killed when it had just ended the source's QEMU.
+                // The mover was killed just after it had ended the source's QEMU.
                 _ if source_is_dead && fault == Fault::KillMover && self.runs_there()? => {
                     return Ok(Place::Destination);
                 }
                 _ if source_is_dead => bail!("the source's QEMU has ended"),
                 Some("here") => {
                     ensure!(self.runs_here()?, "it is said to be here, and does not run");
-                    // QEMU 7.2 with multifd hangs at times when what it takes in breaks off, and answers nobody.
+                    // QEMU 7.2 with multifd sometimes hangs and answers no command when its incoming migration breaks
+                    // off.
                     self.destination.monitor().set_patience(HUNG_AFTER)?;
                     let runs_there = !destination_is_dead && self.runs_there().unwrap_or(false);
                     ensure!(!runs_there, "it runs there, too");
                     return Ok(Place::Source);
                 }
-                // It was told to stop, or ends with a QEMU that will not come back.
+                // The mover was told to stop, or its destination's QEMU has exited for good.
                 Some("in doubt") if destination_is_dead => return self.take_back(fault),
                 Some("between") if destination_is_dead => return Ok(Place::Lost),
                 Some("in doubt" | "between" | "unknown") => {}
@@ -487,12 +490,12 @@ impl<'a> Move<'a> {
         }
     }
 
-    /// The QEMU there has ended, and may have run it.
+    /// Takes the guest back after the destination's QEMU, which may have run it, has exited.
     fn take_back(&mut self, fault: Fault) -> anyhow::Result<Place> {
         if let Some(disks) = &self.disks
             && !disks.there().disk()?.away
         {
-            // It may have written to its disk, which is newer than its memory here then.
+            // The destination may have written to the disk, which is then newer than the source's memory.
             return Ok(Place::Lost);
         }
         let output = take_back(self.larder, self.disks.as_deref(), self.source).output()?;
@@ -500,13 +503,14 @@ impl<'a> Move<'a> {
         if self.runs_here()? {
             return Ok(Place::Source);
         }
-        // In post-copy it cannot be had back, and a destination's QEMU that has not got all of the beginning ends.
+        // In post-copy the guest cannot be taken back. A destination's QEMU that lacks part of the device state
+        // exits.
         let switched = self.words.contains(&"--postcopy");
         ensure!(switched || fault.ends_destination(), "it cannot be taken back");
         Ok(Place::Lost)
     }
 
-    /// Until a receiver without a source has done what that has told it last, or has not been told of anything.
+    /// Waits until a receiver without a source has finished, or reports that it waits for the source.
     fn wait_for_receiver(&mut self) {
         let until = Instant::now() + ASKS_IN_VAIN_FOR;
         let said = |of: &Process, what: &str| of.output().contains(what);
@@ -533,7 +537,7 @@ fn end(qemu: &mut Process) -> anyhow::Result<()> {
     qemu.wait(LIMIT).map(drop)
 }
 
-/// Not if it is just ending.
+/// Returns whether the guest runs; false too for a QEMU that is exiting.
 fn runs(vm: &mut Vm) -> anyhow::Result<bool> {
     match vm.ask("query-status", &json!({})) {
         Ok(status) => Ok(status["running"] == true),
@@ -565,10 +569,10 @@ fn take_back(larder: &Path, disks: Option<&Disks>, source: &Vm) -> Command {
     }
 }
 
-/// Runs the campaign and prints what came of it.
+/// Runs the campaign and prints its results.
 ///
 /// # Errors
-/// Something was not as it should be, or is missing.
+/// If a guest's state or a report is wrong, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
     let release = if arguments.debian13 {
@@ -585,7 +589,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let all = match (&disk, release) {
         (None, _) => Fault::ALL.to_vec(),
         (Some(_), Release::Debian13) => Fault::WITH_DISKS.to_vec(),
-        // Where a server has ended while it waits for its VM, it never sees that the next one does.
+        // With QEMU 7.2, a killed server's QEMU that waits for its guest never notices the server's successor.
         (Some(_), Release::Host) => {
             let faults = Fault::WITH_DISKS.into_iter();
             faults.filter(|fault| *fault != Fault::KillServerThere).collect()

@@ -1,6 +1,6 @@
-//! Kill campaigns: the real program, killed over and over under load, with a real client that would notice.
+//! Kill campaigns: the real program is killed over and over under load, with a real client that would notice errors.
 
-// One front-end for the tests of the export and for this.
+// The tests of the export crate use the same front-end.
 #[path = "../../../larder-export/tests/front_end/mod.rs"]
 #[allow(missing_docs)]
 pub mod front_end;
@@ -37,40 +37,40 @@ use clap::{Args, ValueEnum};
 use disk::{Format, Target, Victim};
 use larder_block::ByteLen;
 
-/// Kill a server over and over under load
+/// Repeatedly kill a server under load
 #[derive(Args)]
 pub struct Arguments {
-    /// How many times
+    /// Number of kills
     #[arg(long, default_value_t = 100)]
     count: u32,
-    /// Which server
+    /// Server to kill
     #[arg(long, value_enum, default_value_t = Target::Larder)]
     target: Target,
-    /// What the image is; a qcow2 image is made anew every 10 kills
+    /// Format of the image; a new qcow2 image is made every 10 kills
     #[arg(long, value_enum, default_value_t)]
     format: Format,
-    /// Whose requests it is killed under
+    /// Client under whose requests the server is killed
     #[arg(long, value_enum, default_value_t = Load::Guest)]
     load: Load,
-    /// Give the disk a cache, and say what that does with writes
+    /// Give the disk a cache, in this mode
     #[arg(long, value_enum)]
     cache_mode: Option<CacheMode>,
-    /// How large the cache is; by default it has three quarters of what the load touches
+    /// Size of the cache; by default three quarters of the load's working set
     #[arg(long, requires = "cache_mode")]
     cache_size: Option<ByteLen>,
-    /// All layers together: read-ahead over the cache over qcow2 over NBD (nbdkit)
+    /// Stack all layers: read-ahead over the cache over qcow2 over NBD
     #[arg(long, requires = "cache_mode")]
     whole: bool,
-    /// Folder of the image: its file system decides how it is read and written
+    /// Directory of the image; its file system determines how the image is read and written
     #[arg(long, default_value = ".")]
     folder: PathBuf,
-    /// Packed virtqueues
+    /// Use packed virtqueues
     #[arg(long)]
     packed: bool,
-    /// The larder to serve with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
-    /// Where the random moments come from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -79,26 +79,25 @@ pub struct Arguments {
 enum Load {
     /// A guest that writes, flushes and verifies
     Guest,
-    /// A client that knows what must be in the image after each kill
+    /// A client that checks the image after each kill
     Flush,
-    /// fio over NBD, which verifies what it had written before
+    /// fio over NBD, which verifies its earlier writes
     Fio,
-    /// Guests that boot under `larder run`; --count is theirs, and each has a raw and a qcow2 disk
+    /// Guests that boot under `larder run`; --count is their number, and each has a raw and a qcow2 disk
     Boot,
 }
 
-/// A sequence of numbers that only looks random.
+/// A pseudo-random number generator (xorshift64).
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of a seed.
+    /// Creates the generator for a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// The next number below `limit`.
+    /// Returns the next number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
-        // xorshift64
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -106,7 +105,7 @@ impl Random {
     }
 }
 
-/// The program to serve with: `given`, or the one beside this program.
+/// Returns the path of `larder`: `given`, or the one in this program's directory.
 pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
     let larder = match given {
         Some(path) => path.to_owned(),
@@ -120,10 +119,10 @@ pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
     Ok(larder)
 }
 
-/// Runs a campaign and prints what came of it.
+/// Runs a campaign and prints its results.
 ///
 /// # Errors
-/// The client noticed, or something is missing.
+/// If the client noticed an error, or something is missing.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = larder_beside(arguments.larder.as_deref())?;
     let images = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;

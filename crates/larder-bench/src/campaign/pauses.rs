@@ -1,4 +1,4 @@
-//! How long something took, over and over.
+//! A sample of repeated measurements of a duration.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,27 +8,27 @@ use std::time::Duration;
 pub struct Pauses(Vec<Duration>);
 
 impl Pauses {
-    /// One more.
+    /// Adds a duration.
     pub fn push(&mut self, pause: Duration) {
         self.0.push(pause);
     }
 
-    /// All of another sample.
+    /// Adds all durations of another sample.
     pub fn add(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 
-    /// How many.
+    /// Returns the number of durations.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether the sample is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The smallest that is at least as long as `percent` of them.
+    /// Returns the smallest duration that is at least as long as `percent` % of them.
     pub fn percentile(&self, percent: usize) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();
@@ -53,7 +53,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_of_the_sample() {
+    /// Percentiles follow the nearest-rank method.
+    fn percentiles_are_nearest_rank() {
         let mut pauses = Pauses::default();
         assert_eq!(pauses.percentile(50), Duration::ZERO);
         (1..=200)

@@ -1,4 +1,4 @@
-//! A child process whose output is kept line by line, and that is killed when its handle goes.
+//! A child process whose output lines are kept, and that is killed when its handle is dropped.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -8,18 +8,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-/// A command that is killed when the thread that starts it goes, however it goes.
+/// Returns a command that the kernel kills when the thread that started it ends.
 pub fn mortal(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--", program]);
     command
 }
 
-/// Makes a program for all users at `path`, a copy of `from`. What this process writes itself, a child that another thread
-/// has just forked may still have open, and the kernel does not run a file that is open for writing.
+/// Installs a program for all users at `path`, a copy of `from`. A separate process writes it: a file that this
+/// process has open for writing may be inherited by a child that another thread has just forked, and the kernel
+/// executes no file that is open for writing.
 ///
 /// # Panics
-/// It cannot be made.
+/// If the copy fails.
 pub fn install_program(from: &Path, path: &Path) {
     let status = Command::new("install")
         .args(["-m", "755", "--"])
@@ -32,10 +33,10 @@ pub fn install_program(from: &Path, path: &Path) {
     );
 }
 
-/// Makes a script for all users at `path`; see [`install_program`].
+/// Installs a script for all users at `path`; see [`install_program`].
 ///
 /// # Panics
-/// It cannot be made.
+/// If the script cannot be written or copied.
 pub fn install_script(text: &str, path: &Path) {
     let source = path.with_extension("source");
     std::fs::write(&source, text).expect("a script is written");
@@ -45,7 +46,7 @@ pub fn install_script(text: &str, path: &Path) {
 
 const ENDING_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Longer than a process takes to end that waits for no device, however large its memory.
+/// Longer than a process takes to exit if it waits for no device, however large its memory.
 const DROP_LIMIT: Duration = Duration::from_secs(60);
 
 /// A child process.
@@ -65,7 +66,7 @@ struct Output {
 #[derive(Default)]
 struct State {
     lines: Vec<String>,
-    /// Streams that have not ended.
+    /// Output streams that are still open.
     open: u32,
 }
 
@@ -93,10 +94,10 @@ impl Output {
 }
 
 impl Process {
-    /// Starts `command`; both its outputs are kept.
+    /// Starts `command`, and keeps its stdout and stderr.
     ///
     /// # Errors
-    /// The program is missing, or cannot be started.
+    /// If the program is missing, or cannot be started.
     pub fn start(mut command: Command) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         command
@@ -121,51 +122,51 @@ impl Process {
         })
     }
 
-    /// Its process number.
+    /// Returns the process number.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// What it has said so far.
+    /// Returns the output so far.
     pub fn output(&self) -> String {
         self.output.lock().lines.join("\n")
     }
 
-    /// How many lines it has said so far.
+    /// Returns the number of output lines so far.
     pub fn lines(&self) -> usize {
         self.output.lock().lines.len()
     }
 
-    /// Whether it has said `text` behind the first `skip` lines.
+    /// Returns whether a line after the first `skip` lines contains `text`.
     pub fn has_said_after(&self, skip: usize, text: &str) -> bool {
         let state = self.output.lock();
         state.lines.iter().skip(skip).any(|line| line.contains(text))
     }
 
-    /// Whether all that it says has been read.
+    /// Returns whether the process has closed its outputs and all output has been read.
     pub fn has_ended(&self) -> bool {
         self.output.lock().open == 0
     }
 
-    /// Writes a line to its input.
+    /// Writes a line to the process's stdin.
     ///
     /// # Errors
-    /// It does not read any more.
+    /// If the process no longer reads.
     pub fn say(&mut self, line: &str) -> anyhow::Result<()> {
         let input = self.input.as_mut().context("its input is closed")?;
         writeln!(input, "{line}")?;
         Ok(input.flush()?)
     }
 
-    /// Waits for a line with `text` in it.
+    /// Waits for a line that contains `text`.
     ///
     /// # Errors
-    /// It ends without saying so, or takes longer than `limit`; with all that it said.
+    /// If the process exits without such a line, or `limit` expires; with its output.
     pub fn wait_for(&self, text: &str, limit: Duration) -> anyhow::Result<String> {
         self.wait_for_after(0, text, limit)
     }
 
-    /// Waits for a line with `text` in it behind the first `skip` lines.
+    /// Waits for a line that contains `text` after the first `skip` lines.
     ///
     /// # Errors
     /// As in [`Process::wait_for`].
@@ -215,14 +216,14 @@ impl Process {
 
     /// Sends a signal.
     pub fn signal(&self, signal: i32) {
-        // SAFETY: a plain system call; our child has not been waited for, so its number is not another one's.
+        // SAFETY: `kill` accesses no memory. The child has not been waited for, so its PID is not reused.
         unsafe { libc::kill(self.child.id() as i32, signal) };
     }
 
-    /// Waits until it has ended, and all it said has been read.
+    /// Waits until the process has exited, and all its output has been read.
     ///
     /// # Errors
-    /// It takes longer than `limit`.
+    /// If `limit` expires.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         let give_up = Instant::now() + limit;
         let mut state = self.output.lock();
@@ -235,7 +236,7 @@ impl Process {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(state);
-        // Both its outputs have ended: it is ending too.
+        // Both outputs are closed: the process is exiting.
         match self.gone_by(give_up)? {
             Some(status) => Ok(status),
             None => bail!(
@@ -246,14 +247,14 @@ impl Process {
         }
     }
 
-    /// Kills it, and waits until it is gone.
+    /// Kills the process, and waits until it has exited.
     pub fn kill(&mut self) {
-        // It may have ended by itself.
+        // The process may have exited by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Its status, if it is gone by then.
+    /// Returns the exit status if the process exits in time.
     fn gone_by(&mut self, give_up: Instant) -> std::io::Result<Option<ExitStatus>> {
         loop {
             let status = self.child.try_wait()?;
@@ -265,7 +266,7 @@ impl Process {
     }
 }
 
-/// A killed process is left to itself if it is not gone within [`DROP_LIMIT`]: the kernel may have it wait for a device
+/// A killed process that has not exited within [`DROP_LIMIT`] is abandoned: the kernel may make it wait for a device
 /// whose server is a process that is dropped later.
 impl Drop for Process {
     fn drop(&mut self) {

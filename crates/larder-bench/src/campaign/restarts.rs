@@ -1,5 +1,5 @@
-//! `larder vm` as a service is started again and again, or killed, under a guest that writes and verifies; the front-end
-//! cannot connect again, so that a connection that is not taken over is an error of the guest's.
+//! Restarts or kills `larder vm`, run as a service, over and over under a guest that writes and verifies. The
+//! front-end cannot reconnect, so a connection that is not taken over is an error for the guest.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,34 +13,34 @@ use super::guest::{Guest, GuestOptions, LIMIT, NO_ERRORS, ROUNDS};
 use super::pauses::Pauses;
 use super::service::Service;
 
-/// Restart a VM's server over and over under a guest that verifies
+/// Repeatedly restart a VM's server under a guest that verifies its disk
 #[derive(Args)]
 pub struct Arguments {
-    /// How many times
+    /// Number of restarts
     #[arg(long, default_value_t = 100)]
     count: u32,
-    /// Kill it instead of asking it to end
+    /// Kill the server instead of asking it to exit
     #[arg(long)]
     kill: bool,
-    /// Folder of the image and the cache
+    /// Directory of the image and the cache
     #[arg(long, default_value = ".")]
     folder: PathBuf,
-    /// The larder to serve with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
-    /// Where the random moments come from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// What the guest runs beside its rounds: a reader that notes how long each of its reads takes.
+/// Script part that runs during the rounds: a reader that logs the latency of each read.
 const PROBE: &str = r#"
 fio --minimal --direct=1 --ioengine=psync --rw=randread --bs=4k --rate_iops=500 --time_based --runtime=1d \
   --filename=/dev/vda --name=probe --offset=32m --size=16m --write_lat_log=/probe --output=/probe.out &
 probe=$!
 "#;
 
-/// What it does after them. COUNT is how many of its longest reads it tells.
+/// Script part that runs after the rounds. COUNT is the number of longest reads that it prints.
 const PAUSES: &str = r#"
 kill -INT $probe
 wait $probe
@@ -50,7 +50,7 @@ echo "PAUSES" $(sort -t , -k 2 -n /probe_lat.1.log | tail -n COUNT | cut -d , -f
 /// The disk's size in bytes.
 const DISK: u64 = 64 << 20;
 
-/// How one is made to end.
+/// Way in which the server is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// By SIGTERM, as systemd does.
@@ -59,21 +59,21 @@ pub enum How {
     Killed,
 }
 
-/// What came of it.
+/// Result of the campaign.
 #[derive(Debug)]
 pub struct Report {
     /// Rounds that the guest wrote and verified.
     pub rounds: usize,
-    /// From the signal until the next process was ready.
+    /// Times from the signal until the next process was ready.
     pub servers: Pauses,
-    /// The longest reads of the guest, as many as there were restarts.
+    /// The guest's longest reads, as many as there were restarts.
     pub guest: Pauses,
 }
 
-/// A VM's file in `folder`, of one qcow2 disk with a write-back cache; and how to serve it.
+/// Creates a VM's file in `folder`, with one qcow2 disk and a write-back cache. Returns the command that serves it.
 ///
 /// # Errors
-/// The image cannot be made.
+/// If the image cannot be created.
 pub fn vm(larder: &Path, folder: &Path) -> anyhow::Result<Vec<OsString>> {
     let image = folder.join("disk.qcow2");
     let mut create = std::process::Command::new("qemu-img");
@@ -91,10 +91,10 @@ pub fn vm(larder: &Path, folder: &Path) -> anyhow::Result<Vec<OsString>> {
     Ok(words.to_vec())
 }
 
-/// Restarts it `count` times.
+/// Restarts the server `count` times.
 ///
 /// # Errors
-/// The guest saw an error, wrong data, or hung.
+/// If the guest sees an error or wrong data, or hangs.
 pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Random) -> anyhow::Result<Report> {
     let mut service = Service::start(&vm(larder, folder)?, &folder.join("notify"))?;
     let options = GuestOptions {
@@ -111,7 +111,7 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
         How::Killed => libc::SIGKILL,
     };
     for restart in 0..count {
-        // Anywhere in the guest's rounds.
+        // A restart may come anywhere in the guest's rounds.
         std::thread::sleep(Duration::from_micros(300_000 + random.below(400_000)));
         if guest.process.output().contains("LARDER-GUEST-EXIT") {
             bail!("the guest ended after {restart}: {}", guest.process.output());
@@ -119,7 +119,7 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
         servers.push(service.restart(signal)?);
     }
     let rounds = || guest.process.output().matches("ROUND").count();
-    // All of a round with the last server.
+    // Waits for a whole round with the last server.
     let more = format!("ROUND {}", rounds() + 2);
     let served = guest.process.wait_for(&more, LIMIT);
     served.with_context(|| format!("the server: {}", service.process.output()))?;
@@ -144,10 +144,10 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     })
 }
 
-/// Runs the campaign and prints what came of it.
+/// Runs the campaign and prints its results.
 ///
 /// # Errors
-/// The guest noticed, or something is missing.
+/// If the guest noticed an error, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
     let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;

@@ -1,4 +1,4 @@
-//! `larder disk serve` as a process.
+//! `larder disk serve` as a child process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,17 +10,17 @@ use super::process::Process;
 pub struct Server {
     /// The process.
     pub process: Process,
-    /// Where it listens.
+    /// Path of its socket.
     pub socket: PathBuf,
 }
 
 const LIMIT: Duration = Duration::from_secs(240);
 
 impl Server {
-    /// Starts it and waits until it listens.
+    /// Starts a server, and waits until it listens.
     ///
     /// # Errors
-    /// It ends instead; with what it said.
+    /// If the server exits instead; with its output.
     pub fn start(binary: &Path, image: &Path, socket: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(binary);
         command
@@ -45,15 +45,15 @@ impl Server {
         })
     }
 
-    /// Asks it to end, waits for that, and gives its exit code.
+    /// Stops the server. Returns its exit code.
     ///
     /// # Errors
-    /// It does not.
+    /// If it does not exit.
     pub fn stop(mut self) -> anyhow::Result<Option<i32>> {
         self.ask_to_end()
     }
 
-    /// The same of one that is started again later.
+    /// Stops the server without consuming it, so that it can be replaced later. Returns its exit code.
     ///
     /// # Errors
     /// As in [`Server::stop`].

@@ -1,4 +1,4 @@
-//! A program started as a service, by a service manager that keeps descriptors for it as systemd does (sd_notify(3),
+//! A program started as a service, by a service manager that stores descriptors for it as systemd does (sd_notify(3),
 //! sd_listen_fds(3)).
 
 use std::ffi::OsString;
@@ -19,13 +19,13 @@ use super::process::Process;
 
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// How often it is looked whether the program has ended.
+/// Interval at which the program's exit is polled.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// As many descriptors as systemd takes with one message.
+/// Maximum number of descriptors in one message, as for systemd.
 const DESCRIPTORS_MAX: usize = 253;
 
-/// A service that runs, and what is kept for it.
+/// A running service, and its descriptor store.
 pub struct Service {
     words: Vec<OsString>,
     inbox: Arc<Inbox>,
@@ -43,17 +43,18 @@ struct Inbox {
 #[derive(Default)]
 struct Heard {
     kept: Vec<(String, OwnedFd)>,
-    /// How often it has said that it is ready.
+    /// Number of READY messages received.
     ready: u32,
-    /// The last number that the manager has told itself.
+    /// Last MARK number received, which the manager sends to itself.
     marks: u64,
 }
 
 impl Service {
-    /// Starts the program and its arguments, `words`, and waits until it is ready. `notify` becomes its `$NOTIFY_SOCKET`.
+    /// Starts the program and its arguments, `words`, and waits until it is ready. `notify` becomes its
+    /// `$NOTIFY_SOCKET`.
     ///
     /// # Errors
-    /// It ends, or is not ready in time; with what it said.
+    /// If it exits, or is not ready in time; with its output.
     pub fn start(words: &[OsString], notify: &Path) -> anyhow::Result<Self> {
         let socket = UnixDatagram::bind(notify)?;
         let inbox = Arc::new(Inbox::default());
@@ -77,7 +78,8 @@ impl Service {
         Ok(this)
     }
 
-    /// Ends it by a signal, and starts it again with what is kept; how long it was from the signal until it was ready.
+    /// Ends the service by a signal, and starts it again with the stored descriptors. Returns the time from the
+    /// signal until it was ready.
     ///
     /// # Errors
     /// As in [`Service::start`].
@@ -88,7 +90,7 @@ impl Service {
         Ok(began.elapsed())
     }
 
-    /// Starts it again with what is kept, and waits until it is ready.
+    /// Starts the service again with the stored descriptors, and waits until it is ready.
     ///
     /// # Errors
     /// As in [`Service::start`].
@@ -100,10 +102,10 @@ impl Service {
         self.wait_until_ready(ready + 1)
     }
 
-    /// Ends it by a signal.
+    /// Ends the service by a signal.
     ///
     /// # Errors
-    /// It does not end.
+    /// If it does not exit.
     pub fn end(&mut self, signal: i32) -> anyhow::Result<ExitStatus> {
         self.process.signal(signal);
         let status = self.process.wait(LIMIT)?;
@@ -111,15 +113,15 @@ impl Service {
         Ok(status)
     }
 
-    /// Lets go what is kept, as is done when a service is not to be started again.
+    /// Drops the stored descriptors, as for a service that will not be started again.
     pub fn let_go(&self) {
         self.inbox.lock().kept.clear();
     }
 
-    /// The names of what is kept.
+    /// Returns the names of the stored descriptors, sorted.
     ///
     /// # Errors
-    /// The host's.
+    /// If a system call fails.
     pub fn kept(&self) -> anyhow::Result<Vec<String>> {
         self.hear_all()?;
         let mut names: Vec<String> = self.inbox.lock().kept.iter().map(|(name, _)| name.clone()).collect();
@@ -127,12 +129,12 @@ impl Service {
         Ok(names)
     }
 
-    /// Changes what is kept, to see what comes of it.
+    /// Changes the descriptor store, to test the program's reaction.
     pub fn tamper(&self, with: impl FnOnce(&mut Vec<(String, OwnedFd)>)) {
         with(&mut self.inbox.lock().kept);
     }
 
-    /// Waits until all that it has said was heard.
+    /// Waits until all messages that the service has sent are processed.
     fn hear_all(&self) -> anyhow::Result<()> {
         let mark = self.inbox.lock().marks + 1;
         let ours = UnixDatagram::unbound()?;
@@ -175,7 +177,7 @@ impl Inbox {
         let name = said("FDNAME").unwrap_or("stored");
         if said("FDSTORE").is_some() {
             for file in files {
-                // As systemd does: what it has already it does not take again.
+                // systemd too ignores a descriptor that it already stores.
                 if heard.kept.iter().all(|(_, kept)| !is_same(kept, &file)) {
                     heard.kept.push((name.to_owned(), file));
                 }
@@ -194,7 +196,7 @@ impl Inbox {
     }
 }
 
-/// Whether both are of one open file.
+/// Returns whether both descriptors refer to the same open file description.
 fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
     let (ours, files) = (std::process::id(), [one, other].map(|file| file.as_raw_fd()));
     // SAFETY: only numbers are passed, and nothing is written. 0 is KCMP_FILE.
@@ -215,12 +217,12 @@ fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {
     Some((String::from_utf8_lossy(&bytes[..came.bytes]).into_owned(), files))
 }
 
-/// Starts a program that finds `kept` from number 3 on.
+/// Starts a program that receives the stored descriptors as numbers 3 and up.
 fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyhow::Result<Process> {
     let Some((program, arguments)) = words.split_first() else {
         bail!("no program");
     };
-    // A shell moves them where they belong, and has the number that $LISTEN_PID must be.
+    // A shell moves the descriptors to their numbers, and its PID becomes $LISTEN_PID.
     let mut script = String::new();
     for (number, (_, file)) in (3..).zip(kept) {
         script.push_str(&format!("exec {number}<&{0} {0}<&-\n", file.as_raw_fd() + ABOVE));
@@ -237,7 +239,7 @@ fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyh
         command.env_remove("LISTEN_FDNAMES");
     }
     let files: Vec<i32> = kept.iter().map(|(_, file)| file.as_raw_fd()).collect();
-    // SAFETY: dup2 may be called between fork and exec; nothing else in the child has such high numbers.
+    // SAFETY: dup2 is async-signal-safe. No other descriptor of the child has such a high number.
     unsafe {
         command.pre_exec(move || {
             for file in &files {
@@ -251,5 +253,5 @@ fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyh
     Process::start(command)
 }
 
-/// Added to a descriptor's number for the way into the child.
+/// Offset added to a descriptor's number to pass it to the child.
 const ABOVE: i32 = 500;

@@ -1,8 +1,8 @@
-//! A program that works on memory and would notice a byte that is not what it wrote: what a pager is tested with.
+//! A program that uses memory and detects any byte that differs from its writes: the test load of a pager.
 //!
-//! Its memory is one shared memfd. Each thread has pages of its own, in one piece, and knows of each what must be in it;
-//! it reads and writes them, has the kernel read and write them, and gives some up. There are pages of zeros, of one
-//! word, such that compress well and less well, and such that do not.
+//! Its memory is one shared memfd. Each thread owns a contiguous range of pages, and knows the expected content of
+//! each. It reads and writes the pages, lets the kernel read and write them, and discards some. Some pages are zero,
+//! some repeat one word, some compress well or less well, and some are incompressible.
 
 use std::fs::File;
 use std::io::{BufRead as _, Read as _, Seek as _, SeekFrom, Write as _};
@@ -18,26 +18,26 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::Random;
 
-/// Work on memory, and tell what is not as it was written; "report", "stop" and "hot PERCENT" (from now on only that much of
-/// the memory is worked on) on standard input
+/// Use memory, and report pages with wrong content; reads "report", "stop" and "hot PERCENT" (restricts further
+/// accesses to that share of the memory) from standard input
 #[derive(Args, Clone, Debug)]
 pub struct Arguments {
-    /// How much memory, in MiB
+    /// Amount of memory, in MiB
     #[arg(long, default_value_t = 128)]
     pub mib: usize,
-    /// How many threads
+    /// Number of threads
     #[arg(long, default_value_t = 2)]
     pub threads: usize,
-    /// How much of the memory is worked on most of the time, in %
+    /// Share of the memory that most accesses go to, in %
     #[arg(long, default_value_t = 25)]
     pub hot: u64,
-    /// Leave out pages that cannot be compressed
+    /// Omit pages that cannot be compressed
     #[arg(long)]
     pub compressible: bool,
-    /// Only pages that cannot be compressed
+    /// Use only pages that cannot be compressed
     #[arg(long, conflicts_with = "compressible")]
     pub incompressible: bool,
-    /// What is random comes from this
+    /// Seed of all random choices
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
@@ -45,16 +45,16 @@ pub struct Arguments {
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 
-/// An access that takes longer is a stall.
+/// Duration above which an access is a stall.
 const STALL: Duration = Duration::from_millis(1);
 
-/// What threads have found.
+/// Results and controls that the threads share.
 #[derive(Default)]
 struct Findings {
     accesses: AtomicU64,
     mismatches: AtomicU64,
     stop: AtomicBool,
-    /// Only so much of the memory is worked on, in %; 0: all of it.
+    /// Share of the memory that is accessed, in %; 0: all of it.
     only: AtomicU64,
     stalls: Mutex<Vec<Duration>>,
 }
@@ -64,15 +64,15 @@ struct Memory {
     base: *mut u8,
 }
 
-// SAFETY: each thread uses pages of its own only.
+// SAFETY: each thread accesses only its own pages.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: each thread accesses only its own pages.
 unsafe impl Sync for Memory {}
 
-/// Works until it is told to stop, then looks at every page once more.
+/// Runs until it receives "stop", then verifies every page once more.
 ///
 /// # Errors
-/// A page was not as it was written; or it cannot work.
+/// If a page has wrong content, or a system call fails.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let bytes = arguments.mib << 20;
     let memory = Arc::new(Memory::new(bytes)?);
@@ -155,8 +155,10 @@ impl Memory {
         })
     }
 
+    /// Returns the page with this number.
+    ///
     /// # Safety
-    /// Nobody else uses the page.
+    /// No other reference to the page may exist.
     #[allow(clippy::mut_from_ref)]
     unsafe fn page(&self, page: usize) -> &mut [u64; WORDS] {
         // SAFETY: within the mapping; not shared, by this function's contract.
@@ -167,21 +169,21 @@ impl Memory {
 struct Worker {
     memory: Arc<Memory>,
     findings: Arc<Findings>,
-    /// Its first page.
+    /// The worker's first page.
     first: usize,
-    /// Of its pages; 0: it was given up, and is of zeros.
+    /// Generations of the worker's pages; 0: discarded, and reads as zeros.
     generations: Vec<u32>,
     hot: u64,
     random: Random,
     compressible: bool,
     incompressible: bool,
     expected: [u64; WORDS],
-    /// What the kernel copies pages from and to.
+    /// File between which and the pages the kernel copies.
     copied: File,
 }
 
 impl Worker {
-    /// What must be in a page of this generation.
+    /// Computes the expected content of a page.
     fn expect(&mut self, page: usize) {
         let page = self.first + page;
         let generation = self.generations[page - self.first];
@@ -192,7 +194,7 @@ impl Worker {
         let seed = (page as u64) << 24 ^ u64::from(generation);
         let mut random = Random::new(seed);
         let kinds = if self.compressible { 7 } else { 8 };
-        // How many of its words are random.
+        // Number of random words in the page.
         let count = match (page as u64 + u64::from(generation)) % kinds {
             _ if self.incompressible => WORDS,
             0 => {
@@ -215,7 +217,7 @@ impl Worker {
 
     #[allow(clippy::mut_from_ref)]
     fn page(&self, page: usize) -> &mut [u64; WORDS] {
-        // SAFETY: each page is of one thread.
+        // SAFETY: each page belongs to one thread.
         unsafe { self.memory.page(self.first + page) }
     }
 
@@ -269,7 +271,7 @@ impl Worker {
                     // SAFETY: the bytes of an array of words.
                     copied.write_all(unsafe { &*self.expected.as_ptr().cast::<[u8; PAGE]>() })?;
                     copied.seek(SeekFrom::Start(0))?;
-                    // SAFETY: as above; any bytes make words.
+                    // SAFETY: the page belongs to this thread; any bytes are valid words.
                     copied.read_exact(unsafe { &mut *self.page(page).as_mut_ptr().cast::<[u8; PAGE]>() })?;
                 }
                 _ => self.give_up(page)?,
@@ -285,14 +287,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Gives up some pages as QEMU does: they are taken out of the file, and the kernel is told.
+    /// Discards some pages as QEMU does: punches a hole in the file, and calls madvise.
     fn give_up(&mut self, page: usize) -> anyhow::Result<()> {
         let count = (1 + self.random.below(16) as usize).min(self.generations.len() - page);
         let (at, bytes) = ((self.first + page) * PAGE, count * PAGE);
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.memory.file, how, at as u64, bytes as u64)
             .with_context(|| format!("giving up pages of descriptor {}", self.memory.file.as_raw_fd()))?;
-        // SAFETY: pages of this thread's own, whose contents it does not want.
+        // SAFETY: pages of this thread's own, whose contents it discards.
         unsafe { rustix::mm::madvise(self.memory.base.add(at).cast(), bytes, Advice::LinuxDontNeed)? };
         self.generations[page..page + count].fill(0);
         Ok(())

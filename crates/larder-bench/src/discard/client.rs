@@ -1,4 +1,4 @@
-//! A client of NBD's extended headers: one request at a time, of any length.
+//! An NBD client with extended headers: one request at a time, of any length.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,15 +13,15 @@ use larder_block::nbd::handshake::{
 use larder_block::nbd::transmission::{Framing, ReplyHeader, Request, chunks};
 use larder_block::nbd::{Command, CommandFlags};
 
-/// The greeting: two magic numbers and flags.
+/// Length of the greeting: two magic numbers and flags.
 const GREETING_LEN: usize = 18;
 
 const FRAMING: Framing = Framing::Extended;
 
-/// How long a server that has a socket may take to listen.
+/// Time that a server may take from creating its socket to listening.
 const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 
-/// Bytes of a chunk of a reply at most.
+/// Maximum payload of a reply chunk, in bytes.
 const PAYLOAD_MAX: u64 = 1 << 20;
 
 /// A connection.
@@ -37,7 +37,7 @@ impl Client {
         let give_up = Instant::now() + CONNECT_LIMIT;
         let stream = loop {
             match UnixStream::connect(socket) {
-                // The socket is there before its server listens.
+                // The socket exists before its server listens.
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused && Instant::now() < give_up => {
                     thread::sleep(Duration::from_millis(1));
                 }
@@ -53,7 +53,7 @@ impl Client {
         let flags = u32::from(FIXED_NEWSTYLE | NO_ZEROES);
         client.stream.write_all(&flags.to_be_bytes())?;
         client.option(options::EXTENDED_HEADERS, &[])?;
-        // The export without a name, and no further information.
+        // Requests the unnamed export, and no further information.
         client.option(options::GO, &[0; 6])?;
         ensure!(client.size > 0, "the server does not say how large its export is");
         Ok(client)
@@ -103,8 +103,8 @@ impl Client {
         }
     }
 
-    /// Makes a request; a write writes `data`, which is as long as `len` says. Returns the data that was read, without
-    /// holes.
+    /// Sends a request and waits for its reply. A write sends `data`, whose length is `len`. Returns the data that
+    /// was read, without holes.
     pub(crate) fn request(&mut self, command: Command, start: u64, len: u64, data: &[u8]) -> anyhow::Result<Vec<u8>> {
         self.cookie += 1;
         let mut request = Vec::with_capacity(FRAMING.request_header_len() + data.len());
@@ -136,7 +136,7 @@ impl Client {
             ensure!(!is_error, "{command:?} of {len} bytes at {start} failed");
             let payload = self.payload(payload_len)?;
             if kind == chunks::OFFSET_DATA {
-                // Behind its offset.
+                // The chunk begins with an 8-byte offset.
                 found.extend(payload.iter().skip(8));
             }
             if done {

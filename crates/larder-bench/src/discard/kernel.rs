@@ -1,4 +1,4 @@
-//! The same discard without a server: the time of the file system alone, and the wait of others for it.
+//! The same discard without a server: the file system's own time, and the delay of concurrent requests.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -11,11 +11,11 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{BLOCK, NEW, OLD, blocks};
 
-/// A long discard is made in pieces of this length: the longest of Larder's, without the short ones that it begins with.
+/// Piece length of a long discard: Larder's longest pieces, without the shorter ones that it begins with.
 const PIECE: ByteLen = ByteLen::mib(1 << 10);
 
-/// A sparse file of `size` bytes with blocks of old data. It stays open: what ext4 has allocated ahead for it would be given
-/// back when its last writer closes it, and otherwise is with the first hole.
+/// Creates a sparse file of `size` bytes with blocks of old data. The file stays open: ext4 releases preallocated
+/// space when the last writer closes the file; otherwise the first hole releases it.
 pub(super) fn make(path: &Path, size: u64, count: u64) -> anyhow::Result<Disk> {
     File::create_new(path)?.set_len(size)?;
     let mut disk = Disk::open(path)?;
@@ -27,7 +27,7 @@ pub(super) fn make(path: &Path, size: u64, count: u64) -> anyhow::Result<Disk> {
     Ok(disk)
 }
 
-/// The file, opened past the page cache.
+/// The file, opened for direct I/O where possible.
 pub(super) struct Disk {
     file: File,
     buffer: AlignedBuf,
@@ -39,7 +39,7 @@ impl Disk {
         options.read(true).write(true);
         let direct = options.clone().custom_flags(libc::O_DIRECT).open(path);
         Ok(Self {
-            // Some file systems cannot do that.
+            // Some file systems have no direct I/O.
             file: direct.or_else(|_| options.open(path))?,
             buffer: AlignedBuf::zeroed(BLOCK as usize),
         })
@@ -57,7 +57,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Discards everything.
+    /// Discards the whole file.
     pub(super) fn clear(&self, size: u64) -> anyhow::Result<()> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         for at in (0..size).step_by(PIECE.get() as usize) {

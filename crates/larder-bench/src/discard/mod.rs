@@ -1,5 +1,6 @@
-//! `larder-bench discard`: the cost of a discard or write-zeroes of a whole disk with a cache, and the wait of other
-//! requests meanwhile. Through the program `larder`, over NBD with extended headers, so that it is one request.
+//! `larder-bench discard`: the cost of a discard or write-zeroes of a whole disk with a cache, and the delay of
+//! concurrent requests. The client talks to the program `larder` over NBD with extended headers, so that it is one
+//! request.
 
 pub(crate) mod client;
 mod kernel;
@@ -24,35 +25,36 @@ use crate::vhost_user::client::Random;
 
 const BLOCK: u64 = 4096;
 
-/// The byte that fills blocks written before the discard, and blocks written during it.
+/// Bytes that fill blocks written before the discard, and blocks written during it.
 const OLD: u8 = 0xa5;
 const NEW: u8 = 0x5a;
 
-/// The time for which other requests are measured without a discard, for comparison.
+/// Duration of the measurement of other requests without a discard, for comparison.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// The least time for which they are measured from the discard's start: one that ends at once shows nothing.
+/// Minimum duration of that measurement from the discard's start, since a discard that ends at once would leave no
+/// samples.
 const BESIDE: Duration = Duration::from_millis(20);
 
 /// Measure discards and write-zeroes of whole disks
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Size of the disk, which is empty but for the cached blocks
+    /// Size of the disk, which is empty except for the cached blocks
     #[arg(long, default_value = "8T")]
     size: String,
     /// Formats of the image
     #[arg(long, value_delimiter = ',', default_value = "raw,qcow2")]
     formats: Vec<String>,
-    /// Sizes of the cache, which is a sparse file; 0 is none
+    /// Sizes of the cache, which is a sparse file; 0 means no cache
     #[arg(long, value_delimiter = ',', default_value = "0,64M,10G")]
     caches: Vec<String>,
-    /// Lengths of the cache's lines
+    /// Line sizes of the cache
     #[arg(long, value_delimiter = ',', default_value = "4K,64K")]
     lines: Vec<String>,
     /// Modes of the cache
     #[arg(long, value_delimiter = ',', default_value = "wt,wb,wa,pt")]
     modes: Vec<String>,
-    /// Blocks of 4 KiB that are written and read before, anywhere on the disk
+    /// Random blocks of 4 KiB that are written and read before the discard
     #[arg(long, default_value_t = 20_000)]
     blocks: u64,
     /// Directory for images and caches
@@ -78,12 +80,12 @@ impl fmt::Display for Setup<'_> {
     }
 }
 
-/// The results of one measurement.
+/// Results of one measurement.
 struct Outcome {
     cached_bytes: u64,
     took: Duration,
     cpu: Duration,
-    /// The longest read and write while nothing was discarded, and beside the discard.
+    /// The longest read and write without a discard, and during it.
     quiet: [Duration; 2],
     beside: [Duration; 2],
 }
@@ -133,12 +135,12 @@ fn ms(time: Duration) -> String {
     format!("{:.1}", time.as_secs_f64() * 1e3)
 }
 
-/// The longest read (0) or write (1) beside the discard, and in brackets that without one.
+/// Formats the longest read (0) or write (1) during the discard, and in brackets that without one.
 fn longest_of(outcome: &Outcome, index: usize) -> String {
     format!("{} ({})", ms(outcome.beside[index]), ms(outcome.quiet[index]))
 }
 
-/// One line of the table. `of` is its first four columns.
+/// Prints one row of the table. `of` is its first four columns.
 fn print_row(of: &str, request: &str, outcome: &Outcome) {
     println!(
         "| {of} | {} | {request} | {} | {} | {} | {} |",
@@ -225,7 +227,7 @@ fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow:
     })
 }
 
-/// The offsets of the blocks that are written before the discard.
+/// Returns the offsets of the blocks that are written before the discard.
 fn blocks(size: u64, count: u64) -> impl Iterator<Item = u64> {
     let mut random = Random::default();
     (0..count).map(move |_| random.below(size / BLOCK) * BLOCK)
@@ -236,7 +238,7 @@ fn fill(client: &mut Client, count: u64) -> anyhow::Result<()> {
     for at in blocks(client.size, count) {
         client.request(Command::Write, at, BLOCK, &data)?;
     }
-    // In modes that keep no writes, reads fill the cache.
+    // In cache modes that keep no writes, reads fill the cache.
     for at in blocks(client.size, count) {
         client.request(Command::Read, at, BLOCK, &[])?;
     }
@@ -255,8 +257,9 @@ fn is_clear(client: &mut Client, count: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the duration of `act`, and the longest read and write of others during `act` and during at least
-/// `least`. `connect` is how each of them makes its requests, for the block at an offset of the disk of `size` bytes.
+/// Runs `act` while a reader and a writer send requests, for at least `least`. Returns the duration of `act`, and the
+/// longest read and write. `connect` returns the function that sends each client's requests, for the block at an
+/// offset of the disk of `size` bytes.
 fn beside<R: FnMut(u64) -> anyhow::Result<()>>(
     size: u64,
     connect: impl Fn(Command) -> anyhow::Result<R> + Sync,
@@ -267,7 +270,7 @@ fn beside<R: FnMut(u64) -> anyhow::Result<()>>(
     thread::scope(|scope| {
         let others = [Command::Read, Command::Write]
             .map(|command| scope.spawn(move || longest(size, connect(command)?, is_over)));
-        // Both are at work.
+        // Lets both clients start.
         thread::sleep(BESIDE);
         let began = Instant::now();
         let result = act();
@@ -282,7 +285,7 @@ fn beside<R: FnMut(u64) -> anyhow::Result<()>>(
     })
 }
 
-/// The longest request for a random block until it is over.
+/// Returns the longest latency of requests for random blocks, until `is_over` is set.
 fn longest(
     size: u64,
     mut request: impl FnMut(u64) -> anyhow::Result<()>,

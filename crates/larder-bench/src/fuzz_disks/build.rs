@@ -1,4 +1,4 @@
-//! Makes the image of a case with QEMU's tools.
+//! Creates the image of a case with QEMU's tools.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use super::shape::{Backing, BackingFormat, Shape};
 use super::steps::{QemuStep, qemu_steps};
 use super::tools::{contents, qemu, qemu_must};
 
-/// A file that compresses to half.
+/// A file that compresses to half its size.
 const PATTERN: &str = "pattern";
 const PATTERN_BYTES: usize = 32 << 10;
 
@@ -24,16 +24,17 @@ pub(super) struct Files {
     pub(super) backing: Vec<(PathBuf, Vec<u8>)>,
 }
 
-/// An image and what QEMU reads from it.
+/// An image, and its content as QEMU reads it.
 pub(super) struct Built {
     pub(super) files: Files,
     pub(super) bytes: Vec<u8>,
     pub(super) snapshots: Vec<(String, Vec<u8>)>,
-    /// The guest cluster whose entry has a flag that version 2 does not know, and where that entry is.
+    /// Guest cluster whose L2 entry has a flag that version 2 does not define, and the offset of the entry's last
+    /// byte.
     pub(super) flagged: Option<(u64, u64)>,
 }
 
-/// Makes the image in a folder.
+/// Creates the image in a directory.
 pub(super) fn build(shape: &Shape, seed: u64, folder: &Path) -> Result<Built, Fault> {
     let mut dice = Dice::new(seed, 2);
     let mut files = Files {
@@ -127,7 +128,7 @@ fn create_backing(wanted: &Backing, files: &mut Files, dice: &mut Dice) -> Resul
     let raw = files.folder.join("base.raw");
     if wanted.format != BackingFormat::Qcow2 {
         let mut bytes = vec![0; wanted.bytes as usize];
-        // Some of it is zeros, and of these some a hole.
+        // Some blocks are zeros.
         for block in bytes.chunks_mut(4096) {
             if !dice.one_in(4) {
                 block.fill(1 + dice.below(255) as u8);
@@ -161,11 +162,11 @@ fn create_backing(wanted: &Backing, files: &mut Files, dice: &mut Dice) -> Resul
     Ok(over)
 }
 
-/// QEMU changes the image.
+/// Lets QEMU change the image.
 fn write(shape: &Shape, image: &Path, dice: &mut Dice, compressed: bool) -> Result<(), Fault> {
     let mut steps = qemu_steps(dice, shape.size, shape);
     if compressed {
-        // First, while nothing is allocated: QEMU compresses only new clusters.
+        // Compressed writes come first, while nothing is allocated: QEMU compresses only new clusters.
         let clusters = shape.size.div_ceil(shape.cluster_len());
         for _ in 0..1 + dice.below(12) {
             let at = dice.below(clusters) * shape.cluster_len();
@@ -177,7 +178,7 @@ fn write(shape: &Shape, image: &Path, dice: &mut Dice, compressed: bool) -> Resu
     apply(shape, image, shape.size, &steps)
 }
 
-/// Has QEMU carry out requests. Those that it refuses are left out: it compresses no cluster that is allocated.
+/// Lets QEMU carry out requests. Requests that QEMU rejects are skipped: it compresses no cluster that is allocated.
 pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) -> Result<(), Fault> {
     let mut arguments = vec!["-f".to_owned(), "qcow2".to_owned(), "-d".to_owned(), "unmap".to_owned()];
     for step in steps {
@@ -200,22 +201,23 @@ pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) 
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let (code, said) = qemu("qemu-io", &arguments)?;
     if said.contains("Marking image as corrupt") {
-        // QEMU 7.2 allocates an L2 table over compressed data of 512-byte clusters, notices, and gives the image up.
+        // QEMU 7.2 may allocate an L2 table over compressed data with 512-byte clusters. It then detects that and
+        // marks the image as corrupt.
         return Err(Fault::new(QEMU_DAMAGE, said));
     }
     match code {
-        // A refused request also ends with 1.
+        // Exit code 1 may come from a rejected request.
         Some(0 | 1) if !said.contains("can't open") => {}
         _ => return Err(Fault::new("qemu", format!("qemu-io: {said}"))),
     }
-    // QEMU 7.2 also shares a cluster of compressed data with other data, and says nothing. The image was in order before.
+    // QEMU 7.2 may also let compressed data share a cluster with other data, undetected. The image was sound before.
     match qemu("qemu-img", &["check", "-f", "qcow2", text(image)])? {
         (Some(2), said) => Err(Fault::new(QEMU_DAMAGE, said)),
         _ => Ok(()),
     }
 }
 
-/// Makes the file as large as a device that QEMU has measured for this disk.
+/// Extends the file to the size of a device for this disk, according to `qemu-img measure`.
 fn fill_device(shape: &Shape, files: &Files) -> Result<(), Fault> {
     let options = shape.options("");
     let size = shape.size.to_string();
@@ -239,8 +241,8 @@ fn set_incompatible(image: &Path, bits: u8) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Sets the zero flag in an entry of the first L2 table of a version 2 image; the guest cluster, and the offset of the
-/// entry's last byte. An image without a table is not changed.
+/// Sets the zero flag in a random entry of the first L2 table of a version 2 image. Returns the guest cluster, and
+/// the offset of the entry's last byte. An image without a table is not changed.
 fn flag_an_entry(image: &Path, dice: &mut Dice) -> Result<Option<(u64, u64)>, Fault> {
     let mut bytes = Vec::new();
     File::open(image)?.read_to_end(&mut bytes)?;
@@ -270,7 +272,7 @@ fn flag_an_entry(image: &Path, dice: &mut Dice) -> Result<Option<(u64, u64)>, Fa
     Ok(Some((index, at)))
 }
 
-/// Takes that flag away again.
+/// Clears that zero flag again.
 pub(super) fn clear_flag(image: &Path, at: u64) -> Result<(), Fault> {
     let file = OpenOptions::new().read(true).write(true).open(image)?;
     let mut byte = [0];

@@ -1,4 +1,4 @@
-//! How often each feature was part of a case, and each two of them together.
+//! Counts how many cases had each feature, and each pair of features.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,10 +6,10 @@ use std::fmt;
 use super::random::Dice;
 use super::shape::{Shape, Wanted};
 
-/// Pairs that are named as the rarest.
+/// Number of rarest pairs in the report.
 const RAREST: usize = 12;
 
-/// Random shapes that show which pairs are possible.
+/// Number of random shapes that determine the possible pairs.
 const SHAPES: u64 = 50_000;
 
 /// Counts of features and of pairs.
@@ -19,7 +19,7 @@ pub(super) struct Coverage {
     pairs: BTreeMap<(String, String), u64>,
 }
 
-/// Counts as a table, with the pairs that are possible but were not seen.
+/// The counts as a table, with the possible pairs that were never seen.
 pub(super) struct Table<'a> {
     coverage: &'a Coverage,
     possible: Coverage,
@@ -39,7 +39,7 @@ impl Coverage {
         }
     }
 
-    /// The table of a campaign.
+    /// Returns the table of a campaign.
     pub(super) fn table(&self, wanted: Wanted) -> Table<'_> {
         let mut possible = Self::default();
         for seed in 0..SHAPES {
@@ -60,7 +60,7 @@ impl Coverage {
     }
 }
 
-/// The kind of a feature of which a case has one at most.
+/// Returns the kind of a feature; a case has at most one feature of certain kinds.
 fn kind(feature: &str) -> &str {
     [
         "version",
@@ -77,7 +77,7 @@ fn kind(feature: &str) -> &str {
 }
 
 impl Table<'_> {
-    /// Returns true if an image can have both features; what happens to images can happen to any.
+    /// Returns whether an image can have both features. Events, such as a kill, are possible with any feature.
     fn is_possible(&self, left: &str, right: &str) -> bool {
         let is_shape = |name: &str| self.possible.features.contains_key(name);
         kind(left) != kind(right) && (!is_shape(left) || !is_shape(right) || self.possible.pair(left, right) > 0)

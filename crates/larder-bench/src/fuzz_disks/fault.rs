@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-/// Kind of a case that proves nothing: QEMU has damaged the image itself.
+/// Kind of a fault that is QEMU's own: the case proves nothing about Larder.
 pub(super) const QEMU_DAMAGE: &str = "QEMU's own damage";
 
-/// A broken promise.
+/// A violated invariant.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// Its kind: a shorter case must fail in the same way.
+    /// Kind of the fault. A shortened case must fail with the same kind.
     pub kind: &'static str,
-    /// The expected and the observed state.
+    /// Description of the expected and the observed state.
     pub what: String,
     /// Number of the step that failed.
     pub step: Option<usize>,

@@ -7,7 +7,7 @@ use super::model::{Before, Change, Effect, Model};
 use super::nbd::{self, Reply};
 use super::steps::{Kind, Request};
 
-/// The answer's name, in its protocol.
+/// Identifier of an answer, in its protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Name {
     Cookie(u64),
@@ -29,11 +29,11 @@ enum Answer {
 #[derive(Default)]
 pub(super) struct Flight {
     pending: Vec<Pending>,
-    /// Changes that a kill interrupted, in flight together with those that the guest's next server answers.
+    /// Changes that a kill interrupted. They count as concurrent with those that the guest's next server answers.
     interrupted: Vec<Change>,
 }
 
-/// Bytes that a write with this number leaves.
+/// Returns the bytes of the write with this number.
 fn pattern(number: u64, len: usize) -> Vec<u8> {
     let mut word = number | 1;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -46,7 +46,7 @@ fn pattern(number: u64, len: usize) -> Vec<u8> {
 }
 
 impl Request {
-    /// The request's effect on its range.
+    /// Returns the request's effect on its range, if it has one.
     pub(super) fn effect(&self) -> Option<Effect> {
         let len = (self.range.end - self.range.start) as usize;
         match self.kind {
@@ -81,12 +81,12 @@ impl Flight {
         self.pending.is_empty()
     }
 
-    /// Returns true if requests of a guest wait for the next server.
+    /// Returns whether requests of a guest wait for the next server.
     pub(super) fn has_guest(&self) -> bool {
         self.pending.iter().any(|pending| matches!(pending.name, Name::Id(..)))
     }
 
-    /// Returns true if a request must wait: the model knows no order of changes within a sector.
+    /// Returns whether a request must wait: the model has no order of changes within a sector.
     pub(super) fn conflicts(&self, request: &Request) -> bool {
         let sectors = |request: &Request| request.range.start / 512..request.range.end.div_ceil(512);
         let own = sectors(request);
@@ -114,7 +114,7 @@ impl Flight {
         Ok(())
     }
 
-    /// Waits for all answers and compares them.
+    /// Waits for all answers, and checks them.
     pub(super) fn settle(&mut self, live: &mut Live, model: &mut Model) -> Result<(), Fault> {
         if self.pending.is_empty() {
             self.interrupted.clear();
@@ -123,7 +123,7 @@ impl Flight {
         let answers = self.collect(live)?;
         let pending = std::mem::take(&mut self.pending);
         if pending.iter().any(|pending| pending.request.kind == Kind::Flush) {
-            // It was sent when all before this batch had been answered.
+            // The flush was sent after all requests before this batch had been answered.
             model.flushed();
         }
         let mut changes = std::mem::take(&mut self.interrupted);
@@ -135,7 +135,7 @@ impl Flight {
         Ok(())
     }
 
-    /// The answers, in the order of the requests.
+    /// Returns the answers, in the order of the requests.
     fn collect(&mut self, live: &mut Live) -> Result<Vec<Answer>, Fault> {
         let mut answers: Vec<Option<Answer>> = self.pending.iter().map(|_| None).collect();
         let over_nbd = self.pending.iter().filter(|pending| pending.request.nbd).count();
@@ -184,8 +184,8 @@ impl Flight {
         self.pending.iter().position(|pending| &pending.name == name)
     }
 
-    /// Records the death of the server: any request in flight may have been carried out or not. The next server answers
-    /// the guest's requests.
+    /// Records the death of the server: any request in flight may have been carried out or not. The next server
+    /// answers the guest's requests.
     pub(super) fn interrupt(&mut self, model: &mut Model) {
         let changes: Vec<Change> = self
             .pending
@@ -238,7 +238,7 @@ fn send_guest(guest: &mut Guest, request: &Request) -> Name {
     }
 }
 
-/// Compares an answer with the model.
+/// Checks an answer against the model.
 fn compare(request: &Request, answer: &Answer, model: &mut Model, before: &Before) -> Result<(), Fault> {
     let range = &request.range;
     let wrong = |what: String| Fault::new("content", format!("{:?} of {range:#x?}: {what}", request.kind));

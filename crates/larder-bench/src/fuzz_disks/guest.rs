@@ -13,9 +13,9 @@ use crate::campaign::front_end::ring::Buffer;
 use crate::campaign::front_end::{FrontEnd, Options};
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Guest memory for data of requests in flight.
+/// Guest memory for the data of requests in flight.
 const DATA_BYTES: usize = 16 << 20;
-/// Buffers of one request at most.
+/// Maximum number of buffers of one request.
 const PIECES_MAX: u64 = 6;
 const DISCARD_UNMAP: u32 = 1;
 
@@ -24,11 +24,11 @@ pub(super) struct Guest {
     front: FrontEnd,
     /// Offset of the next request's data.
     next: u64,
-    /// Cuts of requests into buffers.
+    /// Random source for the division of requests into buffers.
     dice: Dice,
 }
 
-/// Buffers of a read.
+/// Buffers of a request.
 pub(super) type Place = Vec<Buffer>;
 
 impl Guest {
@@ -57,12 +57,12 @@ impl Guest {
         Ok(self.front.capacity()?)
     }
 
-    /// Returns true if the next request's data fits beside the data in flight.
+    /// Returns whether guest memory and the queue have room for another request with `len` bytes of data.
     pub(super) fn has_room(&self, len: u64) -> bool {
         self.next + len <= DATA_BYTES as u64 && self.front.queues[0].has_room(PIECES_MAX as usize)
     }
 
-    /// Frees all memory: nothing is in flight.
+    /// Frees all memory; no request may be in flight.
     pub(super) fn is_idle(&mut self) {
         self.next = 0;
     }

@@ -14,7 +14,7 @@ use crate::campaign::process::{Process, mortal};
 
 const PATIENCE: Duration = Duration::from_secs(180);
 const EXPORT: &str = "disk";
-/// Bytes of a cache: less than most disks have, so that it evicts.
+/// Size of a cache in bytes: less than most disks, so that it evicts.
 const CACHE_BYTES: u64 = 1 << 20;
 
 /// Paths of a case.
@@ -39,7 +39,7 @@ impl Paths {
         }
     }
 
-    /// A command of larder's, with the case's own state directory.
+    /// Returns a command of larder's, with the case's own state directory.
     pub(super) fn command(&self, larder: &Path, arguments: &[&str]) -> Command {
         let mut command = mortal(&larder.to_string_lossy());
         command.args(arguments).env("STATE_DIRECTORY", &self.state);
@@ -47,7 +47,7 @@ impl Paths {
     }
 }
 
-/// A server.
+/// A running server with its clients.
 pub(super) struct Live {
     server: Process,
     store: Option<Process>,
@@ -60,7 +60,8 @@ pub(super) struct Live {
 }
 
 impl Live {
-    /// Starts a server, and the NBD server below it; the inner `Err` has the server's output.
+    /// Starts a server, and the NBD server below it. The inner `Err` has the output of a server that has refused to
+    /// serve.
     pub(super) fn start(
         larder: &Path,
         paths: &Paths,
@@ -89,7 +90,7 @@ impl Live {
         }
     }
 
-    /// The NBD client, connected when it is first used.
+    /// Returns the NBD client, which connects when it is first used.
     pub(super) fn nbd(&mut self) -> Result<&mut nbd::Client, Fault> {
         if self.nbd.is_none() {
             let client = nbd::Client::connect(&self.nbd_socket, EXPORT);
@@ -102,7 +103,7 @@ impl Live {
         Ok(self.nbd.as_mut().expect("just connected"))
     }
 
-    /// The guest, connected when it is first used.
+    /// Returns the guest, which connects when it is first used.
     pub(super) fn guest(&mut self) -> Result<&mut Guest, Fault> {
         if self.guest.is_none() {
             let Serve { packed, indirect, .. } = self.serve;
@@ -112,14 +113,14 @@ impl Live {
         Ok(self.guest.as_mut().expect("just connected"))
     }
 
-    /// Connects the guest of the killed server to this one.
+    /// Connects the guest of a killed server to this one.
     pub(super) fn adopt(&mut self, mut guest: Guest) -> Result<(), Fault> {
         let result = guest.reconnect(&self.vhost_socket);
         self.guest = Some(guest);
         result.map_err(|error| self.died("reconnecting over vhost-user", &format!("{error:#}")))
     }
 
-    /// A fault of a connection, with the server's output.
+    /// Returns a connection's fault, with the server's output.
     pub(super) fn died(&self, what: &str, error: &str) -> Fault {
         Fault::new(
             "request",
@@ -127,14 +128,14 @@ impl Live {
         )
     }
 
-    /// Kills the server and returns its guest, for the next server.
+    /// Kills the server. Returns its guest, for the next server.
     pub(super) fn kill(mut self) -> Result<Option<Guest>, Fault> {
         self.server.kill();
         self.stop_store()?;
         Ok(self.guest.take())
     }
 
-    /// Ends the server by SIGTERM; its exit code and output.
+    /// Stops the server by SIGTERM. Returns its exit code and output.
     pub(super) fn stop(mut self) -> Result<(Option<i32>, String), Fault> {
         if let Some(nbd) = self.nbd.take() {
             nbd.disconnect();
@@ -158,7 +159,7 @@ impl Live {
     }
 }
 
-/// The last lines of a program's output.
+/// Returns the last lines of a program's output.
 pub(super) fn last_lines(said: &str) -> String {
     let lines: Vec<&str> = said.lines().collect();
     lines[lines.len().saturating_sub(4)..].join(" | ")
@@ -202,7 +203,7 @@ fn command(larder: &Path, paths: &Paths, shape: &Shape, serve: &Serve, has_store
     command
 }
 
-/// qemu-nbd exports the image's file, which does not grow then.
+/// Starts qemu-nbd to export the image's file, which cannot grow then.
 fn start_store(paths: &Paths) -> Result<Process, Fault> {
     let mut command = mortal("qemu-nbd");
     command.args(["-f", "raw", "--persistent", "--cache=writeback", "--discard=unmap"]);

@@ -1,17 +1,18 @@
-//! A differential fuzzer for disks: images of every combination of features that qcow2 allows, random requests over NBD
-//! and vhost-user-blk through the real program, kills, restarts, growth and caches between them, compared with a model of
-//! bytes and with QEMU's tools.
+//! A differential fuzzer for disks. It makes images with every combination of qcow2 features, sends random requests
+//! over NBD and vhost-user-blk through the real program, with kills, restarts, growth and caches between them, and
+//! compares the results with a model of the bytes and with QEMU's tools.
 //!
-//! A seed decides the image and the steps. It does not decide which requests a kill interrupts, nor the order in which
-//! requests in flight are carried out. A case that fails is shortened, and printed as the command that repeats it.
+//! A seed determines the image and the steps. It does not determine which requests a kill interrupts, nor the order
+//! in which concurrent requests are carried out. A failing case is shortened, and printed as the command that repeats
+//! it.
 //!
-//! The promises:
-//! - A read returns the last write; a discarded sector holds its old bytes or zeros. Requests in flight together may come
-//!   in any order, each sector for itself.
-//! - A range with the block status of zeros reads as zeros.
-//! - After a kill the next server has all acknowledged requests; of those in flight each sector is old or new. Without a
-//!   next server QEMU reads at least the flushed requests.
-//! - `qemu-img check` finds nothing, after a kill leaks at most; `larder disk check` finds the same.
+//! The invariants:
+//! - A read returns the last write; a discarded sector holds its old bytes or zeros. Concurrent requests may take
+//!   effect in any order, for each sector separately.
+//! - A range whose block status is zero reads as zeros.
+//! - After a kill the next server has all acknowledged requests; of those in flight each sector is old or new.
+//!   Without a next server QEMU reads at least the flushed requests.
+//! - `qemu-img check` finds nothing, or after a kill only leaks; `larder disk check` finds the same.
 //! - Backing files and snapshots keep their bytes, and a raw data file is the disk.
 
 mod build;
@@ -45,50 +46,50 @@ use world::World;
 
 use crate::campaign::larder_beside;
 
-/// Findings after which a campaign ends.
+/// Number of findings after which a campaign ends.
 const FINDINGS_MAX: usize = 5;
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Random requests to disks of every combination of features, compared with a model and with QEMU
+/// Send random requests to disks with every combination of features, and compare with a model and with QEMU
 #[derive(Args, Clone, Debug)]
 pub struct Arguments {
     /// Number of images
     #[arg(long, default_value_t = 1000)]
     images: u64,
-    /// The first image's seed; each image has the next one
+    /// Seed of the first image; each further image has the next number
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Only images with an external data file
+    /// Make only images with an external data file
     #[arg(long)]
     data_files_only: bool,
     /// Kill a server of each image at least once
     #[arg(long)]
     kills: bool,
-    /// Images without these features, although the seed has them
+    /// Remove these features from the images that the seeds give
     #[arg(long, value_delimiter = ',', value_parser = clap::builder::PossibleValuesParser::new(REMOVABLE))]
     without: Vec<String>,
-    /// Only these of the seed's steps: 3,5-7
+    /// Run only these of the seed's steps: 3,5-7
     #[arg(long, value_delimiter = ',')]
     steps: Vec<String>,
     /// Print the steps of each image
     #[arg(long)]
     log: bool,
-    /// Print a case that fails as it is, and do not shorten it
+    /// Print a failing case as it is, without shortening it
     #[arg(long)]
     whole: bool,
-    /// Go on after this many findings
+    /// Number of findings after which the campaign ends
     #[arg(long, default_value_t = FINDINGS_MAX)]
     findings: usize,
-    /// Threads; all cores if not given
+    /// Number of threads; all cores by default
     #[arg(long)]
     jobs: Option<usize>,
-    /// Folder of the images; its file system decides how they are read and written
+    /// Directory of the images; its file system determines how they are read and written
     #[arg(long, default_value = "/dev/shm")]
     folder: PathBuf,
-    /// Folder for the images of cases that fail
+    /// Directory for the images of failing cases
     #[arg(long, default_value = "target/fuzz-disks")]
     keep: PathBuf,
-    /// The larder to serve with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long)]
     larder: Option<PathBuf>,
 }
@@ -100,7 +101,7 @@ struct Case {
     shape: Shape,
     removed: Vec<String>,
     steps: Vec<Step>,
-    /// Numbers of the seed's steps that are left; `None`: all of them.
+    /// Numbers of the seed's remaining steps; `None`: all of them.
     kept: Option<Vec<usize>>,
     wanted: Wanted,
 }
@@ -132,7 +133,7 @@ impl Case {
         self.removed.push(feature.to_owned());
     }
 
-    /// The seed's steps that are left, with their numbers.
+    /// Returns the seed's remaining steps, with their numbers.
     fn steps(&self) -> Vec<(usize, &Step)> {
         match &self.kept {
             None => self.steps.iter().enumerate().collect(),
@@ -143,7 +144,7 @@ impl Case {
         }
     }
 
-    /// The command that repeats it.
+    /// Returns the command that repeats the case.
     fn command(&self) -> String {
         let mut command = format!("larder-bench fuzz-disks --images 1 --seed {}", self.seed);
         if self.wanted.data_file {
@@ -161,7 +162,7 @@ impl Case {
         command
     }
 
-    /// Runs it in a new folder, which is removed unless it fails and `keep` says where its files go.
+    /// Runs the case in a new directory, which is then removed. Files of a failing case are copied to `keep`.
     fn run(&self, larder: &Path, folder: &Path, keep: Option<&Path>) -> Result<Done, Fault> {
         let place = tempfile::Builder::new().prefix("fuzz").tempdir_in(folder)?;
         let result = self.run_in(larder, place.path());
@@ -205,7 +206,7 @@ fn copy_files(from: &Path, to: &Path) -> Result<(), Fault> {
 /// Result of a campaign.
 #[derive(Debug)]
 pub struct Report {
-    /// Each with the command that repeats it.
+    /// Failures, each with the command that repeats it.
     pub findings: Vec<String>,
     /// Images without a finding.
     pub images: u64,
@@ -227,10 +228,10 @@ struct Campaign<'a> {
     report: Mutex<Report>,
 }
 
-/// Runs a campaign and prints its result; returns true if no case failed.
+/// Runs a campaign and prints its result. Returns whether no case failed.
 ///
 /// # Errors
-/// The arguments make no sense, or something is missing.
+/// If the arguments are inconsistent, or something is missing.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let begin = Instant::now();
     let report = campaign(arguments, true)?;
@@ -250,10 +251,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     Ok(report.findings.is_empty())
 }
 
-/// As many images as a test has time for, with this program.
+/// Runs a campaign of test size with this program.
 ///
 /// # Errors
-/// Something is missing.
+/// If something is missing.
 pub fn short(larder: &Path, seeds: std::ops::Range<u64>, data_files_only: bool, kills: bool) -> anyhow::Result<Report> {
     let arguments = Arguments {
         images: seeds.end - seeds.start,
@@ -315,7 +316,7 @@ fn campaign(arguments: &Arguments, is_shown: bool) -> anyhow::Result<Report> {
 }
 
 impl Campaign<'_> {
-    /// Takes seeds until there are no more, or enough was found.
+    /// Runs seeds until there are no more, or there are enough findings.
     fn work(&self) {
         loop {
             let index = self.taken.fetch_add(1, Ordering::Relaxed);
@@ -358,7 +359,7 @@ impl Campaign<'_> {
         self.lock().findings.push(finding);
     }
 
-    /// Shortens a case that has failed; the finding as it is printed.
+    /// Shortens a failing case. Returns the finding's text.
     fn explain(&self, case: Case, fault: Fault, keep: &Path) -> String {
         let whole = case.command();
         let (case, fault) = match self.arguments.whole {

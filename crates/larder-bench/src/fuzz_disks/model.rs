@@ -1,9 +1,9 @@
-//! The bytes that a disk may have: now, and after a crash.
+//! The bytes that a disk may hold, now and after a crash.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes of a sector, the unit that a crash does not tear.
+/// Bytes of a sector, which a crash does not tear.
 pub(super) const SECTOR: usize = 512;
 
 type Sector = [u8; SECTOR];
@@ -17,28 +17,28 @@ pub(super) enum Effect {
     Discard,
 }
 
-/// A change of the disk, of which some may overlap.
+/// A change of the disk. Concurrent changes may overlap.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
     pub(super) range: Range<u64>,
     pub(super) effect: Effect,
-    /// Answered, and well; otherwise any of its sectors may be changed or not.
+    /// Whether the request succeeded. Otherwise any of its sectors may be changed or not.
     pub(super) is_acknowledged: bool,
     pub(super) fua: bool,
 }
 
-/// A disk.
+/// Possible content of a disk.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     now: Vec<u8>,
-    /// Other contents that a sector may have now.
+    /// Further contents that a sector may have now.
     maybe: BTreeMap<usize, Vec<Sector>>,
-    /// Contents that a sector may have again after a crash, because nothing was flushed since.
+    /// Unflushed history: contents that a sector may have again after a crash.
     stale: BTreeMap<usize, Vec<Sector>>,
-    /// Under a write-back cache: all former contents of a sector. A discard drops the cache's sectors, and the disk may
-    /// have any older ones.
+    /// All former contents of a sector, under a write-back cache. A discard drops the cache's sectors, and the disk
+    /// may have any older content.
     older: Option<BTreeMap<usize, Vec<Sector>>>,
-    /// A read may see a sector of which a write in flight has changed some bytes.
+    /// Whether a read may see a sector of which a concurrent write has changed only some bytes.
     has_torn_reads: bool,
 }
 
@@ -57,7 +57,7 @@ impl Change {
         self.range.start <= start && start + SECTOR as u64 <= self.range.end
     }
 
-    /// The content of a sector after the change, if it was `old`.
+    /// Returns the content of a sector after the change, if it was `old`.
     fn apply(&self, sector: usize, old: &Sector) -> Sector {
         let first = (sector * SECTOR) as u64;
         let start = self.range.start.max(first);
@@ -103,7 +103,7 @@ impl Model {
         values
     }
 
-    /// Carries out changes that were in flight together, in any order; returns what their sectors may have had before.
+    /// Applies concurrent changes, in any order. Returns the possible contents of their sectors before.
     pub(super) fn change(&mut self, changes: &[Change]) -> Before {
         let mut touching: BTreeMap<usize, Vec<&Change>> = BTreeMap::new();
         for change in changes.iter().filter(|change| !change.range.is_empty()) {
@@ -116,7 +116,7 @@ impl Model {
             let mut new = outcomes(sector, &changes, &old);
             if let Some(older) = &mut self.older {
                 let older = older.entry(sector).or_default();
-                // The disk may have one of two changes that were in flight together, and the cache the other.
+                // Of two concurrent changes, the disk may have one and the cache the other.
                 old.iter().chain(&new).for_each(|value| add(older, *value));
                 if changes.iter().any(|change| matches!(change.effect, Effect::Discard)) {
                     older.iter().for_each(|value| add(&mut new, *value));
@@ -152,19 +152,20 @@ impl Model {
         }
     }
 
-    /// Sets whether the kernel copies the image's bytes for reads and writes, as in a tmpfs and through the page cache: two
-    /// such copies may overtake each other within a sector, more than once. Direct I/O to a disk does not tear sectors.
+    /// Sets whether the kernel copies the image's bytes for reads and writes, as on tmpfs and through the page cache.
+    /// Two such copies may overtake each other within a sector, more than once. Direct I/O to a disk does not tear
+    /// sectors.
     pub(super) fn set_torn_reads(&mut self, has_torn_reads: bool) {
         self.has_torn_reads = has_torn_reads;
     }
 
-    /// All that was answered before is durable.
+    /// Records that all changes answered so far are durable.
     pub(super) fn flushed(&mut self) {
         self.stale.clear();
     }
 
-    /// Compares a client's read at `start`. `before` has the old contents of sectors that were changed while the read was
-    /// in flight. Of other sectors the model then knows which of the possible contents is there.
+    /// Checks a client's read at `start`. `before` has the old contents of sectors that were changed while the read
+    /// was in flight. For other sectors the read decides between the possible contents.
     pub(super) fn read(&mut self, start: u64, bytes: &[u8], before: &Before) -> Result<(), String> {
         let is_equal = self.now.get(start as usize..start as usize + bytes.len()) == Some(bytes);
         let end = start as usize + bytes.len();
@@ -194,7 +195,7 @@ impl Model {
         Ok(())
     }
 
-    /// Compares the whole disk as a program reads it after a crash.
+    /// Checks the content of the whole disk after a crash.
     pub(super) fn check_after_crash(&self, bytes: &[u8]) -> Result<(), String> {
         if bytes.len() != self.now.len() {
             return Err(format!("the disk has {} bytes, not {}", bytes.len(), self.now.len()));
@@ -212,7 +213,7 @@ impl Model {
         Ok(())
     }
 
-    /// Compares the whole disk.
+    /// Checks the content of the whole disk.
     pub(super) fn check(&mut self, bytes: &[u8]) -> Result<(), String> {
         match bytes.len() == self.now.len() {
             true => self.read(0, bytes, &Before::new()),
@@ -220,7 +221,7 @@ impl Model {
         }
     }
 
-    /// Checks that a range may be zeros; `Err` has the first sector that cannot.
+    /// Checks that a range may be zeros. `Err` has the first sector that cannot.
     pub(super) fn may_be_zero(&self, range: Range<u64>, before: &Before) -> Result<(), u64> {
         for sector in range.start as usize / SECTOR..(range.end as usize).div_ceil(SECTOR) {
             let first = (sector * SECTOR) as u64;
@@ -239,17 +240,17 @@ impl Model {
         Ok(())
     }
 
-    /// New sectors at the end are zeros.
+    /// Appends zeroed sectors.
     pub(super) fn grow(&mut self, by: u64) {
         self.now.resize(self.now.len() + by as usize, 0);
     }
 }
 
-/// All that a sector may hold once these changes have been made, or have not.
+/// Returns all possible contents of a sector after these changes, which may have taken effect or not.
 fn outcomes(sector: usize, changes: &[&Change], old: &[Sector]) -> Vec<Sector> {
     let mut new = Vec::new();
     let mut all = old.to_vec();
-    // Twice: one that was made first may have been made last.
+    // Two passes cover the cases in which the first change in the list is applied last.
     for _ in 0..changes.len().min(2) {
         for change in changes {
             for value in all.clone() {
@@ -267,7 +268,7 @@ fn outcomes(sector: usize, changes: &[&Change], old: &[Sector]) -> Vec<Sector> {
     if changed_for_sure { new } else { all }
 }
 
-/// Returns true if each byte is that of one of these contents.
+/// Returns whether each byte comes from one of these contents.
 fn is_torn(is: &[u8], values: &[Sector], start: usize) -> bool {
     let is_of_one = |(at, byte): (usize, &u8)| values.iter().any(|value| value[start + at] == *byte);
     is.iter().enumerate().all(is_of_one)
@@ -280,7 +281,7 @@ fn wrong(at: usize, is: &[u8], values: &[Sector], within: Range<usize>) -> Strin
             .zip(is)
             .position(|(left, right)| left != right)
     };
-    // The longest beginning that one of the contents has, too, ends there.
+    // The longest prefix that matches one of the contents ends at this byte.
     let byte = values.iter().filter_map(differs).max().unwrap_or(0);
     let show = |bytes: &[u8]| {
         let end = (byte + 8).min(bytes.len());

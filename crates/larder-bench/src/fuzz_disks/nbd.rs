@@ -1,5 +1,5 @@
-//! An NBD client over a unix socket, by the protocol's specification (`doc/proto.md` of the NBD project) and with none of
-//! Larder's code: structured replies, `base:allocation`, several requests in flight.
+//! An NBD client over a unix socket, written from the protocol's specification (`doc/proto.md` of the NBD project)
+//! without Larder's code. It supports structured replies, `base:allocation`, and several requests in flight.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub(crate) const FUA: u16 = 1;
 pub(crate) const NO_HOLE: u16 = 2;
 pub(crate) const REQ_ONE: u16 = 8;
 
-/// `base:allocation`: reads as zeros.
+/// Extent flag of `base:allocation`: the extent reads as zeros.
 const STATE_ZERO: u32 = 2;
 
 /// A connection to one export.
@@ -46,7 +46,7 @@ pub(crate) struct Client {
     next_cookie: u64,
     pub(crate) size: u64,
     pub(crate) is_read_only: bool,
-    /// The least that requests are aligned to.
+    /// Minimum alignment of requests, in bytes.
     pub(crate) block_min: u32,
 }
 
@@ -57,9 +57,9 @@ pub(crate) struct Reply {
     /// 0 if the request succeeded.
     pub(crate) error: u32,
     pub(crate) message: String,
-    /// A read's data, by offset.
+    /// Data of a read, by offset.
     pub(crate) pieces: Vec<(u64, Vec<u8>)>,
-    /// A block status's lengths and flags.
+    /// Extents of a block status: length and flags.
     pub(crate) extents: Vec<(u64, u32)>,
 }
 
@@ -137,7 +137,7 @@ impl Client {
         Ok(())
     }
 
-    /// Sends an option and collects its replies up to the acknowledgement.
+    /// Sends an option, and collects its replies up to the acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) -> io::Result<Vec<(u32, Vec<u8>)>> {
         let mut message = OPTION_MAGIC.to_be_bytes().to_vec();
         message.extend(option.to_be_bytes());
@@ -163,7 +163,7 @@ impl Client {
         }
     }
 
-    /// Sends a request; its cookie.
+    /// Sends a request. Returns its cookie.
     pub(crate) fn send(&mut self, kind: u16, flags: u16, range: &Range<u64>, data: &[u8]) -> io::Result<u64> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
@@ -178,7 +178,7 @@ impl Client {
         Ok(cookie)
     }
 
-    /// Waits for all chunks of the next reply that is complete.
+    /// Waits for all chunks of the next reply.
     pub(crate) fn receive(&mut self) -> io::Result<Reply> {
         let mut reply = Reply::default();
         loop {
@@ -210,7 +210,7 @@ impl Client {
 
     /// Ends the connection.
     pub(crate) fn disconnect(mut self) {
-        // The server may have ended already.
+        // The server may have exited already.
         let _ = self.send(DISCONNECT, 0, &(0..0), &[]);
     }
 }
@@ -238,7 +238,7 @@ impl Reply {
         Ok(())
     }
 
-    /// The data of a read: every byte of the range exactly once.
+    /// Returns the data of a read, which must have every byte of the range exactly once.
     pub(crate) fn data(&self, range: &Range<u64>) -> Result<Vec<u8>, String> {
         let mut pieces: Vec<_> = self.pieces.iter().collect();
         pieces.sort_by_key(|(start, _)| *start);
@@ -262,7 +262,7 @@ impl Reply {
         }
     }
 
-    /// Ranges with the flag for zeros.
+    /// Returns the ranges with the flag for zeros.
     pub(crate) fn zeros(&self, range: &Range<u64>, one: bool) -> Result<Vec<Range<u64>>, String> {
         let mut zeros = Vec::new();
         let mut at = range.start;

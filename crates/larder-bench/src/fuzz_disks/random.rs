@@ -1,4 +1,4 @@
-//! Numbers that only look random: the same of the same seed, on any machine.
+//! Pseudo-random numbers: the same seed gives the same sequence on any machine.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use std::ops::Range;
 pub(super) struct Dice(u64);
 
 impl Dice {
-    /// The sequence `stream` of a seed: sequences of one seed have nothing to do with each other.
+    /// Creates the sequence `stream` of a seed. Different sequences of one seed are independent.
     pub(super) fn new(seed: u64, stream: u64) -> Self {
         let mut dice = Self(seed ^ stream.wrapping_mul(0xd605_bbb5_8c8a_bc03));
         dice.next();
@@ -34,8 +34,8 @@ impl Dice {
         &all[self.below(all.len() as u64) as usize]
     }
 
-    /// A range of a disk in bytes: at the edges of clusters and near them, near the end, or anywhere; aligned to
-    /// `unit` bytes, and no longer than `most`.
+    /// Returns a random byte range of a disk: at the edges of clusters and near them, near the end, or anywhere. The
+    /// range is aligned to `unit` bytes, and at most `most` bytes long.
     pub(super) fn range(&mut self, size: u64, cluster: u64, unit: u64, most: u64) -> Range<u64> {
         let units = (size / unit).max(1);
         let per_cluster = (cluster / unit).max(1);
@@ -47,7 +47,7 @@ impl Dice {
                 near(self, edge)
             }
             2 => self.below(units),
-            // The first clusters are used often: there headers, boot sectors and host offset 0 are.
+            // The first clusters are preferred: they contain headers, boot sectors, and host offset 0.
             3 => self.below(3) * per_cluster,
             _ => units.saturating_sub(1 + self.below(2 * per_cluster)),
         };

@@ -1,4 +1,4 @@
-//! The features of one image: chosen at random, then made to fit each other by the format's rules.
+//! The features of one image, chosen at random and then adjusted to the format's rules.
 
 use super::random::Dice;
 
@@ -20,10 +20,10 @@ pub(super) const REMOVABLE: [&str; 14] = [
     "zero-flag",
 ];
 
-/// Bytes of a disk at most.
+/// Maximum size of a disk in bytes.
 const DISK_MAX: u64 = 16 << 20;
 
-/// Compression of the clusters that QEMU wrote compressed.
+/// Compression of the clusters that QEMU writes compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Compression {
     None,
@@ -31,7 +31,7 @@ pub(super) enum Compression {
     Zstd,
 }
 
-/// The file of the guest's data, if it is not the image itself.
+/// Kind of the external data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DataFile {
     None,
@@ -75,7 +75,7 @@ pub(super) enum Preallocation {
     Full,
 }
 
-/// One image's features.
+/// Features of one image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) version: u32,
@@ -89,19 +89,19 @@ pub(super) struct Shape {
     pub(super) snapshots: u32,
     pub(super) bitmap: bool,
     pub(super) lazy: bool,
-    /// QEMU was killed while it wrote with lazy refcounts.
+    /// Whether QEMU was killed while it wrote with lazy refcounts.
     pub(super) dirty: bool,
-    /// The incompatible feature bit is set: the image must be repaired before it is served.
+    /// Whether the incompatible feature bit "corrupt" is set: the image must be repaired before it is served.
     pub(super) corrupt: bool,
-    /// Clusters of VM state in the active L1 table.
+    /// Whether there are clusters of VM state in the active L1 table.
     pub(super) vm_state: bool,
-    /// Version 2 with an L2 entry that has the zero flag of version 3.
+    /// Whether a version 2 image has an L2 entry with the zero flag of version 3.
     pub(super) zero_flag: bool,
-    /// The image fills an NBD export, which does not grow.
+    /// Whether the image fills an NBD export, which cannot grow.
     pub(super) device: bool,
-    /// Servers will be killed, which leaves leaks: the export has room for them.
+    /// Whether servers will be killed. The export then has room for leaks.
     pub(super) has_kills: bool,
-    /// QEMU wrote to it before Larder.
+    /// Whether QEMU has written to the image before Larder.
     pub(super) content: bool,
     pub(super) size: u64,
 }
@@ -182,7 +182,8 @@ impl Shape {
             // QEMU compresses no cluster that is allocated.
             self.compression = Compression::None;
         }
-        // Each snapshot counts every cluster once more, and a host cluster of compressed data is counted often already.
+        // Each snapshot adds one reference to every cluster, and a host cluster of compressed data has many
+        // references already.
         if self.refcount_bits < 8 {
             self.snapshots = 0;
         }
@@ -219,12 +220,12 @@ impl Shape {
         1 << self.cluster_bits
     }
 
-    /// Returns true if only the guest's own data takes space in the image.
+    /// Returns whether only the guest's own data takes space in the image.
     pub(super) fn is_plain(&self) -> bool {
         self.compression == Compression::None && !self.bitmap && !self.dirty && !self.has_kills
     }
 
-    /// `-o` of `qemu-img create`.
+    /// Returns the value of `-o` for `qemu-img create`.
     pub(super) fn options(&self, data_file: &str) -> String {
         let mut options = format!(
             "compat={},cluster_size={}",
@@ -261,7 +262,7 @@ impl Shape {
         options
     }
 
-    /// The features, as they are counted: one of each kind.
+    /// Returns the features as they are counted: one of each kind.
     pub(super) fn features(&self) -> Vec<String> {
         let mut all = vec![
             format!("version {}", self.version),
@@ -330,7 +331,7 @@ impl Backing {
     }
 }
 
-/// A disk of some clusters, mostly small ones: thousands of images are to be made in an hour.
+/// Returns a random disk size, mostly small, so that thousands of images can be made in an hour.
 fn random_size(dice: &mut Dice, cluster_bits: u32) -> u64 {
     let cluster = 1 << cluster_bits;
     let most: u64 = *dice.pick(&[128 << 10, 512 << 10, 1 << 20, 3 << 20]);

@@ -1,4 +1,4 @@
-//! Makes a case that fails shorter: fewer features, fewer steps, the same kind of fault.
+//! Shortens a failing case: fewer features, fewer steps, the same kind of fault.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,9 +9,9 @@ use super::Case;
 use super::fault::Fault;
 use super::shape::REMOVABLE;
 
-/// No case is shortened for longer than that.
+/// Time limit for shortening one case.
 const TIME_MAX: Duration = Duration::from_secs(60);
-/// Attempts for each case: a seed does not decide which requests a kill interrupts.
+/// Attempts with each candidate: a seed does not determine which requests a kill interrupts.
 const TRIES: u32 = 2;
 
 struct Shortening<'a> {
@@ -23,7 +23,7 @@ struct Shortening<'a> {
     give_up: Instant,
 }
 
-/// The shortest case found, its fault, and its files in `keep`.
+/// Returns the shortest case found and its fault. Its files are in `keep`.
 pub(super) fn shorten(case: Case, fault: Fault, larder: &Path, folder: &Path, keep: &Path) -> (Case, Fault) {
     let mut this = Shortening {
         best: case,
@@ -41,7 +41,7 @@ pub(super) fn shorten(case: Case, fault: Fault, larder: &Path, folder: &Path, ke
 }
 
 impl Shortening<'_> {
-    /// Runs a case; returns true, and keeps it as the best one, if it fails in the same way.
+    /// Runs a case. If it fails with the same kind of fault, records it as the best one and returns `true`.
     fn fails(&mut self, case: Case) -> bool {
         for _ in 0..TRIES {
             if Instant::now() > self.give_up {
@@ -70,7 +70,7 @@ impl Shortening<'_> {
         self.fails(case)
     }
 
-    /// Steps after the one that failed.
+    /// Tries to drop the steps after the one that failed.
     fn drop_what_follows(&mut self) {
         if let Some(failed) = self.fault.step {
             let kept = self.kept().into_iter().filter(|index| *index <= failed).collect();
@@ -78,7 +78,7 @@ impl Shortening<'_> {
         }
     }
 
-    /// Ever smaller parts of the steps, from the end.
+    /// Tries to drop ever smaller runs of steps, from the end.
     fn drop_steps(&mut self) {
         let mut len = self.kept().len().div_ceil(2).max(1);
         loop {
@@ -108,7 +108,7 @@ impl Shortening<'_> {
     }
 }
 
-/// A case in words.
+/// Describes a case in text.
 pub(super) fn describe(case: &Case) -> String {
     let mut text = format!(
         "seed {}: {} bytes, {}\n  {:?}",
@@ -123,7 +123,7 @@ pub(super) fn describe(case: &Case) -> String {
     text
 }
 
-/// Numbers as `--steps` takes them: 3,5-7; `none` for none.
+/// Formats numbers as `--steps` accepts them: 3,5-7; `none` for none.
 pub(super) fn ranges(numbers: &[usize]) -> String {
     let mut parts: Vec<(usize, usize)> = Vec::new();
     for number in numbers {
@@ -142,7 +142,7 @@ pub(super) fn ranges(numbers: &[usize]) -> String {
     parts.collect::<Vec<_>>().join(",")
 }
 
-/// The opposite of [`ranges`]; `None` if nothing was given.
+/// Parses the format of [`ranges`]; `None` if there is no argument.
 pub(super) fn numbers(parts: &[String]) -> anyhow::Result<Option<Vec<usize>>> {
     if parts.is_empty() {
         return Ok(None);

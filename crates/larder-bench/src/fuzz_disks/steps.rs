@@ -1,4 +1,5 @@
-//! The steps of one case: a flat list, of which any part is a case as well, so that a failing one can be shortened.
+//! The steps of one case: a flat list, of which any subset is a valid case too, so that a failing one can be
+//! shortened.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,9 +11,9 @@ use crate::campaign::cached::CacheMode;
 /// Kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A pattern of its own, by this number.
+    /// Writes a pattern that is unique to this number.
     Write(u64),
-    /// One byte all over.
+    /// Writes one byte value to the whole range.
     Fill(u8),
     Zeroes {
         unmap: bool,
@@ -20,7 +21,7 @@ pub(super) enum Kind {
     Discard,
     Read,
     Flush,
-    /// NBD only.
+    /// Queries the block status; NBD only.
     Status {
         one: bool,
     },
@@ -31,11 +32,11 @@ pub(super) enum Kind {
 pub(super) struct Request {
     pub(super) kind: Kind,
     pub(super) range: Range<u64>,
-    /// NBD's flag.
+    /// Whether NBD's FUA flag is set.
     pub(super) fua: bool,
-    /// Over NBD, otherwise over vhost-user-blk.
+    /// Whether the request is sent over NBD, or else over vhost-user-blk.
     pub(super) nbd: bool,
-    /// The next step does not wait for the answer.
+    /// Whether the next step starts without waiting for the answer.
     pub(super) later: bool,
 }
 
@@ -48,7 +49,7 @@ pub(super) struct Serve {
     pub(super) no_prefetch: bool,
     pub(super) little_memory: bool,
     pub(super) buffered: bool,
-    /// The guest's driver uses packed rings.
+    /// Whether the guest's driver uses packed rings.
     pub(super) packed: bool,
     pub(super) indirect: bool,
 }
@@ -66,20 +67,20 @@ pub(super) enum QemuStep {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Request(Request),
-    /// Ends the server; the next one is started so.
+    /// Stops the server; the next one has these options.
     Serve(Serve),
     /// `kill -9`, with requests in flight. With `compare`, QEMU reads the image before the next server starts.
     Kill {
         compare: bool,
     },
-    /// SIGTERM; then QEMU compares the image.
+    /// Stops the server by SIGTERM; then QEMU compares the image.
     Stop,
-    /// Reads all of the disk.
+    /// Reads the whole disk.
     ReadAll,
-    /// `larder disk resize`, by so many bytes.
+    /// Runs `larder disk resize`, to grow the disk by this number of bytes.
     Grow(u64),
     Qemu(Vec<QemuStep>),
-    /// QEMU takes a snapshot.
+    /// Lets QEMU take a snapshot.
     Snapshot,
 }
 
@@ -115,7 +116,7 @@ impl fmt::Display for Step {
     }
 }
 
-/// All steps of a case.
+/// Returns all steps of a case.
 pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step> {
     let mut steps = Vec::new();
     let lives = 1 + dice.below(3);
@@ -159,7 +160,7 @@ pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step
     steps
 }
 
-/// Bytes that one request covers at most.
+/// Maximum length of most requests, in bytes.
 const REQUEST_MAX: u64 = 256 << 10;
 
 impl Request {
@@ -180,7 +181,7 @@ impl Request {
             (true, Kind::Write(_) | Kind::Fill(_) | Kind::Zeroes { .. } | Kind::Discard) => Kind::Read,
             (_, kind) => kind,
         };
-        // Single bytes only where the server takes them: they are made whole sectors otherwise.
+        // Byte-granular ranges are used only where the server accepts them, and extended to whole sectors otherwise.
         let unit = if dice.one_in(12) { 1 } else { 512 };
         let most = match kind {
             Kind::Zeroes { .. } | Kind::Discard | Kind::Status { .. } if dice.one_in(6) => size,
@@ -196,7 +197,7 @@ impl Request {
         }
     }
 
-    /// Returns true if the request changes the disk.
+    /// Returns whether the request changes the disk.
     pub(super) fn changes(&self) -> bool {
         !matches!(self.kind, Kind::Read | Kind::Flush | Kind::Status { .. })
     }
@@ -218,7 +219,7 @@ impl Serve {
     }
 }
 
-/// Some requests of QEMU.
+/// Returns some random requests of QEMU.
 pub(super) fn qemu_steps(dice: &mut Dice, size: u64, shape: &Shape) -> Vec<QemuStep> {
     let cluster = shape.cluster_len();
     let count = 1 + dice.below(10);

@@ -1,4 +1,4 @@
-//! QEMU's tools and the larder commands, run to their end.
+//! Runs QEMU's tools and the larder commands.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -7,13 +7,13 @@ use std::time::Duration;
 use super::fault::Fault;
 use crate::campaign::process::Process;
 
-/// No tool takes longer for a disk of some MiB, on a machine as busy as it may be.
+/// Time limit of a tool, for a disk of some MiB on a very busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// An exit code, `None` for a signal, and all that was printed.
+/// An exit code, `None` for a signal, and the output.
 pub(super) type Ended = (Option<i32>, String);
 
-/// Runs a command to its end; one that does not end is killed, and a fault.
+/// Runs a command to its end. A command that does not exit is killed, and is a fault.
 pub(super) fn run(command: Command) -> Result<Ended, Fault> {
     let name = words(&command);
     let mut process = Process::start(command).map_err(|error| Fault::new("set-up", format!("{error:#}")))?;
@@ -23,7 +23,7 @@ pub(super) fn run(command: Command) -> Result<Ended, Fault> {
     }
 }
 
-/// Runs one of QEMU's tools, which is trusted to end.
+/// Runs one of QEMU's tools, without a time limit.
 pub(super) fn qemu(program: &str, arguments: &[&str]) -> Result<Ended, Fault> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null());
@@ -38,7 +38,7 @@ pub(super) fn qemu(program: &str, arguments: &[&str]) -> Result<Ended, Fault> {
     Ok((output.status.code(), said))
 }
 
-/// The same, of which anything but success is a fault of the set-up.
+/// Runs one of QEMU's tools, which must succeed.
 pub(super) fn qemu_must(program: &str, arguments: &[&str]) -> Result<String, Fault> {
     let (code, said) = qemu(program, arguments)?;
     match code {
@@ -47,7 +47,7 @@ pub(super) fn qemu_must(program: &str, arguments: &[&str]) -> Result<String, Fau
     }
 }
 
-/// The disk's bytes, or a snapshot's, as `qemu-img convert` gives them.
+/// Returns the bytes of the disk, or of a snapshot, as `qemu-img convert` reads them.
 pub(super) fn contents(image: &Path, format: &str, snapshot: Option<&str>, folder: &Path) -> Result<Vec<u8>, Fault> {
     let raw = folder.join("converted");
     let (image, to) = (image.to_string_lossy(), raw.to_string_lossy());
@@ -62,7 +62,7 @@ pub(super) fn contents(image: &Path, format: &str, snapshot: Option<&str>, folde
     Ok(bytes)
 }
 
-/// A command as it would be typed.
+/// Returns a command as one would type it.
 pub(super) fn words(command: &Command) -> String {
     let mut all = vec![command.get_program().to_string_lossy()];
     all.extend(command.get_args().map(|word| word.to_string_lossy()));

@@ -1,4 +1,4 @@
-//! Carries out the steps of a case, and compares what Larder and QEMU see with the model.
+//! Carries out the steps of a case, and compares the results of Larder and QEMU with the model.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -19,12 +19,12 @@ use super::steps::{Kind, QemuStep, Request, Serve, Step};
 use super::tools::{contents, qemu, qemu_must, run};
 use crate::campaign::cached::CacheMode;
 
-/// Requests in flight at most.
+/// Maximum number of requests in flight.
 const DEPTH: usize = 16;
-/// A killed server's I/O has ended by then.
+/// Time within which a killed server's I/O must end.
 const LOCKS_MAX: Duration = Duration::from_secs(120);
 
-/// One case under way.
+/// A running case.
 pub(super) struct World<'a> {
     larder: &'a Path,
     folder: &'a Path,
@@ -38,15 +38,16 @@ pub(super) struct World<'a> {
     flight: Flight,
     /// The guest of a killed server, for the next one.
     orphan: Option<Guest>,
-    /// The image has all only once it was served for writing: a killed server's journal, or a killed QEMU's refcounts.
+    /// Whether the image lacks data until it is served for writing: because of a killed server's journal, or a killed
+    /// QEMU's refcounts.
     needs_server: bool,
-    /// Leaks are allowed.
+    /// Whether a server was killed, so that leaks are allowed.
     was_killed: bool,
-    /// The cache may have writes that the image lacks.
+    /// Whether the cache may have writes that the image lacks.
     is_cache_dirty: bool,
-    /// The images are in a tmpfs.
+    /// Whether the images are on tmpfs.
     is_in_memory: bool,
-    /// Features of what happened.
+    /// Events that occurred, counted as features.
     pub(super) events: BTreeSet<&'static str>,
     pub(super) requests: u64,
 }
@@ -104,7 +105,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Ends all, and compares for the last time.
+    /// Stops everything, and makes the final comparison.
     pub(super) fn end(&mut self) -> Result<(), Fault> {
         self.read_all()?;
         self.stop()?;
@@ -125,7 +126,7 @@ impl<'a> World<'a> {
         if self.is_cache_dirty && serve.cache.is_none() {
             self.flush_cache()?;
         }
-        // What only the cache has is not served read-only, nor is a guest's driver that still writes.
+        // Read-only service is impossible with a dirty cache, or for a guest's driver that still writes.
         serve.read_only &= self.orphan.is_none() && !self.is_cache_dirty && serve.cache.is_none();
         if let Some(mode) = serve.cache {
             self.is_cache_dirty |= mode == CacheMode::Wb;
@@ -180,14 +181,14 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Makes a request one that the disk takes as it is now; whether it can be.
+    /// Adjusts a request to the disk's present state. Returns whether it is possible.
     fn fit(&mut self, request: &mut Request) -> Result<bool, Fault> {
         let size = self.model.size();
         let live = self.live.as_mut().expect("started before");
         if live.serve.read_only && (request.changes() || request.kind == Kind::Flush) {
             return Ok(false);
         }
-        // A driver sees no more than the server offered; there are no single bytes over vhost-user-blk.
+        // A driver knows only the features that the server offered; vhost-user-blk addresses whole sectors.
         let unit = if request.nbd {
             u64::from(live.nbd()?.block_min)
         } else {
@@ -207,7 +208,7 @@ impl<'a> World<'a> {
         Ok(true)
     }
 
-    /// Waits for all answers and compares them.
+    /// Waits for all answers and checks them.
     fn settle(&mut self) -> Result<(), Fault> {
         let Some(live) = self.live.as_mut() else { return Ok(()) };
         self.flight.settle(live, &mut self.model)
@@ -254,7 +255,7 @@ impl<'a> World<'a> {
         self.needs_server |= is_writable;
         self.was_killed |= is_writable;
         self.flight.interrupt(&mut self.model);
-        // A dirty image that was only read is still one.
+        // A dirty image that was only read is still dirty.
         let is_dirty = self.shape.dirty && !self.was_killed;
         if compare && !is_write_back && !is_dirty {
             self.wait_for_locks()?;
@@ -267,8 +268,8 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// The kernel gives a killed server's locks back when its last I/O has ended. A check wants more of them than other
-    /// commands, and those of the data file, too.
+    /// Waits until the kernel has released a killed server's locks, which it does when the server's last I/O has
+    /// ended. `qemu-img check` needs more of the locks than other commands, and those of the data file too.
     fn wait_for_locks(&self) -> Result<(), Fault> {
         let image = self.paths.image.to_string_lossy();
         let give_up = Instant::now() + LOCKS_MAX;
@@ -302,7 +303,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Has the image have all: nothing is left in a journal, or in a cache.
+    /// Completes the image, so that no data is left in a journal or in a cache.
     fn rest(&mut self) -> Result<(), Fault> {
         self.stop()?;
         if self.needs_server || self.flight.has_guest() {
@@ -320,7 +321,7 @@ impl<'a> World<'a> {
         }
         let cache = self.paths.cache.to_string_lossy().into_owned();
         let command = match self.shape.device {
-            // The command finds the disk by its URI, where no server listens now.
+            // The flush command connects to the disk by its URI, where no server listens now.
             true => return self.flush_cache_by_serving(),
             false => self
                 .paths
@@ -340,7 +341,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// A server in write-through has written all to the disk when it ends.
+    /// Flushes the cache with a write-through server, which writes all dirty data to the disk by its end.
     fn flush_cache_by_serving(&mut self) -> Result<(), Fault> {
         self.serve.cache = Some(CacheMode::Wt);
         self.is_cache_dirty = false;
@@ -351,13 +352,13 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// `qemu-img check` finds nothing, or, after a kill, leaks.
+    /// Checks that `qemu-img check` finds nothing, or only leaks after a kill.
     fn check(&mut self, when: &str) -> Result<i32, Fault> {
         let image = self.paths.image.to_string_lossy().into_owned();
         let (code, said) = qemu("qemu-img", &["check", "-f", "qcow2", &image])?;
         match code {
             Some(0) => Ok(0),
-            // A program that does not maintain bitmaps gives them up, by clearing a bit; then they are leaks.
+            // A program that does not maintain bitmaps invalidates them by clearing a bit; then they are leaks.
             Some(3) if self.was_killed || self.shape.bitmap => {
                 self.events.insert("leaks");
                 Ok(3)
@@ -372,7 +373,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Compares an image without a server; returns the exit code of `qemu-img check`.
+    /// Compares an image without a server. Returns the exit code of `qemu-img check`.
     fn compare_stopped(&mut self) -> Result<i32, Fault> {
         if self.needs_server || self.is_cache_dirty || self.flight.has_guest() {
             return Ok(0);
@@ -393,7 +394,7 @@ impl<'a> World<'a> {
         }
         for (name, bytes) in &self.built.snapshots {
             let mut now = contents(&self.paths.image, "qcow2", Some(name), self.folder)?;
-            // QEMU shows a snapshot with the disk's size of today.
+            // QEMU shows a snapshot with the disk's current size.
             now.truncate(bytes.len());
             if &now != bytes {
                 return Err(Fault::new("snapshot", format!("snapshot {name} has changed")));
@@ -409,7 +410,7 @@ impl<'a> World<'a> {
         self.compare_checks(code)
     }
 
-    /// Compares QEMU's plain reads: `convert` asks for the block status first.
+    /// Compares QEMU's plain reads: unlike them, `convert` queries the block status first.
     fn plain_reads(&mut self) -> Result<(), Fault> {
         if !self.seed.is_multiple_of(3) {
             return Ok(());
@@ -481,7 +482,8 @@ impl<'a> World<'a> {
                 self.events.insert("resize");
                 self.model.grow(by);
             }
-            // Clusters of VM state would be on the disk; a snapshot has no size of its own in version 2.
+            // Larder refuses to grow a disk with VM state, whose clusters would become part of the disk, or with
+            // snapshots in version 2, where a snapshot has no size of its own.
             Some(_) if self.shape.vm_state || (self.shape.version == 2 && !self.built.snapshots.is_empty()) => {
                 self.events.insert("resize refused");
             }
@@ -495,7 +497,7 @@ impl<'a> World<'a> {
         self.compare_stopped().map(drop)
     }
 
-    /// QEMU changes the image between two servers.
+    /// Lets QEMU change the image between two servers.
     fn qemu(&mut self, steps: &[QemuStep]) -> Result<(), Fault> {
         self.rest()?;
         self.compare_stopped()?;
@@ -529,7 +531,7 @@ impl<'a> World<'a> {
         self.compare_stopped().map(drop)
     }
 
-    /// An image that is marked as corrupt is not served for writing, until it is repaired.
+    /// Checks that an image marked as corrupt is not served for writing, and repairs it.
     fn repair_corrupt(&mut self) -> Result<(), Fault> {
         if Live::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?.is_ok() {
             return Err(Fault::new("corrupt", "an image that is marked as corrupt is served"));
@@ -547,7 +549,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A cluster whose entry has a flag that its version does not know is an I/O error, as in QEMU; the rest is served.
+    /// Checks that a cluster whose entry has a flag unknown to its version gives an I/O error, as in QEMU, while the
+    /// disk is served.
     fn read_flagged(&mut self, cluster: u64) -> Result<(), Fault> {
         let started = Live::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?;
         let mut live = started.map_err(|said| Fault::new("refused", format!("not served: {}", last_lines(&said))))?;

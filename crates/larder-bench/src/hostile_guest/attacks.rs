@@ -1,4 +1,4 @@
-//! What guests do: hostile ones, and a well-behaved one for comparison.
+//! The load of guests: hostile ones, and a well-behaved one for comparison.
 
 use std::fmt;
 use std::path::Path;
@@ -16,30 +16,31 @@ const KIB: u64 = 1 << 10;
 const SECTOR: u64 = 512;
 const PAGE: u64 = 4 * KIB;
 
-/// Guest memory that one descriptor of a long request describes, and all of them the same.
+/// Guest memory of one descriptor of a long request; all descriptors refer to the same memory.
 const LONG_FRAGMENT: u64 = 2 * MIB;
 
-/// The largest ring, and its data descriptors: header and status need one each.
+/// The largest ring, and its number of data descriptors: the header and the status need one each.
 const RING_MAX: u64 = 32_768;
 const FRAGMENTS_MAX: u64 = RING_MAX - 2;
 
-/// The most descriptors of an indirect table that the server follows, less header and status.
+/// Longest indirect table that the server follows, without header and status.
 const INDIRECT_FRAGMENTS_MAX: u64 = 2_046;
 
-/// A flood.
+/// Queues of a flood, and requests in each.
 const QUEUES: u16 = 64;
 const DEPTH: u16 = 128;
 
-/// A well-behaved guest.
+/// Queue depth and request length of a well-behaved guest.
 const USUAL_DEPTH: u16 = 32;
 const USUAL_LEN: u64 = MIB;
 
-/// A discard or write-zeroes: the most segments, the size of each in the list, and the flag of a write-zeroes that may unmap.
+/// Discard and write-zeroes: the maximum number of segments, the size of a segment in the list, and the flag that
+/// permits a write-zeroes to unmap.
 const SEGMENTS: u64 = 256;
 const SEGMENT_BYTES: u64 = 16;
 const MAY_UNMAP: u32 = 1;
 
-/// No request takes so long, on any machine.
+/// Time limit of a request, for any machine.
 const LIMIT: Duration = Duration::from_secs(900);
 
 const VIRTIO_DESCRIPTOR_BYTES: u64 = 16;
@@ -75,33 +76,33 @@ impl Transfer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Clear {
     Discard,
-    /// The range may be unmapped.
+    /// Write-zeroes that may unmap the range.
     Unmap,
-    /// The range keeps its space.
+    /// Write-zeroes that keeps the range's space.
     Zero,
 }
 
-/// What a guest does, again and again.
+/// A guest's load, which it repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Attack {
     Idle,
     /// Requests of 1 MiB, 32 at a time.
     Usual(Transfer),
-    /// One request at a time, in fragments of this length, all of which are the same guest memory.
+    /// One request at a time, with descriptors of length `fragment`, all of which refer to the same guest memory.
     Long {
         transfer: Transfer,
         len: u64,
         fragment: u64,
     },
-    /// 64 queues, 128 requests each.
+    /// 64 queues with 128 requests each.
     Flood {
         transfer: Transfer,
         len: u64,
         fragment: u64,
     },
-    /// An indirect table longer than the server follows: it stops the queue.
+    /// An indirect table longer than the server follows, for which the server stops the queue.
     Refused,
-    /// One request at a time of as many segments as there may be: all of the disk together, or each of them.
+    /// One request at a time with the maximum number of segments, which cover the whole disk together or each.
     Segments {
         clear: Clear,
         each_is_whole: bool,
@@ -164,7 +165,7 @@ impl fmt::Display for Attack {
     }
 }
 
-/// The requests that a guest has made, all of which were carried out.
+/// Completed requests of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Done {
     pub(super) requests: u64,
@@ -172,7 +173,7 @@ pub(super) struct Done {
 }
 
 impl Attack {
-    /// The attacks in the order in which they are carried out.
+    /// Returns the attacks in the order in which they are carried out.
     pub(super) fn all(disk: u64, quick: bool) -> Vec<Self> {
         let lengths: &[u64] = match quick {
             true => &[16, 3072],
@@ -215,7 +216,7 @@ impl Attack {
                 clear,
                 each_is_whole: false,
             });
-            // Zeros that keep their space may have to be written.
+            // Write-zeroes that keeps the space may have to write the zeros.
             if clear != Clear::Zero {
                 all.push(Self::Segments {
                     clear,
@@ -226,12 +227,12 @@ impl Attack {
         all
     }
 
-    /// Whether the disk must be full of data before.
+    /// Returns whether the disk must be full of data before the attack.
     pub(super) fn wants_data(self) -> bool {
         matches!(self, Self::Segments { .. })
     }
 
-    /// The shortest and the longest request of one kind, which must cost as much per byte.
+    /// Returns the shorter request that this long one is compared with: both must cost the same per byte.
     pub(super) fn short_of(self) -> Option<Self> {
         match self {
             Self::Long {
@@ -282,7 +283,7 @@ impl Attack {
     }
 }
 
-/// Guest memory for an indirect table with this many data descriptors.
+/// Guest memory for an indirect table with this number of data descriptors.
 fn table_bytes(fragments: u64) -> u64 {
     (fragments + 2) * VIRTIO_DESCRIPTOR_BYTES
 }
@@ -310,7 +311,7 @@ impl Guest {
         })
     }
 
-    /// Attacks `server` for at least so long, and until all requests have come back.
+    /// Attacks `server` for at least the time `least`, and until all requests have been answered.
     pub(super) fn run(&mut self, server: &Process, least: Duration) -> anyhow::Result<Done> {
         let end = Instant::now() + least;
         match self.attack {
@@ -325,7 +326,8 @@ impl Guest {
                 fragment,
             } => {
                 let data = fragments(self.front_end.data(), len, fragment);
-                // Each is of another part of the disk: what was copied just before is in the processor's cache.
+                // Each request addresses another part of the disk: data that was just copied is in the processor's
+                // cache.
                 let parts = self.disk / len;
                 self.one_by_one(end, len, |made| transfer.request(made % parts * len, &data))
             }
@@ -339,7 +341,7 @@ impl Guest {
         }
     }
 
-    /// Writes all of the disk.
+    /// Writes the whole disk.
     pub(super) fn fill(socket: &Path) -> anyhow::Result<()> {
         let mut guest = Self::connect(Attack::Usual(Transfer::Write), socket)?;
         let disk = guest.disk;
@@ -348,7 +350,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Requests from end to end of the disk while `goes_on` with what was begun.
+    /// Sends sequential requests over the whole disk while `goes_on` returns true for the requests begun so far.
     fn usual(&mut self, transfer: Transfer, goes_on: impl Fn(&Done) -> bool) -> anyhow::Result<Done> {
         let (memory, disk) = (self.front_end.data(), self.disk);
         let queue = self.front_end.queue();
@@ -376,7 +378,8 @@ impl Guest {
         }
     }
 
-    /// One request after the other, each of so many bytes. `request` is given the number of those before.
+    /// Sends one request after the other, each of `bytes` bytes. `request` is called with the number of previous
+    /// requests.
     fn one_by_one<'a>(
         &mut self,
         end: Instant,
@@ -396,7 +399,7 @@ impl Guest {
         Ok(done)
     }
 
-    /// All queues full of requests, anywhere on the disk but each somewhere else, until they have all come back; and again.
+    /// Fills all queues with requests, each for another part of the disk, waits for all answers, and repeats.
     fn flood(&mut self, end: Instant, transfer: Transfer, len: u64, fragment: u64) -> anyhow::Result<Done> {
         let memory = self.front_end.data();
         let data = fragments(memory, len, fragment);
@@ -471,7 +474,7 @@ impl Guest {
     }
 }
 
-/// A scatter list of `len` bytes, all of whose fragments are the same memory.
+/// Returns a scatter list of `len` bytes, all of whose fragments are the same memory.
 fn fragments(address: u64, len: u64, fragment: u64) -> Vec<Buffer> {
     let buffer = Buffer {
         address,

@@ -1,6 +1,6 @@
-//! `larder-bench hostile-guest`: guests that ask for as much as virtio allows, and what that takes of the host and of other
-//! clients of the disk. Through the program `larder disk serve`, one server for each mode and line size of the cache: a
-//! front-end of our own attacks over vhost-user-blk, and two other clients read and write over NBD meanwhile.
+//! `larder-bench hostile-guest`: guests that demand as much as virtio allows, and the resulting cost for the host and
+//! for other clients of the disk. There is one server, `larder disk serve`, for each mode and line size of the cache.
+//! A front-end of this program attacks it over vhost-user-blk, while two other clients read and write over NBD.
 
 mod attacks;
 mod neighbours;
@@ -23,13 +23,13 @@ use self::neighbours::{Latencies, Neighbours};
 use self::watch::Use;
 use crate::prefetch::place::Place;
 
-/// Attack a disk's server with a guest of our own, and measure what that takes
+/// Attack a disk's server with a hostile guest, and measure the cost
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// The program; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long, value_name = "PROGRAM")]
     larder: Option<PathBuf>,
-    /// Modes of the cache; none is no cache
+    /// Modes of the cache; "none" is no cache
     #[arg(
         long,
         value_name = "MODES",
@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
         default_value = "none,wt,wb,wa,pt"
     )]
     mode: Vec<String>,
-    /// Sizes of the cache's lines
+    /// Line sizes of the cache
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "4KiB,64KiB")]
     line: Vec<String>,
     /// Size of the cache
@@ -46,25 +46,25 @@ pub(crate) struct Arguments {
     /// Size of the disk
     #[arg(long, value_name = "SIZE", default_value = "3GiB")]
     disk: ByteLen,
-    /// Fewer attacks, and each for a shorter time
+    /// Run fewer attacks, and each for a shorter time
     #[arg(long)]
     quick: bool,
-    /// The least time of an attack; by default 2000, or 500 with --quick
+    /// Minimum duration of an attack; by default 2000, or 500 with --quick
     #[arg(long, value_name = "MS")]
     attack_ms: Option<u64>,
-    /// Attacks whose names have this, beside the idle and the well-behaved guest
+    /// Run only attacks whose names contain this text, and the idle and the well-behaved guest
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
-    /// The most memory that an attack may take beside what the server has at rest
+    /// Limit for an attack's memory, above the server's memory at rest
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     memory_max: ByteLen,
-    /// The time within which 99 of 100 requests of the other clients must be answered
+    /// Limit for the latency of 99 of 100 requests of the other clients
     #[arg(long, value_name = "MS", default_value_t = 50)]
     p99_ms: u64,
-    /// The most CPU time for each byte of a long request, as a multiple of that of one of 16 MiB
+    /// Limit for the CPU time per byte of a long request, as a multiple of that of a request of 16 MiB
     #[arg(long, value_name = "RATIO", default_value_t = 2.0)]
     cpu_ratio: f64,
-    /// The directory for images and caches
+    /// Directory for images and caches
     #[arg(long, value_name = "DIRECTORY", default_value = "/var/tmp")]
     folder: PathBuf,
 }
@@ -90,21 +90,21 @@ impl fmt::Display for Setup<'_> {
     }
 }
 
-/// The figures of one attack.
+/// Measurements of one attack.
 struct Outcome {
     attack: Attack,
     done: Done,
-    /// More than at rest, in bytes.
+    /// Memory above the server's memory at rest, in bytes.
     growth: u64,
     used: Use,
-    /// The reader's and the writer's.
+    /// Latencies of the reader and of the writer.
     latencies: [Latencies; 2],
-    /// Of the machine, on which other programs may be at work.
+    /// Load average of the machine, on which other programs may run.
     load: String,
 }
 
 impl Outcome {
-    /// CPU time of the server in microseconds; not a number of an attack without bytes.
+    /// Returns the server's CPU time in microseconds per MiB; not finite if the attack transferred no bytes.
     fn cpu_us_per_mib(&self) -> f64 {
         self.used.cpu_seconds * 1e6 / (self.done.bytes as f64 / MIB as f64)
     }
@@ -114,10 +114,10 @@ impl Outcome {
     }
 }
 
-/// Runs the experiment, and prints a table; whether every limit was kept.
+/// Runs the experiment, and prints a table. Returns whether every limit was kept.
 ///
 /// # Errors
-/// A program is missing; the server fails a request, ends by itself, or panics.
+/// If a program is missing, or the server fails a request, exits or panics.
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let program = larder_beside(arguments.larder.as_deref())?;
     println!(
@@ -151,9 +151,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     Ok(broken.is_empty())
 }
 
-/// Serves a disk, and attacks it in every way.
+/// Serves a disk, and runs all attacks on it.
 fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::Result<Vec<Outcome>> {
-    // An image on tmpfs is memory of the host, which must not outlive this process, however that ends.
+    // An image on tmpfs takes host memory, which must be freed however this process ends.
     let place = Place::new(&arguments.folder)?;
     let path = |name: &str| place.path().join(name);
     let (image, socket, nbd) = (path("image"), path("vhost"), path("nbd"));
@@ -246,10 +246,10 @@ fn print_row(setup: &Setup<'_>, outcome: &Outcome) {
     );
 }
 
-/// Says which limits were broken.
+/// Returns descriptions of the broken limits.
 fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome]) -> Vec<String> {
     let of = |attack: Attack| outcomes.iter().find(|outcome| outcome.attack == attack);
-    // What the machine and the file system do to other clients without any attack.
+    // The machine and the file system delay other clients even without an attack.
     let without = outcomes
         .iter()
         .filter(|outcome| matches!(outcome.attack, Attack::Idle | Attack::Usual(_)))
@@ -287,7 +287,7 @@ fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome])
     broken
 }
 
-/// The machine's load in the last minute.
+/// Returns the machine's load average over the last minute.
 fn load() -> String {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     load.split(' ').next().unwrap_or_default().to_owned()

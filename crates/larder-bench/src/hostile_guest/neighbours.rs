@@ -1,4 +1,5 @@
-//! Other clients of the disk: over NBD, one that reads and one that writes 4 KiB at random, one request at a time.
+//! Other clients of the disk: over NBD, one that reads and one that writes random 4 KiB blocks, one request at a
+//! time.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use crate::vhost_user::client::Random;
 
 const BLOCK: u64 = 4096;
 
-/// The pause after each request.
+/// Pause after each request.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// The reader and the writer.
@@ -58,7 +59,7 @@ impl Neighbours {
         })
     }
 
-    /// Does `act` while both clients work. Returns their latencies, the reader's first.
+    /// Runs `act` while both clients send requests. Returns their latencies, the reader's first.
     pub(super) fn beside<T>(&mut self, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, [Latencies; 2])> {
         let is_over = &AtomicBool::new(false);
         thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! What a server takes of the host: memory and CPU time.
+//! A server's use of the host's resources: memory and CPU time.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,10 +9,10 @@ use anyhow::Context;
 
 use crate::migrate::cpu;
 
-/// How often the memory is read.
+/// Interval at which the memory is read.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// Returns how much memory of its own a process has now, which files and guest memory are not, in bytes.
+/// Returns a process's anonymous memory (RssAnon) in bytes, which excludes files and guest memory.
 pub(super) fn memory_bytes(process: u32) -> anyhow::Result<u64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -23,16 +23,16 @@ pub(super) fn memory_bytes(process: u32) -> anyhow::Result<u64> {
         .with_context(|| format!("no RssAnon in {path}"))
 }
 
-/// Use of the host by a server during an attack.
+/// A server's resource use during an attack.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Use {
-    /// The most memory of its own at once, in bytes.
+    /// Peak anonymous memory, in bytes.
     pub(super) memory_bytes: u64,
-    /// CPU time of all its threads, those included that the kernel runs for it, in seconds.
+    /// CPU time of all threads in seconds, including the kernel's threads that work for the server.
     pub(super) cpu_seconds: f64,
 }
 
-/// Sets a flag when it is dropped, however that comes.
+/// Sets a flag when it is dropped, even by a panic.
 pub(super) struct Flag<'a>(pub(super) &'a AtomicBool);
 
 impl Drop for Flag<'_> {
@@ -41,7 +41,7 @@ impl Drop for Flag<'_> {
     }
 }
 
-/// Watches a process during `act`.
+/// Measures a process's resource use during `act`.
 pub(super) fn during<T>(process: u32, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Use)> {
     let (is_over, most) = (AtomicBool::new(false), AtomicU64::new(memory_bytes(process)?));
     let before = cpu::of_process(process)?;

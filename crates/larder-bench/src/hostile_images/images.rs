@@ -1,5 +1,5 @@
-//! The images: each is a small sound one with a change that asks for as much as possible. Offsets are those of the header and
-//! the tables in QEMU's `docs/interop/qcow2.txt`.
+//! The images: each is a small sound one with a change that demands as much as possible. Offsets are those of the
+//! header and the tables in QEMU's `docs/interop/qcow2.txt`.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use crate::space::qemu_img;
 
 const CLUSTER: u64 = 64 << 10;
-/// The flag of an L2 entry, or an L1 entry, whose cluster belongs to this image alone.
+/// Flag of an L1 or L2 entry whose cluster has a refcount of exactly one.
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const INCOMPATIBLE: u64 = 72;
@@ -20,17 +20,17 @@ const EXTENDED_L2: u64 = 16;
 
 /// An image to be changed.
 pub(super) struct Image {
-    /// Where other files may be.
+    /// Directory for further files.
     folder: PathBuf,
     path: PathBuf,
     file: File,
 }
 
-/// A change, and what it is called.
+/// Name of a case, and the change that it makes.
 pub(super) type Case = (&'static str, fn(&mut Image) -> anyhow::Result<()>);
 
 impl Image {
-    /// Makes a sound image of 64 MiB, with data in its first two clusters, in an empty folder.
+    /// Creates a sound image of 64 MiB, with data in its first two clusters, in an empty directory.
     pub(super) fn sound(folder: &Path) -> anyhow::Result<Self> {
         let path = folder.join("image.qcow2");
         let raw = folder.join("data");
@@ -70,7 +70,7 @@ impl Image {
         self.put(at, &value.to_be_bytes())
     }
 
-    /// Puts the same word `count` times.
+    /// Writes the same word `count` times.
     fn fill(&mut self, at: u64, word: u64, count: u64) -> anyhow::Result<()> {
         let words = word.to_be_bytes().repeat(count as usize);
         self.put(at, &words)
@@ -88,7 +88,7 @@ impl Image {
         self.u64_at(48)
     }
 
-    /// The end of the file, on a cluster.
+    /// Returns the end of the file, rounded up to a cluster.
     fn end(&self) -> anyhow::Result<u64> {
         Ok(self.file.metadata()?.len().next_multiple_of(CLUSTER))
     }
@@ -97,7 +97,7 @@ impl Image {
         self.put_u64(24, bytes)
     }
 
-    /// An L1 table of `entries` at the end, each of which leads to `l2`; the file is as long as that needs.
+    /// Appends an L1 table of `entries` entries that all refer to `l2`.
     fn long_l1(&mut self, entries: u32, l2: u64) -> anyhow::Result<()> {
         let at = self.end()?;
         self.fill(at, l2, u64::from(entries))?;
@@ -107,7 +107,7 @@ impl Image {
         Ok(self.file.set_len(end)?)
     }
 
-    /// Header extensions, from the end of the header on.
+    /// Writes header extensions after the header.
     fn extensions(&mut self, all: &[(u32, &[u8])]) -> anyhow::Result<()> {
         let mut bytes = Vec::new();
         for (kind, data) in all {
@@ -122,7 +122,7 @@ impl Image {
         self.put(112, &bytes)
     }
 
-    /// A table of `count` snapshots, each of which has the L1 table of `entries` at `l1`.
+    /// Appends a table of `count` snapshots, which all have the L1 table of `entries` entries at `l1`.
     fn snapshots(&mut self, count: u32, entries: u32, l1: u64) -> anyhow::Result<()> {
         let at = self.end()?;
         let mut table = Vec::new();
@@ -145,7 +145,7 @@ impl Image {
         Ok(self.file.set_len(end)?)
     }
 
-    /// A bitmap directory of one bitmap.
+    /// Adds a bitmap directory with one bitmap.
     fn bitmap(
         &mut self,
         bitmaps: u32,
@@ -174,7 +174,7 @@ impl Image {
     }
 }
 
-/// All of them.
+/// All cases.
 pub(super) const CASES: &[Case] = &[
     ("nothing is wrong", |_| Ok(())),
     ("dirty, 1 Mi L1 entries to one L2 table", |image| {
@@ -274,7 +274,7 @@ pub(super) const CASES: &[Case] = &[
         image.fill(at, block, 1 << 20)?;
         image.put_u64(48, at)?;
         image.put_u32(56, 128)?;
-        // Larger files are not for every file system.
+        // Not every file system supports larger files.
         Ok(image.file.set_len(8 << 40)?)
     }),
     ("refcount blocks beyond the file", |image| {
@@ -373,7 +373,7 @@ pub(super) const CASES: &[Case] = &[
         image.extensions(&[(0x4441_5441, b"image.qcow2")])
     }),
     ("clusters that decompress without an end", |image| {
-        // A block of zlib, stored, of length 65,535, again and again: more than a cluster.
+        // A stored zlib block of length 65,535, repeated: more data than a cluster.
         let l2 = image.l2()?;
         let at = image.end()?;
         let mut bytes = Vec::new();

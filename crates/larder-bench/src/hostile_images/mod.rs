@@ -1,6 +1,6 @@
-//! `larder-bench hostile-images`: qcow2 images that were made to do harm, each of which asks for memory or time without end
-//! somewhere in its tables. Larder serves each, or refuses it, and what it takes for that is measured: the time, the most
-//! memory, and the time that it takes to end when it is told to.
+//! `larder-bench hostile-images`: malicious qcow2 images, each of which demands unbounded memory or time somewhere in
+//! its tables. Larder serves or refuses each of them. The experiment measures the time and the peak memory that this
+//! takes, and the time that Larder takes to exit on request.
 
 mod images;
 
@@ -15,54 +15,54 @@ use crate::campaign::larder_beside;
 use crate::campaign::process::{Process, mortal};
 use images::{CASES, Image};
 
-/// Serve images that were made to do harm, and measure what that takes
+/// Serve malicious images, and measure the cost
 #[derive(Args, Debug)]
 pub struct Arguments {
-    /// The program; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long, value_name = "PROGRAM")]
     larder: Option<PathBuf>,
-    /// What the program may keep of an image's metadata
+    /// Memory limit for an image's metadata, given to larder
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     metadata_memory: ByteLen,
-    /// The most memory beside that
+    /// Limit for memory beyond that
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     memory_max: ByteLen,
-    /// The time within which an image must be served or refused
+    /// Limit for the time until an image is served or refused
     #[arg(long, value_name = "MS", default_value_t = 5_000)]
     open_ms: u64,
-    /// The time within which the program must end when it is told to
+    /// Limit for the time until the program exits on request
     #[arg(long, value_name = "MS", default_value_t = 1_000)]
     end_ms: u64,
-    /// Images whose names have this
+    /// Only use images whose names contain this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
-    /// The directory for images; by default /var/tmp
+    /// Directory for images; by default /var/tmp
     #[arg(long, value_name = "DIRECTORY")]
     folder: Option<PathBuf>,
 }
 
-/// Nothing takes so long, on any machine.
+/// Time limit of any operation, on any machine.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The result of serving one image.
+/// Result of serving one image.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// It was served; otherwise refused.
+    /// Whether the image was served; otherwise it was refused.
     pub served: bool,
-    /// From the program's start until it served or ended.
+    /// Time from the program's start until it served or exited.
     pub open: Duration,
-    /// The most memory that was in use, files excluded, in bytes.
+    /// Peak memory in bytes, without files.
     pub memory_bytes: u64,
-    /// From the signal to the end, of one that had not ended.
+    /// Time from the signal to the exit; `None` if the program had already exited.
     pub end: Option<Duration>,
-    /// The last line that the program said.
+    /// Last line of the program's output.
     pub said: String,
 }
 
-/// Runs the experiment, and prints a table; whether no image took too much.
+/// Runs the experiment, and prints a table. Returns whether every image stayed within the limits.
 ///
 /// # Errors
-/// A program is missing; Larder crashes, or does not end.
+/// If a program is missing, or Larder crashes or does not exit.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let program = larder_beside(arguments.larder.as_deref())?;
     let folder = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
@@ -98,7 +98,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     Ok(passed)
 }
 
-/// The most memory that a process has had of its own so far, in bytes.
+/// Returns a process's present anonymous memory, in bytes.
 fn memory_bytes(process: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -106,7 +106,7 @@ fn memory_bytes(process: u32) -> u64 {
     kib.and_then(|kib| kib.trim().parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// Serves an image for a moment, or until that is refused.
+/// Serves an image for a moment, unless Larder refuses it.
 fn serve(
     program: &Path,
     image: &Path,
@@ -155,7 +155,7 @@ fn serve(
     Ok(outcome)
 }
 
-/// Reads and writes at both ends of the disk; whether that succeeds is the image's affair.
+/// Reads and writes at both ends of the disk. They may fail, depending on the image.
 fn read_all(uri: &str) -> anyhow::Result<()> {
     let mut command = mortal("qemu-io");
     command.args([

@@ -1,7 +1,7 @@
-//! The disk of the guest of [`super`]: its two hosts, who may have its image open, and what must be in it in the end, seen
-//! from outside by QEMU's tools.
+//! The disk of the guest of [`super`]: its two hosts, which of them has the image open, and the final check of its
+//! content. All of it is observed from outside, with QEMU's tools.
 //!
-//! What systemd would do is done here: a server that was killed is started again.
+//! This module restarts killed servers, as systemd would.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use super::super::migration::host::{Host, PLACES, WRITE_AND_LOOK};
 use super::super::process::{Process, mortal};
 use super::Place;
 
-/// What the guest does after [`WRITE_AND_LOOK`]: it says so after each. Beside that fio writes and verifies, with many
-/// requests at once; that it goes on is looked at, too.
+/// The guest's load, appended to [`WRITE_AND_LOOK`]. It prints a line after each write. Meanwhile fio writes and
+/// verifies with many requests in flight; its progress is checked too.
 const SCRIPT: &str = r#"
 number=0
 while :; do
@@ -45,31 +45,31 @@ while :; do
 done
 "#;
 
-/// The whole script.
+/// Returns the whole script.
 pub(super) fn script() -> String {
     [WRITE_AND_LOOK, SCRIPT].concat()
 }
 
-/// How large each of its places is.
+/// Size of each of the guest's slots on the disk.
 const PLACE_BYTES: usize = 64 << 10;
-/// What a disk changes as a whole.
+/// Size of a disk's atomic write.
 const SECTOR_BYTES: usize = 512;
 
-/// An export's size: a disk of 64 MiB with what qcow2 needs besides.
+/// An export's size: a disk of 64 MiB plus the metadata of qcow2.
 const EXPORT_BYTES: u64 = 96 << 20;
 
-/// The disks of a campaign's guests.
+/// Options for the disks of a campaign's guests.
 pub struct DiskChoice {
-    /// Of each; by default of one after the other.
+    /// Format of the images; by default both in turn.
     pub format: Option<Format>,
-    /// They are behind an NBD server, so that no lock keeps two hosts from writing to one.
+    /// Whether the images are behind an NBD server, where no lock keeps two hosts from writing to one.
     pub nbd: bool,
-    /// Where their images and caches are.
+    /// Directory of the images and caches.
     pub folder: PathBuf,
 }
 
 impl DiskChoice {
-    /// That of the guest with this number.
+    /// Creates the disk of the guest with this number.
     pub(super) fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
         let in_turn = if guest.is_multiple_of(2) {
             Format::Qcow2
@@ -84,19 +84,19 @@ impl DiskChoice {
 pub(super) struct Disks {
     format: Format,
     image: PathBuf,
-    /// What serves it to both hosts, if they do not open it themselves.
+    /// NBD server of the image, unless both hosts open the file themselves.
     export: Option<Process>,
     hosts: [Host; 2],
     servers: [Process; 2],
-    /// Lines that they had said before the move.
+    /// Number of output lines of each server before the move.
     said_before: [usize; 2],
-    /// On which the VM is.
+    /// Index of the host that runs the VM.
     at: usize,
     opens: Opens,
     _folder: TempDir,
 }
 
-/// Whether servers have the image open, for another thread.
+/// Observes which servers have the image open, from another thread.
 #[derive(Clone)]
 pub(super) struct Opens {
     image: PathBuf,
@@ -104,16 +104,16 @@ pub(super) struct Opens {
 }
 
 impl Opens {
-    /// Both have it open to write to it; of an NBD export nothing is seen.
+    /// Returns whether both servers have the image open for writing. NBD exports cannot be observed.
     pub(super) fn both(&self) -> bool {
-        // The first one had it before and after the other one had.
+        // The first server had it open before and after the other one had.
         [0, 1, 0].into_iter().all(|of| self.has(of))
     }
 
     fn has(&self, of: usize) -> bool {
         let process = format!("/proc/{}", self.servers[of].load(Ordering::Relaxed));
         let files = fs::read_dir(format!("{process}/fd")).into_iter().flatten().flatten();
-        // It may end, or close them, meanwhile.
+        // The server may exit or close files meanwhile.
         let of_image = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|to| to == self.image);
         let mut files = files.filter(of_image);
         files.any(|file| {
@@ -123,7 +123,7 @@ impl Opens {
     }
 }
 
-/// What fdinfo says of a file that is open to be written to, too.
+/// Returns whether fdinfo shows a file opened for writing.
 fn is_writable(about: &str) -> bool {
     let flags = about.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
@@ -131,7 +131,8 @@ fn is_writable(about: &str) -> bool {
 }
 
 impl Disks {
-    /// A new one, if wished behind an NBD server. The VM may boot on the first host, and the second one waits for it.
+    /// Creates a disk, optionally behind an NBD server. The VM may boot on the first host; the second one waits for
+    /// it.
     pub(super) fn new(larder: &Path, folder: &Path, format: Format, nbd: bool) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
@@ -177,48 +178,49 @@ impl Disks {
         })
     }
 
-    /// Who has it open.
+    /// Returns the observer of the servers.
     pub(super) fn opens(&self) -> Opens {
         self.opens.clone()
     }
 
-    /// The host on which the VM is.
+    /// Returns the host that runs the VM.
     pub(super) fn here(&self) -> &Host {
         &self.hosts[self.at]
     }
 
-    /// The other one.
+    /// Returns the other host.
     pub(super) fn there(&self) -> &Host {
         &self.hosts[1 - self.at]
     }
 
-    /// The VM is at the other host now.
+    /// Records that the VM now runs on the other host.
     pub(super) fn went(&mut self) {
         self.at = 1 - self.at;
     }
 
-    /// A move begins.
+    /// Records the start of a move.
     pub(super) fn begins(&mut self) {
         self.said_before = [0, 1].map(|of| self.servers[of].lines());
     }
 
-    /// In this move the image was closed at the source.
+    /// Returns whether the source has closed the image in this move.
     pub(super) fn has_left(&self) -> bool {
         self.servers[self.at].has_said_after(self.said_before[self.at], "its image is closed")
     }
 
-    /// And opened at the destination.
+    /// Returns whether the destination has opened the image in this move.
     pub(super) fn has_come(&self) -> bool {
         let there = 1 - self.at;
         self.servers[there].has_said_after(self.said_before[there], "its image is open")
     }
 
-    /// The server on the VM's host, or on the other one, is killed and started again; what it had said.
+    /// Kills and restarts the server on the VM's host, or on the other one. Returns the killed server's output.
     pub(super) fn kill_server(&mut self, here: bool) -> anyhow::Result<String> {
         self.replace_server(here, false)
     }
 
-    /// Likewise, and all that its host remembers until it restarts is gone.
+    /// Kills and restarts the server, and clears its host's volatile state as a reboot does. Returns the killed
+    /// server's output.
     pub(super) fn kill_host(&mut self, here: bool) -> anyhow::Result<String> {
         self.replace_server(here, true)
     }
@@ -235,13 +237,13 @@ impl Disks {
         Ok(said)
     }
 
-    /// What both servers have said, for whoever looks for what went wrong.
+    /// Returns the output of both servers, for diagnosis.
     pub(super) fn said(&self) -> String {
         let [one, other] = [self.at, 1 - self.at].map(|of| self.servers[of].output());
         format!("server: {one}\nserver there: {other}")
     }
 
-    /// What of the two hosts has the disk must be as the place of the VM says.
+    /// Checks that the hosts' view of the disk matches the VM's location.
     pub(super) fn check(&self, place: Place) -> anyhow::Result<()> {
         let is_here = [self.here(), self.there()].map(|host| anyhow::Ok((!host.disk()?.away, !host.is_noted_away()?)));
         let [here, there] = is_here;
@@ -258,8 +260,8 @@ impl Disks {
         Ok(())
     }
 
-    /// There is no guest any more; what is on the image must be what it had flushed, of which the last tick that it told is
-    /// `ticks` less one.
+    /// Ends both servers, and checks that the image has all data that the guest had flushed. The last tick that it
+    /// printed is `ticks - 1`.
     pub(super) fn end(mut self, ticks: u64) -> anyhow::Result<()> {
         for (host, server) in self.hosts.iter().zip(&mut self.servers) {
             if !host.disk()?.away {
@@ -282,8 +284,8 @@ impl Disks {
     }
 }
 
-/// Serves an image, which does not grow, on a socket in a folder; and where. QEMU's server carries out what a client has
-/// sent that was killed then.
+/// Serves an image of fixed size on a socket in a directory. Returns the server and its URI. qemu-nbd completes the
+/// requests of a client that was killed after it had sent them.
 fn export(image: &Path, folder: &Path) -> anyhow::Result<(Process, String)> {
     File::options().write(true).open(image)?.set_len(EXPORT_BYTES)?;
     let socket = folder.join("nbd");
@@ -301,7 +303,7 @@ fn export(image: &Path, folder: &Path) -> anyhow::Result<(Process, String)> {
     Ok((server, format!("nbd+unix:///?socket={}", socket.display())))
 }
 
-/// All that the guest has told of is there; of the tick after that each sector may be.
+/// Checks that all printed ticks are on the disk. For the next tick, each sector may have the old or the new data.
 fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
     let last = ticks.checked_sub(1).context("the guest has told of nothing")?;
     let written = |tick: u64| {
@@ -336,7 +338,7 @@ fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// A disk after so many ticks.
+    /// Content of a disk after this number of ticks.
     fn disk(ticks: u64) -> Vec<u8> {
         let mut disk = vec![0; PLACES as usize * PLACE_BYTES];
         for tick in 0..ticks {
@@ -351,13 +353,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_of_must_be_there_and_no_more_than_what_was_under_way() {
+    /// All printed ticks must be on the disk, and at most one later tick.
+    fn missing_or_extra_ticks_are_detected() {
         for ticks in [1, 5, PLACES, PLACES * 3 + 7] {
             verify(&disk(ticks), ticks).expect("all of it");
-            // One was written, and not told of.
+            // One tick was written but not printed.
             verify(&disk(ticks + 1), ticks).expect("one more");
             verify(&disk(ticks), ticks + 1).expect_err("one is missing");
-            // After fewer there was nothing in the places of these.
+            // With fewer ticks the slots were still empty.
             if ticks >= PLACES {
                 verify(&disk(ticks + 2), ticks).expect_err("two more");
             }
@@ -368,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_open_to_be_written_to_if_its_flags_say_so() {
+    fn fdinfo_flags_show_files_open_for_writing() {
         assert!(is_writable("pos:\t0\nflags:\t02140002\n") && is_writable("flags:\t0100001\n"));
         assert!(!is_writable("pos:\t0\nflags:\t0100000\n") && !is_writable(""));
     }

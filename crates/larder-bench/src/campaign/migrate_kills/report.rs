@@ -1,4 +1,4 @@
-//! What happens in the moves of [`super`], and what comes of it.
+//! Faults in the moves of [`super`], and their outcomes.
 
 use std::fmt;
 
@@ -7,39 +7,39 @@ use clap::ValueEnum;
 use super::super::migration::vm::counted;
 use super::Disks;
 
-/// What happens.
+/// Fault in a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Fault {
-    /// It just moves
+    /// No fault
     Nothing,
-    /// All connections end, and can be made again
+    /// Cut all connections, which can be made again
     CutLink,
-    /// Nothing goes over for 12 s, then all connections end, and can be made again
+    /// Stall the link for 12 s, then cut all connections, which can be made again
     StallLink,
-    /// All connections end, and the mover was told not to make them again
+    /// Cut all connections, with a mover that was told not to make them again
     LoseLink,
-    /// The mover is killed, and started again
+    /// Kill the mover and restart it
     KillMover,
-    /// The receiver is killed, and started again
+    /// Kill the receiver and restart it
     KillReceiver,
-    /// The source's QEMU is killed
+    /// Kill the source's QEMU
     KillSource,
-    /// The destination's QEMU is killed
+    /// Kill the destination's QEMU
     KillDestination,
-    /// The mover is told to stop
+    /// Tell the mover to stop
     Cancel,
-    /// The server of the source's disk is killed, and started again
+    /// Kill the server of the source's disk and restart it
     KillServer,
-    /// The server of the destination's disk is killed, and started again
+    /// Kill the server of the destination's disk and restart it
     KillServerThere,
-    /// All at the source is killed, and of it only the disk's server started again
+    /// Kill all processes at the source, and restart only the disk's server
     KillHost,
-    /// All at the destination is killed, and of it only the disk's server started again
+    /// Kill all processes at the destination, and restart only the disk's server
     KillHostThere,
 }
 
 impl Fault {
-    /// Each of them.
+    /// All faults of moves without disks.
     pub const ALL: [Self; 9] = [
         Self::Nothing,
         Self::CutLink,
@@ -52,7 +52,7 @@ impl Fault {
         Self::Cancel,
     ];
 
-    /// And with disks.
+    /// All faults of moves with disks.
     pub const WITH_DISKS: [Self; 13] = [
         Self::Nothing,
         Self::KillServer,
@@ -69,7 +69,7 @@ impl Fault {
         Self::LoseLink,
     ];
 
-    /// Its source's QEMU is killed.
+    /// Returns whether the fault kills the source's QEMU.
     pub(super) const fn ends_source(self) -> bool {
         matches!(self, Self::KillSource | Self::KillHost)
     }
@@ -79,33 +79,33 @@ impl Fault {
     }
 }
 
-/// Where the guest is in the end.
+/// Location of the guest after a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Source,
     Destination,
-    /// The QEMU that had it was killed.
+    /// The QEMU that ran the guest was killed.
     Lost,
 }
 
-/// How far a move is when something happens.
+/// Stage of a move at the time of the fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// The guest runs at the source.
     Before,
-    /// It stands still, or runs at the destination and the mover does not know so yet.
+    /// The guest is paused, or runs at the destination and the mover has not learned that yet.
     HandOver,
-    /// The mover has ended.
+    /// The mover has exited.
     After,
 }
 
-/// What came of the moves, by what happened, and when.
+/// Outcomes of the moves, by fault and stage.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Moves.
+    /// Number of moves.
     pub moves: u32,
     rows: Vec<((Fault, Stage), [u32; 3])>,
-    /// How far the guests have counted.
+    /// Ticks that the guests have counted.
     pub ticks: u64,
 }
 
@@ -119,7 +119,7 @@ impl Report {
         self.rows[at].1[place as usize] += 1;
     }
 
-    /// A guest has ended, of which these are the consoles.
+    /// Checks a guest that has ended, given the consoles of all its QEMUs.
     pub(super) fn ends(&mut self, consoles: &[String], disks: Option<Disks>) -> anyhow::Result<()> {
         let ticks = counted(consoles)?;
         self.ticks += ticks;

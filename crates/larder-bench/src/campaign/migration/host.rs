@@ -1,5 +1,5 @@
-//! A host that serves a VM's disk (`larder vm`), of which there may be several on one machine: what it remembers, and the
-//! commands that are run there. The image is on storage that all of them reach.
+//! A host that serves a VM's disk with `larder vm`; one machine can have several of them. A host consists of its
+//! persistent and volatile state, and the commands that run on it. The image is on storage that all hosts reach.
 
 use std::fs;
 use std::io;
@@ -17,12 +17,12 @@ use super::LIMIT;
 use super::larder::{Side, move_command, receive_whole_command};
 use super::vm::{Machine, Vm, put_before};
 
-/// How many places [`WRITE_AND_LOOK`] writes to.
+/// Number of disk slots that [`WRITE_AND_LOOK`] writes to.
 pub const PLACES: u64 = 24;
 
-/// A function of a guest's script. `write_and_look TICK` writes something new to one place of the disk after the other, past
-/// the guest's page cache, and has it flushed; and looks whether what was written to the next place a round ago is still
-/// there, so that a stale or lost one is a `MISMATCH` on the console.
+/// A shell function for a guest's script. `write_and_look TICK` writes new data to one disk slot after the other,
+/// bypassing the guest's page cache, and flushes it. It also checks that the next slot still has the data from a
+/// round ago: stale or lost data is a `MISMATCH` on the console.
 pub const WRITE_AND_LOOK: &str = r#"
 mkdir /was
 write_and_look() {
@@ -37,26 +37,26 @@ write_and_look() {
 }
 "#;
 
-/// The socket of its one disk, in the folder of sockets.
+/// Name of the disk's socket, in the directory of sockets.
 const SOCKET: &str = "vda";
 
 /// A host.
 pub struct Host {
     larder: PathBuf,
-    /// Sockets, and what is remembered until it restarts.
+    /// Directory of sockets and volatile state, cleared by a reboot.
     folder: TempDir,
-    /// What is remembered longer, the VM's file, and caches.
+    /// Directory of persistent state, the VM's file, and caches.
     lasting: TempDir,
-    /// How often it was started, if that can be told from the other hosts'.
+    /// Number of boots, if the host has boot IDs of its own.
     starts: Option<u32>,
 }
 
 impl Host {
-    /// That serves `image`, a path or an NBD URI, which is raw or qcow2, with a cache in this mode. `folder` is on tmpfs,
-    /// `lasting` where there is direct I/O.
+    /// Creates a host that serves `image`, a path or an NBD URI, which is raw or qcow2, with a cache in this mode.
+    /// `folder` must be on tmpfs, `lasting` on a file system with direct I/O.
     ///
     /// # Errors
-    /// Its VM's file cannot be written.
+    /// If the VM's file cannot be written.
     pub fn new(
         larder: &Path,
         (image, format): (&str, &str),
@@ -81,30 +81,30 @@ impl Host {
         Ok(host)
     }
 
-    /// The same, of whose disk its VM's file says this besides, in lines.
+    /// Adds lines to the disk's section of the VM's file.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn with_lines(self, lines: &str) -> io::Result<Self> {
         let text = fs::read_to_string(self.file())?;
         fs::write(self.file(), format!("{text}{lines}\n"))?;
         Ok(self)
     }
 
-    /// The same, with a boot ID of its own, so that it can restart. This needs root.
+    /// Gives the host boot IDs of its own, so that it can reboot. This needs root.
     ///
     /// # Errors
-    /// It has nowhere to keep it.
+    /// If the boot ID cannot be written.
     pub fn with_boots(mut self) -> anyhow::Result<Self> {
         self.starts = Some(0);
         self.boots()?;
         Ok(self)
     }
 
-    /// All that it remembers until it restarts is gone. Nothing may run there.
+    /// Reboots the host: clears its volatile state. No process may be running on it.
     ///
     /// # Errors
-    /// The folder cannot be emptied.
+    /// If the directory cannot be emptied.
     pub fn boots(&mut self) -> anyhow::Result<()> {
         for entry in fs::read_dir(self.folder.path())? {
             let path = entry?.path();
@@ -115,13 +115,13 @@ impl Host {
         }
         let Some(starts) = &mut self.starts else { return Ok(()) };
         *starts += 1;
-        // No two hosts' folders have the same number at once.
+        // Inode numbers keep the boot IDs of concurrent hosts distinct.
         let host = self.lasting.path().metadata()?.ino() as u32;
         let id = format!("{host:08x}-{:04x}-4000-8000-{starts:012x}\n", *starts as u16);
         Ok(fs::write(self.boot_id(), id)?)
     }
 
-    /// The VM's file.
+    /// Path of the VM's file.
     fn file(&self) -> PathBuf {
         self.lasting.path().join("web.toml")
     }
@@ -130,22 +130,22 @@ impl Host {
         self.lasting.path().join("boot-id")
     }
 
-    /// The server's control socket.
+    /// Path of the server's control socket.
     pub fn control(&self) -> PathBuf {
         self.folder.path().join("control")
     }
 
-    /// Where the disk is served.
+    /// Path of the disk's socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join(SOCKET)
     }
 
-    /// The disk's cache.
+    /// Path of the disk's cache.
     pub fn cache(&self) -> PathBuf {
         self.lasting.path().join("cache")
     }
 
-    /// The command runs on this host.
+    /// Makes a command run on this host.
     pub fn has(&self, command: Command) -> Command {
         let mut command = match self.starts {
             Some(_) => {
@@ -163,7 +163,7 @@ impl Host {
         command
     }
 
-    /// `larder vm` for its VM's file.
+    /// Returns the `larder vm` command for the VM's file.
     pub fn vm(&self, options: &[&str]) -> Command {
         let mut command = mortal(self.larder.to_str().expect("UTF-8"));
         command.arg("vm").arg(self.file()).args(options);
@@ -173,26 +173,26 @@ impl Host {
     /// Starts the disk's server, and waits until it serves.
     ///
     /// # Errors
-    /// It does not, with what it said.
+    /// If it does not, with its output.
     pub fn serve(&self, options: &[&str]) -> anyhow::Result<Process> {
         let process = Process::start(self.vm(options))?;
         process.wait_for(" ready ", LIMIT)?;
         Ok(process)
     }
 
-    /// What its server says of the disk.
+    /// Returns the state of the disk that the server reports.
     ///
     /// # Errors
-    /// It does not answer.
+    /// If the server does not answer.
     pub fn disk(&self) -> anyhow::Result<DiskState> {
         let (_, disks) = fetch_disks(&self.control())?;
         disks.disks.into_iter().next().context("there is no disk")
     }
 
-    /// Whether a server that is started here leaves the disk alone, since its VM is elsewhere.
+    /// Returns whether a record says that the VM is elsewhere, so that a server started here does not open the disk.
     ///
     /// # Errors
-    /// What it remembers cannot be looked at.
+    /// If the records cannot be listed.
     pub fn is_noted_away(&self) -> anyhow::Result<bool> {
         match fs::read_dir(self.lasting.path().join("moves")) {
             Ok(mut notes) => Ok(notes.next().is_some()),
@@ -201,32 +201,32 @@ impl Host {
         }
     }
 
-    /// `larder migrate receive` for a QEMU that waits here, once it listens.
+    /// Starts `larder migrate receive` for an incoming QEMU on this host, and waits until it listens.
     ///
     /// # Errors
-    /// It does not, with what it said.
+    /// If it does not, with its output.
     pub fn receiver(&self, vm: &Vm, listen: &str) -> anyhow::Result<Side> {
         let command = receive_whole_command(&self.larder, listen, vm.qmp_for_others(), &[]);
         Side::listening(self.has(command))
     }
 
-    /// `larder migrate` for a QEMU here, to a receiver at `to`.
+    /// Returns the `larder migrate` command for a QEMU on this host, to a receiver at `to`.
     pub fn mover(&self, source: &Vm, to: &str, words: &[&str]) -> Command {
         self.has(move_command(&self.larder, source.qmp_for_others(), to, words))
     }
 
-    /// A QEMU that waits here.
+    /// Starts an incoming QEMU on this host.
     ///
     /// # Errors
-    /// It does not start.
+    /// If QEMU does not start.
     pub fn incoming(&self, machine: &Machine) -> anyhow::Result<Vm> {
         machine.incoming_with(&self.socket())
     }
 
-    /// Boots the guest here.
+    /// Boots the guest on this host.
     ///
     /// # Errors
-    /// It does not get that far.
+    /// If the guest does not get that far.
     pub fn boot(&self, machine: &Machine) -> anyhow::Result<Vm> {
         machine.boot_with(&self.socket())
     }

@@ -1,4 +1,4 @@
-//! `larder migrate send` and `larder migrate receive`.
+//! Commands and processes of `larder migrate send` and `larder migrate receive`.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -11,18 +11,19 @@ use serde_json::Value;
 use super::super::process::{Process, mortal};
 use super::LIMIT;
 
-/// How long a side may take to end when the other one is gone: it gives up after 10 s of silence.
+/// Limit for a side's exit after the other one has died: it gives up after 10 s of silence.
 pub const END_LIMIT: Duration = Duration::from_secs(240);
 
-/// Either side, running; killed when this is dropped.
+/// A running sender or receiver; killed when this is dropped.
 pub struct Side {
-    /// It.
+    /// The process.
     pub process: Process,
-    /// Where a receiver listens.
+    /// Address on which a receiver listens.
     pub address: Option<SocketAddr>,
 }
 
-/// A side of a move by TLS remembers other hosts beside its certificates, and not where this host does.
+/// Keeps the state of a side that uses TLS, such as known hosts, beside its certificates instead of in this host's
+/// state directory.
 fn remembering(mut command: Command, words: &[&str]) -> Command {
     if let Some([_, folder]) = words.windows(2).find(|pair| pair[0] == "--tls") {
         command.env("STATE_DIRECTORY", Path::new(folder).join("state"));
@@ -30,7 +31,7 @@ fn remembering(mut command: Command, words: &[&str]) -> Command {
     command
 }
 
-/// `larder migrate receive` for the QEMU that waits at `connect`, with further words.
+/// Returns the `larder migrate receive` command for the incoming QEMU at `connect`, with further arguments.
 pub fn receive_command(larder: &Path, listen: &str, connect: &Path, words: &[&str]) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
     command
@@ -40,7 +41,7 @@ pub fn receive_command(larder: &Path, listen: &str, connect: &Path, words: &[&st
     remembering(command, words)
 }
 
-/// `larder migrate send` for the QEMU that migrates to `listen`, with further words.
+/// Returns the `larder migrate send` command for the QEMU that migrates to `listen`, with further arguments.
 pub fn send_command(larder: &Path, listen: &Path, to: &str, words: &[&str]) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
     command
@@ -50,7 +51,7 @@ pub fn send_command(larder: &Path, listen: &Path, to: &str, words: &[&str]) -> C
     remembering(command, words)
 }
 
-/// `larder migrate --qmp`, the whole move, to a receiver at `to`.
+/// Returns the `larder migrate --qmp` command for a whole move to a receiver at `to`.
 pub fn move_command(larder: &Path, qmp: &Path, to: &str, words: &[&str]) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
     command
@@ -60,7 +61,7 @@ pub fn move_command(larder: &Path, qmp: &Path, to: &str, words: &[&str]) -> Comm
     remembering(command, words)
 }
 
-/// `larder migrate receive` for the whole move to the QEMU with this monitor.
+/// Returns the `larder migrate receive` command for a whole move to the QEMU with this monitor.
 pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&str]) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
     command
@@ -70,25 +71,26 @@ pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&
     remembering(command, words)
 }
 
-/// `larder migrate --take-back` for the QEMU with this monitor.
+/// Returns the `larder migrate --take-back` command for the QEMU with this monitor.
 pub fn take_back_command(larder: &Path, qmp: &Path) -> Command {
     let mut command = mortal(larder.to_str().expect("UTF-8"));
     command.args(["migrate", "--take-back", "--qmp"]).arg(qmp);
     command
 }
 
-/// What `larder migrate` says in the end with `--output json`; `None` if it was killed, or never came to that.
+/// Parses the final result of `larder migrate --output json`; `None` if there is none, because it was killed or
+/// failed early.
 pub fn verdict(said: &str) -> Option<Value> {
-    // It says other things besides, perhaps between two lines of this.
+    // Log lines may stand between the lines of the JSON.
     let lines = said.lines().filter(|line| line.starts_with([' ', '{', '}']));
     serde_json::from_str(&lines.collect::<String>()).ok()
 }
 
 impl Side {
-    /// Runs either command of a receiver, and waits until it listens.
+    /// Runs a receiver's command, and waits until it listens.
     ///
     /// # Errors
-    /// It does not, with what it said.
+    /// If it does not, with its output.
     pub fn listening(command: Command) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
         let said = process.wait_for("ready to receive on ", LIMIT)?;
@@ -99,10 +101,10 @@ impl Side {
         })
     }
 
-    /// Starts a receiver on a port of its own, and waits until it listens.
+    /// Starts a receiver on a free port, and waits until it listens.
     ///
     /// # Errors
-    /// It does not, with what it said.
+    /// If it does not, with its output.
     pub fn receiver(larder: &Path, connect: &Path, words: &[&str]) -> anyhow::Result<Self> {
         Self::listening(receive_command(larder, "127.0.0.1:0", connect, words))
     }
@@ -110,25 +112,25 @@ impl Side {
     /// Starts a sender, and waits until it is connected and QEMU may migrate.
     ///
     /// # Errors
-    /// It does not get that far, with what it said.
+    /// If the sender does not get that far, with its output.
     pub fn sender(larder: &Path, listen: &Path, to: SocketAddr, words: &[&str]) -> anyhow::Result<Self> {
         let process = Process::start(send_command(larder, listen, &to.to_string(), words))?;
         process.wait_for("ready to send to ", LIMIT)?;
         Ok(Self { process, address: None })
     }
 
-    /// A receiver's address.
+    /// Returns a receiver's address.
     ///
     /// # Panics
-    /// It is a sender.
+    /// If this is a sender.
     pub fn address(&self) -> SocketAddr {
         self.address.expect("a receiver")
     }
 
-    /// Waits for its end: its exit code (none if it was killed), and all that it has said.
+    /// Waits for the process to exit. Returns its exit code (`None` if it was killed) and its output.
     ///
     /// # Errors
-    /// It does not end.
+    /// If it does not exit.
     pub fn end(&mut self) -> anyhow::Result<(Option<i32>, String)> {
         let status = self.process.wait(END_LIMIT)?;
         Ok((status.code(), self.process.output()))

@@ -1,4 +1,5 @@
-//! Two QEMUs with Larder between them, and what stands in the way: what the tests of migration and its campaigns share.
+//! Two QEMUs with Larder between them, and devices that disturb the link: shared by the tests of migration and its
+//! campaigns.
 //!
 //! ```text
 //! Vm --unix-- [Tap] --unix-- Sender --TCP-- [Relay] --TCP-- Receiver --unix-- [Tap] --unix-- Vm
@@ -12,8 +13,8 @@ pub mod vm;
 
 use std::time::Duration;
 
-/// For whatever may take long on a busy machine.
+/// Limit for operations that may be slow on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// How often it is looked for what is waited for.
+/// Poll interval while waiting for a condition.
 const LOOK: Duration = Duration::from_millis(10);

@@ -1,8 +1,8 @@
-//! A TCP relay between sender and receiver, by which a test makes the network fail.
+//! A TCP relay between sender and receiver, with which a test makes the network fail.
 //!
-//! The first connection is the control connection, all others are lanes ([`docs/migration-wire.md`]). What a relay may do
-//! to the bytes is up to a [`Tamper`] for each connection and way; it can hold back what the lanes carry at a given place,
-//! so that something is done there and not about there.
+//! The first connection is the control connection, all others are lanes ([`docs/migration-wire.md`]). A [`Tamper`]
+//! for each connection and direction determines the changes to its bytes. The relay can also hold the lanes at an
+//! exact byte count, so that a test acts at exactly that point.
 //!
 //! [`docs/migration-wire.md`]: ../../../../../docs/migration-wire.md
 
@@ -16,23 +16,23 @@ use anyhow::ensure;
 
 use super::LOOK;
 
-/// Which way bytes go.
+/// Direction of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// From the sender to the receiver.
     There,
-    /// And back.
+    /// From the receiver to the sender.
     Back,
 }
 
-/// What becomes of a connection's bytes, one way.
+/// Modifies a connection's bytes in one direction.
 pub trait Tamper: Send {
-    /// Takes what one side has sent, and appends to `out` what the other one is to get. `false`: the connection ends after
-    /// that.
+    /// Takes bytes from one side, and appends to `out` the bytes for the other side. After a return of `false` the
+    /// connection ends.
     fn pass(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> bool;
 }
 
-/// Makes the [`Tamper`] of a connection, by its number and the way; none: it is left alone.
+/// Creates the [`Tamper`] for a connection number and a direction; `None` leaves the bytes unchanged.
 pub type Tampers = dyn Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync;
 
 /// A running relay; its connections are cut when it is dropped.
@@ -54,25 +54,25 @@ struct Shared {
 struct State {
     /// Both ends of each connection, by its number.
     connections: Vec<[Arc<TcpStream>; 2]>,
-    /// Bytes of lanes that the receiver was given.
+    /// Bytes of lanes delivered to the receiver.
     carried: u64,
-    /// How many of them there may be.
+    /// Limit for `carried`, if any.
     hold_at: Option<u64>,
-    /// Somebody has more.
+    /// Whether a lane has more bytes than the limit permits.
     held: bool,
-    /// Nothing is read from or written to any connection.
+    /// Whether all connections are stalled: nothing is read or written.
     stalled: bool,
-    /// Connections with a lower number carry nothing any more, there and back.
+    /// Connections with a lower number carry nothing any more, by direction.
     frozen: [usize; 2],
     over: bool,
 }
 
-/// One way of a connection.
+/// One direction of a connection.
 #[derive(Clone, Copy)]
 struct Lane {
     number: usize,
     way: Way,
-    /// It carries frames.
+    /// Whether it carries frames, which count.
     counts: bool,
 }
 
@@ -83,18 +83,18 @@ impl State {
 }
 
 impl Relay {
-    /// To a receiver.
+    /// Starts a relay to a receiver.
     ///
     /// # Errors
-    /// There is no port.
+    /// If no port is free.
     pub fn start(to: SocketAddr) -> anyhow::Result<Self> {
         Self::tampering(to, |_, _| None)
     }
 
-    /// Likewise, and changes what goes by.
+    /// Starts a relay that modifies the bytes in transit.
     ///
     /// # Errors
-    /// There is no port.
+    /// If no port is free.
     pub fn tampering(
         to: SocketAddr,
         tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
@@ -117,17 +117,17 @@ impl Relay {
         })
     }
 
-    /// Where the sender connects.
+    /// Returns the address to which the sender connects.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Bytes that the lanes have carried.
+    /// Returns the number of bytes that the lanes have carried.
     pub fn carried(&self) -> u64 {
         self.shared.lock().carried
     }
 
-    /// Lets the lanes carry so many bytes and no more. The control connection goes on.
+    /// Holds the lanes after this number of bytes. The control connection continues.
     pub fn hold_at(&self, bytes: u64) {
         let mut state = self.shared.lock();
         state.hold_at = Some(bytes);
@@ -135,10 +135,10 @@ impl Relay {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until they have carried that, and have more.
+    /// Waits until the lanes have carried that number of bytes, and have more.
     ///
     /// # Errors
-    /// They do not.
+    /// If they do not.
     pub fn wait_until_held(&self, limit: Duration) -> anyhow::Result<()> {
         let give_up = Instant::now() + limit;
         let mut state = self.shared.lock();
@@ -151,10 +151,10 @@ impl Relay {
         Ok(())
     }
 
-    /// Waits until the lanes have carried so many bytes at least, and no more come.
+    /// Waits until the lanes have carried at least this number of bytes, and the flow has stopped.
     ///
     /// # Errors
-    /// They do not.
+    /// If that does not happen in time.
     pub fn wait_until_full(&self, bytes: u64, limit: Duration) -> anyhow::Result<()> {
         const LOOKS: u32 = 10;
         let give_up = Instant::now() + limit;
@@ -173,32 +173,32 @@ impl Relay {
         Ok(())
     }
 
-    /// Lets everything go on.
+    /// Releases all held or stalled connections.
     pub fn release(&self) {
         let mut state = self.shared.lock();
         (state.hold_at, state.held, state.stalled) = (None, false, false);
         self.shared.changed.notify_all();
     }
 
-    /// Carries nothing any more, on no connection, neither way, and says nothing of it: a network that is gone.
+    /// Stalls all connections in both directions without closing them, like a network that has failed.
     pub fn stall(&self) {
         self.shared.lock().stalled = true;
     }
 
-    /// Carries nothing any more on the connections that there are now, that way, and says nothing of it; those that come
-    /// later work. A router that has forgotten them.
+    /// Stalls the present connections in one direction without closing them; later ones work. A router that has lost
+    /// its connection table behaves like this.
     pub fn freeze(&self, way: Way) {
         let mut state = self.shared.lock();
         state.frozen[way as usize] = state.connections.len();
         self.shared.changed.notify_all();
     }
 
-    /// How many connections there have been.
+    /// Returns the number of connections so far.
     pub fn connections(&self) -> usize {
         self.shared.lock().connections.len()
     }
 
-    /// Ends all connections, in order as far as TCP knows.
+    /// Ends all connections with an orderly TCP shutdown.
     pub fn cut(&self) {
         self.cut_those(|_| true);
     }
@@ -217,7 +217,7 @@ impl Relay {
             .filter(|(number, _)| which(*number))
         {
             for end in ends {
-                // It may have ended by itself.
+                // The end may be closed already.
                 let _ = end.shutdown(Shutdown::Both);
             }
         }
@@ -242,7 +242,7 @@ impl Shared {
     }
 
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        // It is shut in the end.
+        // Dropping the relay shuts the listener down.
         while let Ok((from, _)) = listener.accept() {
             let Ok(to) = TcpStream::connect(self.to) else { continue };
             let (from, to) = (Arc::new(from), Arc::new(to));
@@ -289,7 +289,7 @@ impl Shared {
                 break;
             }
         }
-        // Nor is it told that nothing more will come.
+        // A stalled peer must not see the end of the stream either.
         let mut state = self.lock();
         while (state.stalled || state.is_frozen(lane)) && !state.over {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -298,7 +298,7 @@ impl Shared {
         let _ = to.shutdown(Shutdown::Write);
     }
 
-    /// Hands on what may go on, and waits where it may not.
+    /// Writes bytes as the limits permit. Returns `false` when the connection ends.
     fn write(&self, mut bytes: &[u8], mut to: &TcpStream, lane: Lane) -> bool {
         while !bytes.is_empty() {
             let len = self.may_go(bytes.len(), lane);
@@ -310,7 +310,7 @@ impl Shared {
         true
     }
 
-    /// How many of so many bytes may go, once some may; 0 at the end.
+    /// Waits until some of `len` bytes may be written. Returns their number; 0 at the end.
     fn may_go(&self, len: usize, lane: Lane) -> usize {
         let mut state = self.lock();
         loop {

@@ -1,5 +1,5 @@
-//! A relay between QEMU and Larder, which notes what goes by, so that what one side said can be compared with what the
-//! other one heard.
+//! A relay between QEMU and Larder that records a digest of all bytes, so that sent and received bytes can be
+//! compared.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 
 use anyhow::Context;
 
-/// Bytes of a channel, one way.
+/// Digest of a channel's bytes in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Digest {
-    /// How many.
+    /// Number of bytes.
     pub bytes: u64,
-    /// FNV-1a, of 64 bits, of them.
+    /// 64-bit FNV-1a hash of the bytes.
     pub hash: u64,
 }
 
@@ -37,28 +37,28 @@ impl Digest {
     }
 }
 
-/// What went over a channel.
+/// Digests of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Carried {
     /// From the source to the destination.
     pub there: Digest,
-    /// And back.
+    /// From the destination to the source.
     pub back: Digest,
 }
 
 type Channel = [JoinHandle<Digest>; 2];
 
-/// A socket whose connections go on to another one.
+/// A listening socket whose connections are relayed to another socket.
 pub struct Tap {
     listener: Arc<UnixListener>,
     accepting: JoinHandle<Vec<Channel>>,
 }
 
 impl Tap {
-    /// Listens at `path`; whoever connects is connected with `to`.
+    /// Listens at `path`, and relays each connection to `to`.
     ///
     /// # Errors
-    /// It cannot listen.
+    /// If it cannot listen.
     pub fn start(path: &Path, to: &Path) -> anyhow::Result<Self> {
         let listener = Arc::new(UnixListener::bind(path)?);
         let to = to.to_owned();
@@ -67,10 +67,10 @@ impl Tap {
         Ok(Self { listener, accepting })
     }
 
-    /// Waits until all connections have ended; what went over them, in the order in which they were made.
+    /// Waits until all connections have ended. Returns their digests, in the order in which they were made.
     ///
     /// # Errors
-    /// A thread of it has failed.
+    /// If a thread of the tap has failed.
     pub fn finish(self) -> anyhow::Result<Vec<Carried>> {
         rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both)?;
         let channels = self.accepting.join().ok().context("the tap has failed")?;
@@ -89,9 +89,9 @@ impl Tap {
 
 fn accept(listener: &UnixListener, to: &PathBuf) -> Vec<Channel> {
     let mut channels = Vec::new();
-    // It is shut in the end.
+    // `finish` shuts the listener down.
     while let Ok((from, _)) = listener.accept() {
-        // Where nobody listens, the connection ends, as it would have been refused.
+        // If nothing listens at `to`, the connection is closed, which stands for a refusal.
         let Ok(to) = UnixStream::connect(to) else { continue };
         let (from, to) = (Arc::new(from), Arc::new(to));
         let pump = |from: &Arc<UnixStream>, to: &Arc<UnixStream>| {
@@ -112,7 +112,7 @@ fn pump(mut from: &UnixStream, mut to: &UnixStream) -> Digest {
             Ok(len) => {
                 digest.take(&buffer[..len]);
                 if to.write_all(&buffer[..len]).is_err() {
-                    // Nobody takes it any more: nor can it be said.
+                    // The receiver no longer reads.
                     let _ = from.shutdown(Shutdown::Read);
                     break;
                 }

@@ -1,4 +1,4 @@
-//! A guest that changes its memory and checks it, under a QEMU that can be moved.
+//! A guest that changes its memory and verifies it, under a QEMU that can be migrated.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,12 +13,12 @@ use super::super::guest::{KERNEL_ARGUMENTS, Monitor, accelerator, initramfs, pro
 use super::super::process::{Process, mortal};
 use super::{LIMIT, LOOK};
 
-/// Whose QEMU.
+/// Release of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Release {
-    /// The QEMU that is installed: 7.2 on Debian 12, 10.0 on Debian 13.
+    /// The host's QEMU: 7.2 on Debian 12, 10.0 on Debian 13.
     Host,
-    /// QEMU 10, of the test bed's chroot. Entering it needs root.
+    /// QEMU 10, in the test bed's chroot. Entering it needs root.
     Debian13,
 }
 
@@ -40,7 +40,7 @@ impl Release {
     }
 }
 
-/// `command` with other words before it, that run it in the end.
+/// Prefixes `command` with other words, which execute it in the end.
 pub fn put_before(words: &[&str], command: Command) -> Command {
     let [program, first @ ..] = words else { return command };
     let mut whole = Command::new(program);
@@ -48,16 +48,16 @@ pub fn put_before(words: &[&str], command: Command) -> Command {
     whole
 }
 
-/// What the guest does: `guest-load` of the test bed, with these options.
+/// The guest's load: `guest-load` of the test bed, with these options.
 #[derive(Clone, Debug)]
 pub struct Load {
-    /// `constant`, `sequence`, `random`, `partial` or `mixed`.
+    /// Pattern: `constant`, `sequence`, `random`, `partial` or `mixed`.
     pub kind: &'static str,
-    /// How much memory it changes, in MiB.
+    /// Memory that it changes, in MiB.
     pub mib: u64,
-    /// How fast, in 10^6 bytes per second; 0: as fast as it can.
+    /// Rate of changes, in 10^6 bytes per second; 0: unlimited.
     pub rate: u64,
-    /// Of so many pages one is checked before it is changed.
+    /// One in this number of pages is verified before it is changed.
     pub check: u64,
 }
 
@@ -72,15 +72,15 @@ impl Default for Load {
     }
 }
 
-/// Has the guest's kernel use memory at once that a virtio-mem device plugs.
+/// Kernel argument that puts memory into use as soon as a virtio-mem device plugs it.
 const USE_PLUGGED_MEMORY: &str = "memhp_default_state=online_movable";
 
 /// The memory backend of a QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Backend {
-    /// QEMU's own choice.
+    /// QEMU's default.
     Default,
-    /// Private memory that the host has allocated beforehand.
+    /// Private memory that is preallocated.
     Preallocated,
     /// A shared memfd.
     Shared,
@@ -98,7 +98,7 @@ impl Backend {
     }
 }
 
-/// What source and destination have in common.
+/// Common configuration of source and destination.
 pub struct Machine {
     release: Release,
     memory_kib: u64,
@@ -109,21 +109,21 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// With so much memory in MiB, less what QEMU before 9.0 needs to see the writes of an emulated guest: it loses some
-    /// where memory is a multiple of 64 pages.
+    /// Creates a machine with this memory in MiB, reduced a little: QEMU before 9.0 loses some writes of an emulated
+    /// guest if the memory is a multiple of 64 pages.
     ///
     /// # Errors
-    /// The test bed is not set up.
+    /// If the test bed is not set up.
     pub fn new(release: Release, memory_mib: u64, load: &Load) -> anyhow::Result<Self> {
         let Load { kind, mib, rate, check } = load;
         let script = format!("exec guest-load {kind} --size {mib} --rate {rate} --check {check}\n");
         Self::running(release, memory_mib, &script)
     }
 
-    /// With a script for the guest that says what `guest-load` does.
+    /// Creates a machine whose guest runs a script, which must print the same lines as `guest-load`.
     ///
     /// # Errors
-    /// The test bed is not set up.
+    /// If the test bed is not set up.
     pub fn running(release: Release, memory_mib: u64, script: &str) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let initrd = initramfs(script, folder.path())?;
@@ -137,28 +137,28 @@ impl Machine {
         })
     }
 
-    /// The same, and the host gives each QEMU all of its memory before it does anything.
+    /// Preallocates the memory of each QEMU.
     #[must_use]
     pub const fn preallocated(mut self) -> Self {
         self.backend = Backend::Preallocated;
         self
     }
 
-    /// The same, with memory that a pager can manage.
+    /// Uses shared memory, which a pager can manage.
     #[must_use]
     pub const fn shared(mut self) -> Self {
         self.backend = Backend::Shared;
         self
     }
 
-    /// The same machine, with further memory plugged by a virtio-mem device.
+    /// Adds memory, plugged by a virtio-mem device.
     #[must_use]
     pub const fn plugged(mut self, mib: u64) -> Self {
         self.plugged_mib = mib;
         self
     }
 
-    /// QEMU's words for memory: that of the machine, and that of a virtio-mem device of twice what is plugged.
+    /// QEMU's arguments for memory: the machine's own, and a virtio-mem device of twice the plugged size.
     fn memory_words(&self) -> Vec<String> {
         let (kib, plugged) = (self.memory_kib, self.plugged_mib);
         if plugged == 0 {
@@ -177,43 +177,43 @@ impl Machine {
         .into()
     }
 
-    /// Where its files, and sockets between its QEMUs, may lie.
+    /// Returns the directory for the machine's files, and for sockets between its QEMUs.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Boots the guest, and waits until it works.
+    /// Boots the guest, and waits until its load runs.
     ///
     /// # Errors
-    /// It does not get that far.
+    /// If the guest does not get that far.
     pub fn boot(&self) -> anyhow::Result<Vm> {
         self.boot_by(&[])
     }
 
-    /// Boots it likewise, and QEMU by other words before its own: `ip netns exec NAME`.
+    /// Boots the guest with a command prefix for QEMU, such as `ip netns exec NAME`, and waits until its load runs.
     ///
     /// # Errors
-    /// It does not get that far.
+    /// If the guest does not get that far.
     pub fn boot_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
         let vm = self.start(before, &[], self.backend)?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
 
-    /// Boots it with a disk that somebody serves as vhost-user-blk at `socket`; its guest has it as /dev/vda.
+    /// Boots the guest with a disk, its /dev/vda, that the caller serves as vhost-user-blk at `socket`.
     ///
     /// # Errors
-    /// It does not get that far.
+    /// If the guest does not get that far.
     pub fn boot_with(&self, socket: &Path) -> anyhow::Result<Vm> {
         let vm = self.start_with(socket, &[])?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
 
-    /// A QEMU with such a disk that waits to be told where its guest comes from.
+    /// Starts an incoming QEMU with such a disk, which waits for `migrate-incoming`.
     ///
     /// # Errors
-    /// It does not start.
+    /// If QEMU does not start.
     pub fn incoming_with(&self, socket: &Path) -> anyhow::Result<Vm> {
         self.start_with(socket, &["-incoming", "defer"])
     }
@@ -225,18 +225,18 @@ impl Machine {
         self.start(&[], &[&disk, words].concat(), Backend::Shared)
     }
 
-    /// A QEMU that waits to be told where its guest comes from.
+    /// Starts an incoming QEMU, which waits for `migrate-incoming`.
     ///
     /// # Errors
-    /// It does not start.
+    /// If QEMU does not start.
     pub fn incoming(&self) -> anyhow::Result<Vm> {
         self.incoming_by(&[])
     }
 
-    /// The same, with its memory in this file.
+    /// Starts an incoming QEMU whose memory is in this file.
     ///
     /// # Errors
-    /// It does not start.
+    /// If QEMU does not start.
     pub fn incoming_in_file(&self, path: &Path) -> anyhow::Result<Vm> {
         let (kib, path) = (self.memory_kib, path.display());
         let memory = format!("memory-backend-file,id=memory,size={kib}k,mem-path={path},share=on");
@@ -251,10 +251,10 @@ impl Machine {
         self.start(&[], &words, Backend::Default)
     }
 
-    /// The same, and QEMU by other words before its own.
+    /// Starts an incoming QEMU with a command prefix.
     ///
     /// # Errors
-    /// It does not start.
+    /// If QEMU does not start.
     pub fn incoming_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
         self.start(before, &["-incoming", "defer"], self.backend)
     }
@@ -290,7 +290,7 @@ impl Machine {
             .args(backend.words(self.memory_kib));
         let process = Process::start(put_before(before, command))?;
         let give_up = Instant::now() + LIMIT;
-        // Its sockets are there a moment before it listens.
+        // The sockets exist a moment before QEMU listens.
         let monitor = loop {
             if [&console, &others, &watched].iter().all(|path| path.exists())
                 && let Ok(monitor) = Monitor::connect(&qmp)
@@ -312,7 +312,7 @@ impl Machine {
     }
 }
 
-/// What a guest's console shows when it does not go on.
+/// Console texts of a guest that has failed or ended.
 const ENDS: [&str; 4] = [
     "MISMATCH",
     "LARDER-GUEST-EXIT",
@@ -320,24 +320,24 @@ const ENDS: [&str; 4] = [
     "Initramfs unpacking failed",
 ];
 
-/// How a guest is moved: capabilities and parameters of migration, the same on both sides.
+/// Migration capabilities and parameters, the same on both sides.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Settings {
-    /// Channels for pages besides the main one; 0: all goes over that.
+    /// Number of multifd channels for pages; 0: multifd is off.
     pub multifd: u8,
-    /// It may switch to post-copy.
+    /// Whether the migration may switch to post-copy.
     pub postcopy: bool,
-    /// Pages that are waited for have a channel of their own then.
+    /// Whether post-copy sends requested pages over a channel of their own.
     pub preempt: bool,
-    /// The source waits before it lets go of the guest.
+    /// Whether the source waits before the switchover.
     pub pause_before_switchover: bool,
-    /// Nothing comes back from the destination.
+    /// Whether there is no return path from the destination.
     pub no_return_path: bool,
 }
 
-/// A QEMU, and its guest, if that is here.
+/// A QEMU, which runs the guest or waits for it.
 pub struct Vm {
-    /// It.
+    /// The QEMU process.
     pub process: Process,
     monitor: Monitor,
     others: PathBuf,
@@ -347,28 +347,28 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// QEMU's monitor.
+    /// Returns QEMU's monitor.
     pub fn monitor(&mut self) -> &mut Monitor {
         &mut self.monitor
     }
 
-    /// The socket of a monitor for somebody else: QEMU talks to one at a time on each.
+    /// Returns the socket of a second monitor, for another program: QEMU serves one client on each.
     pub fn qmp_for_others(&self) -> &Path {
         &self.others
     }
 
-    /// A monitor for another thread.
+    /// Connects to a third monitor, for another thread.
     ///
     /// # Errors
-    /// QEMU has ended, or another thread has it.
+    /// If QEMU has exited, or another thread uses that monitor.
     pub fn second_monitor(&self) -> anyhow::Result<Monitor> {
         Monitor::patient(&self.watched, Duration::from_secs(1))
     }
 
-    /// Runs a command; what QEMU answers.
+    /// Runs a command, and returns QEMU's answer.
     ///
     /// # Errors
-    /// It refuses, or has ended.
+    /// If QEMU rejects the command, or has exited.
     pub fn ask(&mut self, command: &str, arguments: &Value) -> anyhow::Result<Value> {
         let line = self.monitor.run(command, &arguments.to_string());
         let line = line.with_context(|| format!("QEMU said {}", self.process.output()))?;
@@ -376,18 +376,18 @@ impl Vm {
         Ok(answer["return"].take())
     }
 
-    /// Gives a command whose answer QEMU may owe until something else has happened.
+    /// Sends a command whose answer may depend on a later event.
     ///
     /// # Errors
-    /// It has ended.
+    /// If QEMU has exited.
     pub fn begin(&mut self, command: &str, arguments: &Value) -> anyhow::Result<()> {
         self.monitor.begin(command, &arguments.to_string())
     }
 
-    /// Prepares it, as source or destination.
+    /// Sets the migration capabilities and parameters of a source or destination.
     ///
     /// # Errors
-    /// QEMU refuses.
+    /// If QEMU rejects them.
     pub fn prepare(&mut self, settings: &Settings) -> anyhow::Result<()> {
         let capabilities = [
             ("return-path", !settings.no_return_path),
@@ -405,7 +405,7 @@ impl Vm {
         self.ask(
             "migrate-set-parameters",
             &json!({
-                // As fast as the link: it is Larder that knows how fast that may be.
+                // Unlimited, since Larder limits the bandwidth.
                 "max-bandwidth": 100_u64 << 30,
                 "multifd-channels": settings.multifd.max(1),
             }),
@@ -413,37 +413,37 @@ impl Vm {
         Ok(())
     }
 
-    /// Has it wait for its guest at a socket.
+    /// Makes QEMU listen at a socket for its incoming migration.
     ///
     /// # Errors
-    /// QEMU refuses.
+    /// If QEMU refuses.
     pub fn listen(&mut self, socket: &Path) -> anyhow::Result<()> {
         let uri = format!("unix:{}", socket.display());
         self.ask("migrate-incoming", &json!({"uri": uri})).map(drop)
     }
 
-    /// Has it begin to send its guest to a socket.
+    /// Starts QEMU's migration to a socket.
     ///
     /// # Errors
-    /// QEMU refuses.
+    /// If QEMU refuses.
     pub fn migrate(&mut self, socket: &Path) -> anyhow::Result<()> {
         let uri = format!("unix:{}", socket.display());
         self.ask("migrate", &json!({"uri": uri})).map(drop)
     }
 
-    /// What its migration is at: `active`, `completed`, `failed`, ...
+    /// Returns the migration's status: `active`, `completed`, `failed`, ...
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn migration(&mut self) -> anyhow::Result<String> {
         let info = self.ask("query-migrate", &json!({}))?;
         Ok(info["status"].as_str().unwrap_or("none").to_owned())
     }
 
-    /// Waits until its migration is at one of these; which.
+    /// Waits until the migration has one of these statuses. Returns it.
     ///
     /// # Errors
-    /// QEMU ends, or it gets to another end, or to none.
+    /// If QEMU exits, or the migration ends otherwise or not in time.
     pub fn wait_for_migration(&mut self, wanted: &[&str]) -> anyhow::Result<String> {
         let give_up = Instant::now() + LIMIT;
         loop {
@@ -459,31 +459,31 @@ impl Vm {
         }
     }
 
-    /// Whether its processors run: `running`, `paused`, `inmigrate`, `postmigrate`, `finish-migrate`, ...
+    /// Returns QEMU's run state: `running`, `paused`, `inmigrate`, `postmigrate`, `finish-migrate`, ...
     ///
     /// # Errors
-    /// QEMU has ended.
+    /// If QEMU has exited.
     pub fn run_state(&mut self) -> anyhow::Result<String> {
         let info = self.ask("query-status", &json!({}))?;
         Ok(info["status"].as_str().unwrap_or("none").to_owned())
     }
 
-    /// What its console has shown so far.
+    /// Returns the console's output so far.
     pub fn console(&self) -> String {
         let bytes = fs::read(&self.console).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits until its console has shown a word in `count` lines more.
+    /// Waits until the console has shown a word in `count` more lines.
     ///
     /// # Errors
-    /// It does not come, or the guest has found something wrong.
+    /// If that does not happen in time, or the guest has failed.
     pub fn wait_for_console(&self, word: &str, count: usize) -> anyhow::Result<()> {
-        // The line that is being written may have been counted already.
+        // The line that is being written may already be counted.
         let goal = self.console().matches(word).count() + count;
         let give_up = Instant::now() + LIMIT;
         loop {
-            // Before what the console shows: a guest that powers off has said why by then.
+            // Read before the console: a guest that powers off has printed the reason by then.
             let has_ended = self.process.has_ended();
             let console = self.console();
             ensure!(
@@ -500,32 +500,32 @@ impl Vm {
         }
     }
 
-    /// Waits until the guest has gone on for a while, here.
+    /// Waits until the guest has made progress under this QEMU.
     ///
     /// # Errors
-    /// It stands still, or has found something wrong.
+    /// If the guest hangs, or has failed.
     pub fn works(&self) -> anyhow::Result<()> {
         self.wait_for_console("TICK", 3)
     }
 
-    /// Waits until the guest has checked all its memory, here, once more: every page was written anew, and is right, after
-    /// this was called.
+    /// Waits until the guest has verified all its memory once more under this QEMU, every page rewritten after this
+    /// call.
     ///
     /// # Errors
-    /// It stands still, or has found something wrong.
+    /// If the guest hangs, or has failed.
     pub fn verifies(&self) -> anyhow::Result<()> {
-        // One round is under way.
+        // Skips the round in progress.
         self.wait_for_console("ROUND", 2)
     }
 }
 
-/// Checks what the consoles of one guest's QEMUs have shown, one after the other: it has counted on without a gap, and found
-/// nothing wrong. How far it has counted.
+/// Checks the consoles of one guest's successive QEMUs: the guest must have counted without a gap and found no
+/// mismatch. Returns the number of ticks.
 ///
 /// # Errors
-/// It has not.
+/// If the guest has not.
 pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
-    // A line may have begun on one and ended on the next.
+    // A line may begin on one console and end on the next.
     let text = consoles.concat();
     ensure!(!text.contains("MISMATCH"), "the guest's memory is wrong: {text}");
     let mut next = 0;
