@@ -1,9 +1,8 @@
-//! A program that uses its memory as a VM of some kind does, and tells how long it waited for that: what
-//! `memory --part density` measures.
+//! A program that uses its memory as a certain kind of VM does, and reports how long it waited for pages: the load of
+//! `memory --part density`.
 //!
-//! Its work comes by the clock, whatever became of what came before: a VM that is slow is not asked for less. The clock of
-//! its work stands while it waits for a page, and that is what is told as stalled: what a touch takes beyond that of a page
-//! that is in memory.
+//! Its work arrives by the clock, however late the previous work was: a slow VM does not get less work. The reported
+//! stall is the time of each page access beyond that of a page in memory.
 
 use std::io::{BufRead as _, Write as _};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -15,34 +14,35 @@ use clap::{Args, ValueEnum};
 use super::touch::Memory;
 use crate::campaign::Random;
 
-/// Use memory as a VM does, until told to stop on standard input; "report" there has it tell how long it waited for memory
+/// Use memory as a VM does until standard input is closed; "report" there prints the time spent waiting for memory
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Arguments {
-    /// How much memory, in MiB
+    /// Amount of memory, in MiB
     #[arg(long, default_value_t = 256)]
     mib: usize,
-    /// What sort of VM
+    /// Kind of VM to imitate
     #[arg(long = "as", value_enum)]
     kind: Kind,
-    /// Where what it does at random comes from
+    /// Seed of all random choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// What VMs are like.
+/// Kinds of VMs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Kind {
-    /// Its system's daemons wake now and then: 50 times a second 4 pages of 8 MiB, once a second 16 pages of a fourth of all
+    /// Daemons that wake from time to time: 50 times a second they access 4 pages of 8 MiB, and once a second 16
+    /// pages of a fourth of the memory
     Idle,
-    /// It answers 100 requests a second, each of which works for a fifth of a millisecond and touches 16 pages of all: how
-    /// often each is touched falls with its rank (Zipf, exponent 1); one touch in ten writes
+    /// Server for 100 requests a second: each computes for 0.2 ms and accesses 16 pages of the whole memory, whose
+    /// popularity falls with their rank (Zipf, exponent 1); one access in ten writes
     Web,
-    /// It reads through a fourth of its memory, the next fourth each time, every 10 seconds: a backup, a scan for viruses
+    /// Backup or virus scan: every 10 seconds it reads the next fourth of the memory
     Scan,
 }
 
 impl Kind {
-    /// All, with how many of four VMs are such.
+    /// All kinds, each with its number in a mix of four VMs.
     pub(super) const MIX: [(Self, usize); 3] = [(Self::Idle, 2), (Self::Web, 1), (Self::Scan, 1)];
 
     pub(super) fn name(self) -> &'static str {
@@ -53,7 +53,7 @@ impl Kind {
         }
     }
 
-    /// How often it has something to do.
+    /// Returns the interval at which work arrives.
     pub(super) fn every(self) -> Duration {
         match self {
             Self::Idle => Duration::from_millis(20),
@@ -63,25 +63,26 @@ impl Kind {
     }
 }
 
-/// Pages that daemons use all the time.
+/// Number of pages that daemons use all the time.
 const HOT_PAGES: u64 = (8 << 20) / 4096;
 const REQUEST_PAGES: u32 = 16;
 const REQUEST_WORKS: Duration = Duration::from_micros(200);
-/// What a touch takes at most of a page that is in memory, its first touch by this process included.
+/// Maximum time of an access to a page in memory, including the process's first access.
 const NO_WAIT: Duration = Duration::from_micros(2);
 
-/// What it has done since it was last asked.
+/// Statistics since the last report.
 #[derive(Default)]
 struct Told {
     touches: u64,
     stalled: Duration,
     longest: Duration,
-    /// How often it came to its work, and how late at most.
+    /// Number of work items, and their longest delay.
     turns: u64,
     latest: Duration,
 }
 
-/// One of so many ranks, from 0 on, by Zipf's law with exponent 1: the logarithm of what it is from 1 on is even.
+/// Returns a random rank, from 0, that follows Zipf's law with exponent 1: the logarithm of the rank counted from 1
+/// is uniformly distributed.
 fn rank(random: &mut Random, ranks: u64) -> u64 {
     let share = random.below(1 << 32) as f64 / (1_u64 << 32) as f64;
     ((ranks as f64).powf(share) as u64).clamp(1, ranks) - 1
@@ -100,7 +101,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let mut random = Random::new(arguments.seed);
     println!("\nbegins {}", std::process::id());
     let lines = lines();
-    // So that who keeps its memory is there before it has any.
+    // The pager attaches before the process fills its memory.
     ensure!(lines.recv()? == "fill", "what it is told first is to fill its memory");
     (0..memory.pages()).for_each(|page| memory.write_as_vm(page, &mut random));
     println!("\nready");
@@ -115,7 +116,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     actor.act(&lines)
 }
 
-/// What is said on standard input.
+/// Returns the lines of standard input.
 fn lines() -> Receiver<String> {
     let (send, lines) = channel();
     std::thread::spawn(move || {
@@ -132,7 +133,7 @@ fn lines() -> Receiver<String> {
 impl Actor {
     fn act(&mut self, lines: &Receiver<String>) -> anyhow::Result<()> {
         let every = self.kind.every();
-        // Not all at once.
+        // A random phase, so that the VMs do not all start at once.
         let phase = self.random.below(every.as_micros() as u64);
         let mut next = Instant::now() + Duration::from_micros(phase);
         let mut since = Instant::now();
@@ -152,7 +153,7 @@ impl Actor {
                     self.work();
                     self.turn += 1;
                     next += every;
-                    // What it could not do for want of time it leaves: so do clients that wait for answers.
+                    // Missed work is dropped, as by clients that wait for answers.
                     next = next.max(Instant::now());
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -194,7 +195,7 @@ impl Actor {
                 }
                 for _ in 0..REQUEST_PAGES {
                     let rank = rank(&mut self.random, pages);
-                    // Ranks lie anywhere, but the same page's is always the same.
+                    // Scatters the ranks over all pages, always in the same way.
                     let page = rank.wrapping_mul(0x9e37_79b1) % pages;
                     let writes = self.random.below(10) == 0;
                     self.touch(page as usize, writes);
@@ -228,12 +229,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_of_what_is_wanted_often_and_of_a_long_tail() {
+    /// Access frequencies follow Zipf's law: popular pages and a long tail.
+    fn ranks_follow_zipf_distribution() {
         let (mut random, mut counts) = (Random::new(3), vec![0_u32; 1 << 16]);
         for _ in 0..1 << 16 {
             counts[rank(&mut random, 1 << 16) as usize] += 1;
         }
-        // Of ranks up to 2^n are n parts of 16.
+        // Of the accesses, n in 16 go to ranks up to 2^n.
         let of_first = |ranks: usize| counts[..ranks].iter().sum::<u32>() / (1 << 12);
         assert_eq!([1 << 4, 1 << 8, 1 << 16].map(of_first), [4, 8, 16]);
     }

@@ -1,12 +1,12 @@
-//! The part `density`: how many VMs there may be for each GiB of memory before they wait for it too much.
+//! The part `density`: the number of VMs for each GiB of memory before they wait for it too much.
 //!
-//! VMs are programs here that use their memory as VMs of three kinds do ([`Kind`]), so that two processors carry many of
-//! them. There are more and more of them, in a fixed mix, while the memory that is really used for all of them, their
-//! pagers' own included, stays the same. A number of VMs fits if no kind of them waits for pages for more than a share of
-//! the time: the program measures that by itself, in the same way whoever keeps its memory.
+//! The VMs are programs that use their memory as VMs of three kinds do ([`Kind`]), so that two processors can run
+//! many of them. Their number grows, in a fixed mix, while the memory available to all of them stays the same, their
+//! pagers' own included. A number of VMs fits if no kind of them waits for pages for more than a certain share of the
+//! time. The programs measure that themselves, in the same way with every pager.
 //!
-//! The kernel has all of them in one control group with that limit, and so chooses among all their pages. Larder has a
-//! process and a budget for each; a VM's kind decides what part of all it has.
+//! With the kernel's swap, all VMs are in one control group with that limit, and the kernel chooses victims among all
+//! their pages. With Larder, each VM has a pager and a budget, whose share of the memory depends on the VM's kind.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,27 +28,27 @@ use crate::campaign::memory::{Attach, Pager as Attached};
 use crate::campaign::process::{Process, mortal};
 use crate::prefetch::place::Place;
 
-/// For whatever may take long.
+/// Limit for operations that may be slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How often memory is looked at.
+/// Interval at which memory use is sampled.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// What of all memory is left for what grows a little, as a part of it.
+/// Divisor of the memory that gives the reserve for small growth.
 const OVER: u64 = 100;
-/// What of all memory budgets do not have at first, as a part of it.
+/// Divisor of the memory that gives the part without initial budgets.
 const BEGIN_SHARE: u64 = 4;
-/// How often budgets are set at least: what is not managed is known better each time.
+/// Minimum number of budget adjustments: each one knows the unmanaged memory better.
 const SETTLE_TIMES: u32 = 3;
-/// The least budget of a VM: Larder takes no smaller one for its size.
+/// Minimum budget of a VM: Larder accepts no smaller one for its size.
 const LEAST: u64 = 18 * MIB;
 
-/// A number of VMs, and how they did.
+/// Measurements with a certain number of VMs.
 struct Point {
     vms: usize,
-    /// For each kind: the share of the time that its VMs waited for pages, on average, and for how long at most.
+    /// For each kind, the mean share of the time that its VMs waited for pages, and the longest wait.
     kinds: Vec<(Kind, f64, Duration)>,
-    /// What the machine's processors did, as a share of what they can.
+    /// Utilization of the machine's processors, 0 to 1.
     busy: f64,
-    /// Work that came, as a share of what should have.
+    /// Completed work, as a share of the work due.
     done: f64,
     used_most: u64,
 }
@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let size = arguments.density_mib * MIB * u64::from(arguments.density_most);
     let is_kernel = |variant: &Variant| matches!(variant, Variant::Swap | Variant::Zswap);
-    // Gone before the place that it is in.
+    // The swap file must be removed before its directory.
     let _swap = match arguments.variants.iter().any(is_kernel) {
         false => None,
         true => Some(SwapFile::new(&experiment.place, size)?),
@@ -85,7 +85,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     if arguments.variants.contains(&Variant::None) {
-        // As many as were the most that fit: so it is seen what they wait for besides memory.
+        // Uses the largest number that fits with any pager, which shows the waiting that is not due to memory.
         let fitting = rows
             .iter()
             .flat_map(|(_, points)| points)
@@ -106,15 +106,15 @@ struct Experiment<'a> {
     compressor: &'a str,
 }
 
-/// VMs at work.
+/// Running VMs.
 struct Vms {
     keeper: Keeper,
     all: Vec<(Kind, Process)>,
-    /// The last one to go: it can be removed when nobody is in it.
+    /// Dropped last: a group can be removed only when it has no processes.
     cgroup: Arc<Cgroup>,
 }
 
-/// Who keeps their memory.
+/// The pager of the VMs' memory.
 enum Keeper {
     Nobody,
     Kernel(Arc<Kernel>),
@@ -127,7 +127,7 @@ impl Drop for Vms {
             return;
         };
         for (pager, control) in pagers.drain(..) {
-            // Killed before it could remove what it has on the disk.
+            // A killed pager does not remove its files.
             drop(pager);
             if let Some(folder) = control.parent() {
                 let _ = std::fs::remove_dir_all(folder);
@@ -137,7 +137,7 @@ impl Drop for Vms {
 }
 
 impl Experiment<'_> {
-    /// More and more VMs, until they wait too much; then what lies between, to a mix.
+    /// Doubles the number of VMs until they wait too much, then bisects, in steps of one mix.
     fn search(&self, variant: Variant) -> anyhow::Result<Vec<Point>> {
         let mix = Kind::MIX_OF;
         let most = self.arguments.density_most as usize / mix;
@@ -164,7 +164,7 @@ impl Experiment<'_> {
         point.worst() < self.arguments.density_stall / 100.0
     }
 
-    /// How so many VMs do; nothing, if there is no room for them at all.
+    /// Measures this number of VMs; `None` if there is no room for their budgets.
     fn measure(&self, variant: Variant, vms: usize) -> anyhow::Result<Option<Point>> {
         let Some(mut vms) = self.start(variant, vms)? else {
             eprintln!("{}: {vms} VMs: there is no room for their budgets", variant.name());
@@ -174,7 +174,7 @@ impl Experiment<'_> {
         let used = {
             let (over, kernel) = (Arc::clone(&over), vms.kernel());
             let cgroup = Arc::clone(&vms.cgroup);
-            // It has the kernel's limit follow zswap's pool, too.
+            // This also makes the kernel's limit follow zswap's pool.
             thread::spawn(move || {
                 let mut most = 0;
                 while !over.load(Ordering::Relaxed) {
@@ -187,7 +187,7 @@ impl Experiment<'_> {
                 anyhow::Ok(most)
             })
         };
-        // What they need often comes back to memory first.
+        // First lets the working sets return to memory.
         let look = Duration::from_secs(self.arguments.density_seconds);
         thread::sleep(look);
         vms.report()?;
@@ -239,7 +239,7 @@ impl Experiment<'_> {
         Ok(Some(vms))
     }
 
-    /// Starts one, and has it fill its memory once somebody keeps that.
+    /// Starts a VM, which fills its memory once the pager has attached.
     fn start_one(&self, vms: &mut Vms, number: usize, kind: Kind, count: usize) -> anyhow::Result<()> {
         let mut command = mortal("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
@@ -251,7 +251,7 @@ impl Experiment<'_> {
         if let Keeper::Larder(pagers) = &mut vms.keeper {
             let folder = self.place.unused("vm");
             std::fs::create_dir(&folder)?;
-            // Less than it will have: what is not managed is not known yet.
+            // Less than the final budget, since the unmanaged memory is still unknown.
             let all = self.arguments.density_ram.get() / BEGIN_SHARE * (BEGIN_SHARE - 1);
             let budget = self.budget(kind, all, count).to_string();
             let (swap, size) = (folder.join("swap"), (self.arguments.density_mib * MIB * 2).to_string());
@@ -283,7 +283,8 @@ impl Experiment<'_> {
         Ok(())
     }
 
-    /// What a VM of this kind has of `all` bytes for so many: the least that there is, and of the rest a part by its kind.
+    /// Returns the budget of a VM of this kind out of `all` bytes for `count` VMs: the minimum, plus a weighted share
+    /// of the rest.
     fn budget(&self, kind: Kind, all: u64, count: usize) -> u64 {
         let weight = |kind: Kind| {
             let index = Kind::MIX.iter().position(|(of, _)| *of == kind);
@@ -296,8 +297,7 @@ impl Experiment<'_> {
         LEAST + all.saturating_sub(LEAST * count as u64) / sum.max(1) * weight(kind)
     }
 
-    /// Gives each its part of what is left beside what is not managed: the VMs' and the pagers' own memory.
-    /// False if that is too little.
+    /// Divides among the VMs what the unmanaged memory of VMs and pagers leaves. Returns false if that is too little.
     fn settle(&self, pagers: &[(Attached, PathBuf)], vms: &Vms) -> anyhow::Result<bool> {
         let all = self.arguments.density_ram.get();
         let give_up = Instant::now() + PATIENCE;
@@ -365,10 +365,10 @@ impl Experiment<'_> {
 }
 
 impl Kind {
-    /// How many VMs a mix has.
+    /// Number of VMs in a mix.
     const MIX_OF: usize = 4;
 
-    /// The kinds of all VMs, one mix after the other.
+    /// Returns the kinds of all VMs, one mix after the other.
     fn mixed() -> impl Iterator<Item = Self> {
         Self::MIX
             .into_iter()
@@ -377,11 +377,11 @@ impl Kind {
     }
 }
 
-/// What a VM tells of the time since it was last asked.
+/// A VM's report about the time since the last one.
 struct Report {
     stalled: f64,
     longest: Duration,
-    /// Seconds, and how often it came to its work.
+    /// Duration in seconds, and number of work items.
     took: f64,
     turns: f64,
 }
@@ -457,7 +457,7 @@ impl Point {
     }
 }
 
-/// What the machine's processors have been busy, and all of their time, in ticks.
+/// Returns the machine's busy and total processor time, in ticks.
 fn processors() -> anyhow::Result<[u64; 2]> {
     let text = std::fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;

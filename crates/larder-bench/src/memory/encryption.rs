@@ -1,7 +1,7 @@
-//! The part `encryption`: what the encryption of a swap cache costs the pager.
+//! The part `encryption`: the pager's cost of encrypting a swap cache.
 //!
-//! The cipher alone is measured in this process. The way out to the disk is measured as the CPU time of a pager that evicts
-//! memory to a swap cache, with and without encryption in alternate rounds.
+//! The cipher alone is measured in this process. The path to the disk is measured as the CPU time of a pager that
+//! evicts memory to a swap cache, with and without encryption in alternate rounds.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,19 +18,19 @@ use crate::campaign::memory::Attach;
 use crate::figures::median;
 use crate::prefetch::place::Place;
 
-/// What may stay of the 256 MiB that the program has: nearly all of it goes to the disk.
+/// Memory that stays of the program's 256 MiB: nearly all of it is written to the disk.
 const BUDGET: &str = "40MiB";
 const COMPRESSED: &str = "6MiB";
-/// Room for all of it.
+/// Large enough for all of it.
 const ROOM: &str = "1GiB";
-/// Bytes that have gone to the disk when a round is over.
+/// Bytes written to the disk at the end of a round.
 const WRITTEN: u64 = 96 << 20;
 const ROUNDS: usize = 7;
-/// How long the cipher alone is measured.
+/// Duration of the measurement of the cipher alone.
 const CIPHER_TIME: Duration = Duration::from_secs(2);
 const PAGE: usize = 4096;
 
-/// What a pager has used when it had written [`WRITTEN`] bytes.
+/// Resources that a pager has used when it has written [`WRITTEN`] bytes.
 struct Round {
     cpu_s: f64,
     written_mib: f64,
@@ -88,7 +88,7 @@ fn evict(larder: &Path, place: &Place, encrypt: &str) -> anyhow::Result<Round> {
     Ok(round)
 }
 
-/// The CPU time that a process has used, by all of its threads.
+/// Returns the CPU time that a process has used in all its threads.
 fn cpu_s(pid: u32) -> anyhow::Result<f64> {
     let mut ns = 0;
     for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -99,7 +99,7 @@ fn cpu_s(pid: u32) -> anyhow::Result<f64> {
     Ok(ns as f64 / 1e9)
 }
 
-/// Seconds for `bytes`.
+/// Returns the seconds per operation on `bytes` bytes.
 fn cipher(bytes: usize, decrypts: bool) -> f64 {
     let cipher = Cipher::new(&[7; KEY_BYTES].into());
     let mut data = vec![0x5a; bytes];

@@ -1,7 +1,8 @@
-//! The part `faults`: how long whoever touches a page waits for it, by where the page is.
+//! The part `faults`: the latency of page faults, by the location of the page.
 //!
-//! The floor is a thread that does nothing but look for faults (userfaultfd(2)) and has every page ready: Larder cannot
-//! be faster. All are measured by the program that touches, one page after the other; nothing is evicted meanwhile.
+//! The floor is a thread that does nothing but poll for faults (userfaultfd(2)) and has every page ready: Larder
+//! cannot be faster. All latencies are measured by the faulting program, one page after the other. Nothing is evicted
+//! meanwhile.
 
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
@@ -20,29 +21,29 @@ use crate::campaign::process::{Process, mortal};
 use crate::figures::median;
 use crate::prefetch::place::Place;
 
-/// The program's memory, in MiB, and what of it may stay while the rest is sent away.
+/// The program's memory in MiB, and the budget for it while the rest is evicted.
 const MIB: u64 = 256;
 const BUDGET: &str = "40MiB";
-/// Room for all of it.
+/// Large enough for all of it.
 const ROOM: &str = "1GiB";
-/// How many pages are touched at random.
+/// Number of random accesses.
 const RANDOM: usize = 8000;
-/// Rounds, of which medians are shown.
+/// Number of rounds, of which medians are shown.
 const ROUNDS: usize = 3;
 
-/// A way to have pages brought.
+/// A configuration of the pager.
 struct Case {
     name: &'static str,
-    /// Words of `larder memory attach`.
+    /// Arguments of `larder memory attach`.
     words: Vec<String>,
-    /// How much may be compressed, when pages are sent away.
+    /// Limit of compressed memory during the eviction.
     compressed: &'static str,
     budget: &'static str,
     what: &'static str,
     pages: usize,
 }
 
-/// What was seen.
+/// Measured latencies.
 #[derive(Clone, Copy)]
 struct Touched {
     pages: f64,
@@ -138,7 +139,7 @@ fn middle(rounds: &[Touched]) -> Touched {
     }
 }
 
-/// Starts a program with 256 MiB that can be touched.
+/// Starts a program with 256 MiB of memory to access.
 pub(super) fn start() -> anyhow::Result<(Process, u32)> {
     let me = std::env::current_exe()?;
     let mut command = mortal(&me.display().to_string());
@@ -199,14 +200,14 @@ fn measure(larder: &Path, place: &Place, case: &Case) -> anyhow::Result<Touched>
         "larder memory limit: {}",
         String::from_utf8_lossy(&set.stderr).trim()
     );
-    // What is under way comes to an end.
+    // Lets pending work finish.
     std::thread::sleep(Duration::from_millis(500));
     let touched = touch(&mut process, case.what, case.pages)?;
     pager.detach()?;
     Ok(touched)
 }
 
-/// How long a read of 4 KiB takes, one at a time, at random places of a file that was written.
+/// Returns the latency in us of a random 4 KiB read of a written file, one at a time.
 fn device_us(place: &Place) -> anyhow::Result<f64> {
     const BYTES: u64 = MIB << 20;
     let path = place.unused("device");

@@ -1,4 +1,4 @@
-//! Larder, which keeps a program's memory within a limit.
+//! Larder as the pager that keeps a program's memory within a limit.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -17,19 +17,19 @@ use crate::campaign::larder_beside;
 use crate::campaign::process::{Process, mortal};
 use crate::prefetch::place::Place;
 
-/// How long things may take.
+/// Time limit of operations.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The part of the limit that is left for what grows a little: the program beside its memfd, and Larder.
+/// Divisor of the limit that gives the reserve for small growth of the program's other memory and of Larder's.
 const OVER: u64 = 60;
 
-/// What the disks may hold, in bytes.
+/// Capacity of the disks in bytes.
 const DISK_BYTES: u64 = 4 << 30;
 
 /// `larder memory attach`, in a control group of its own.
 pub(super) struct Larder {
     program: PathBuf,
-    /// The program's.
+    /// The program's control group.
     cgroup: Arc<Cgroup>,
     control: PathBuf,
     compressed: Option<f64>,
@@ -37,15 +37,15 @@ pub(super) struct Larder {
     start: Start,
     process: std::sync::Mutex<Option<Process>>,
     _nbd: Option<Process>,
-    /// The last one to go: it can be removed when nobody is in it.
+    /// Dropped last: a group can be removed only when it has no processes.
     own: Cgroup,
 }
 
-/// How it is started, but for the budget.
+/// Command line, without the sizes.
 struct Start(Vec<String>);
 
 impl Larder {
-    /// For the process `pid` in `cgroup`, with a swap cache, or a slow store.
+    /// Prepares a pager for the process `pid` in `cgroup`, with a swap cache or a slow store.
     pub(super) fn new(
         arguments: &Arguments,
         place: &Place,
@@ -125,7 +125,7 @@ impl Larder {
 impl Drop for Larder {
     fn drop(&mut self) {
         if let Ok(mut process) = self.process.lock() {
-            // Killed before it could remove it.
+            // A killed pager does not remove its files.
             process.take();
         }
         let _ = std::fs::remove_file(&self.disk);
@@ -134,7 +134,7 @@ impl Drop for Larder {
 
 impl Pager for Larder {
     fn limit(&self, bytes: u64) -> anyhow::Result<()> {
-        // What of the program is not managed, and what Larder is itself, is known once it is there.
+        // The program's unmanaged memory and Larder's own memory are known only after the attach.
         let mut budget = bytes - bytes / 50;
         self.attach(budget)?;
         let give_up = Instant::now() + PATIENCE;
@@ -142,7 +142,7 @@ impl Pager for Larder {
             thread::sleep(Duration::from_millis(100));
             let (used, state) = (self.used()?, self.state()?);
             if state.used <= state.budget {
-                // What there is besides the budget is much the same whatever that is.
+                // The memory outside the budget hardly depends on the budget.
                 let besides = used.saturating_sub(state.used);
                 budget = (bytes - bytes / OVER).saturating_sub(besides).max(32 * MIB);
                 let mut command = Command::new(&self.program);

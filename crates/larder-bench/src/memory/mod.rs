@@ -1,7 +1,7 @@
-//! `larder-bench memory`: what it costs a program to have less memory than it uses, by who keeps the rest.
+//! `larder-bench memory`: the cost for a program of having less memory than it uses, by pager.
 //!
-//! It is root's: it makes a control group, a swap file and settings of zswap for itself, all of which are undone when it
-//! ends, however it does. See `docs/benchmarks.md`.
+//! It needs root: it makes a control group, a swap file and settings of zswap, all of which are undone when it ends
+//! in any way. See `docs/benchmarks.md`.
 
 pub(crate) mod act;
 mod cgroup;
@@ -28,84 +28,83 @@ use pager::Variant;
 /// Measure programs that have less memory than they use
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// What to measure; by default all
+    /// Parts to measure; all by default
     #[arg(long = "part", value_name = "PART", value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Who keeps what does not fit; by default all, one after the other
+    /// Pagers to compare; by default all, one after the other
     #[arg(long, value_name = "VARIANT", value_delimiter = ',', value_enum, default_values_t = Variant::value_variants().to_vec())]
     variants: Vec<Variant>,
-    /// The peak of the program's memory, in % of what it may use, one table row for each and each variant
+    /// Peaks of the program's memory in % of its limit, one table row for each level and pager
     #[arg(long, value_delimiter = ',', default_value = "100,110,125,150,175,200,250")]
     levels: Vec<u32>,
-    /// The tables' scale factor: GB of text that they would be
+    /// Scale factor of the tables, which is their size in GB as text
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
     /// Passes over the queries under a limit; the first one is the cold one
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..))]
     passes: u32,
-    /// How often each row is measured; medians are shown
+    /// Measurements of each row, of which medians are shown
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// The program's threads
+    /// Threads of the program
     #[arg(long, default_value_t = 2)]
     threads: u32,
-    /// MiB of the warm working set, instead of measuring it
+    /// Size of the warm working set in MiB; measured by default
     #[arg(long)]
     working_set: Option<u64>,
-    /// How zswap compresses: the first that this kernel has
+    /// Compressors for zswap; the first one that this kernel has is used
     #[arg(long, value_delimiter = ',', default_value = "zstd,lz4,lzo-rle,lzo")]
     compressors: Vec<String>,
-    /// What of the limit zswap's pool may take, about: the kernel rounds it to hundredths of the machine's memory
+    /// Approximate share of the limit for zswap's pool; the kernel rounds it to hundredths of the machine's memory
     #[arg(long, default_value_t = 0.25)]
     zswap_pool: f64,
-    /// Milliseconds that each request of the slow store takes besides
+    /// Additional latency of each request to the slow store, in milliseconds
     #[arg(long, default_value_t = 3)]
     slow_ms: u64,
-    /// What of the limit Larder's compressed RAM may take; by default as Larder has it
+    /// Share of the limit for Larder's compressed RAM; Larder's own default if not given
     #[arg(long)]
     compressed: Option<f64>,
-    /// The larder to measure; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long, value_name = "FILE")]
     larder: Option<PathBuf>,
-    /// Of density: the memory of each VM, in MiB
+    /// For density: memory of each VM, in MiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(32..))]
     density_mib: u64,
-    /// Of density: what may really be used for all of them
+    /// For density: memory available to all VMs together
     #[arg(long, default_value = "1GiB")]
     density_ram: ByteLen,
-    /// Of density: how many VMs there are at first, and at most, in fours
+    /// For density: initial number of VMs, a multiple of four
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(4..))]
     density_from: u32,
-    /// See above
+    /// For density: maximum number of VMs, a multiple of four
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(4..))]
     density_most: u32,
-    /// Of density: for what share of the time VMs may wait for pages, in %
+    /// For density: share of the time that VMs may wait for pages, in %
     #[arg(long, default_value_t = 5.0)]
     density_stall: f64,
-    /// Of density: for how many seconds VMs are looked at, after as many in which they are not
+    /// For density: seconds of measurement, after as many seconds of warm-up
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..))]
     density_seconds: u64,
-    /// Of density: the parts that a VM which is idle, web, and scan has with Larder of what is left when each has the least
-    /// budget
+    /// For density: weights of idle, web and scan VMs, by which Larder divides the memory beyond the minimum budgets
     #[arg(long, value_delimiter = ',', num_args = 3, default_values_t = [1, 4, 1])]
     density_weights: Vec<u64>,
-    /// Where a plot goes, as SVG
+    /// File for a plot, as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
-    /// Where the swap file goes: on the disk that is to be measured
+    /// Directory of the swap file, on the disk to be measured
     #[arg(long, default_value = "target")]
     folder: PathBuf,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Part {
-    /// How long whoever touches a page that is not in memory waits for it, against the least that the kernel allows
+    /// Measure the latency of faults on evicted pages, against the minimum that the kernel allows
     Faults,
-    /// What the encryption of a swap cache costs the pager
+    /// Measure the pager's cost of encrypting a swap cache
     Encryption,
-    /// TPC-H queries in DuckDB, by how much more memory they use than they may
+    /// Run TPC-H queries in DuckDB, by the ratio of the memory that they use to their limit
     Tpch,
-    /// How many VMs there may be for each GiB of memory before they wait for it too much
+    /// Find the number of VMs for each GiB of memory before they wait for it too much
     Density,
 }
 
@@ -123,7 +122,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Hundredths of the machine's memory that zswap's pool may take under this limit in bytes, as few as there are.
+/// Returns the minimum percentage of the machine's memory for zswap's pool under this limit in bytes.
 fn pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
     let hundredth = (cgroup::named(Path::new("/proc/meminfo"), "MemTotal")? << 10) / 100;
     let percent = (limit as f64 * arguments.zswap_pool / hundredth as f64)

@@ -1,4 +1,4 @@
-//! Who keeps a program's memory within a limit.
+//! Pagers that keep a program's memory within a limit.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,23 +13,23 @@ use super::MIB;
 use super::cgroup::{Cgroup, named};
 use super::swap::Zswap;
 
-/// Those that are compared.
+/// The pagers that are compared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(super) enum Variant {
-    /// Nobody: there is no limit
+    /// No pager: there is no limit
     None,
-    /// The kernel, by a swap file
+    /// The kernel with a swap file
     Swap,
-    /// The kernel, by zswap with a swap file behind it; the limit is for the program and zswap's pool
+    /// The kernel with zswap before a swap file; the limit covers the program and zswap's pool
     Zswap,
-    /// Larder, by compressed RAM and a swap cache; the limit is for the program and Larder
+    /// Larder with compressed RAM and a swap cache; the limit covers the program and Larder
     Larder,
-    /// Larder, by compressed RAM and a slow store, which answers so much later than the disk as --slow-ms says
+    /// Larder with compressed RAM and a slow store, whose latency --slow-ms adds to the disk's
     Slow,
 }
 
 impl Variant {
-    /// What tables and plots call it.
+    /// Returns the name for tables and plots.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::None => "no limit",
@@ -41,34 +41,34 @@ impl Variant {
     }
 }
 
-/// One of them at work.
+/// A running pager.
 pub(super) trait Pager: Send + Sync {
-    /// Takes memory out until no more than `bytes` are really used, and sees to it from then on.
+    /// Reduces the memory in use to `bytes`, and keeps it there from then on.
     fn limit(&self, bytes: u64) -> anyhow::Result<()>;
 
-    /// Bytes really used now, its own included. It is asked every few milliseconds, and may use that to keep within the
-    /// limit.
+    /// Returns the bytes in use now, the pager's own included. It is called every few milliseconds, and may adjust
+    /// settings to keep the limit.
     fn used(&self) -> anyhow::Result<u64>;
 
-    /// What it has done so far.
+    /// Returns the work done so far.
     fn done(&self) -> anyhow::Result<Done>;
 }
 
-/// What a pager has done.
+/// Work that a pager has done.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Done {
-    /// Faults for which something had to be brought back, from wherever.
+    /// Faults that brought a page back from any tier.
     pub(super) faults: u64,
     /// Bytes read from the disk, and written to it.
     pub(super) read: u64,
     pub(super) written: u64,
-    /// Bytes of memory that were brought back from a compressed copy in memory, and that were put there.
+    /// Bytes decompressed from compressed memory, and compressed into it.
     pub(super) unpacked: u64,
     pub(super) packed: u64,
 }
 
 impl Done {
-    /// What has come since `earlier`.
+    /// Returns the difference from an earlier value.
     pub(super) fn since(self, earlier: Self) -> Self {
         Self {
             faults: self.faults - earlier.faults,
@@ -80,7 +80,7 @@ impl Done {
     }
 }
 
-/// Nobody.
+/// The absence of a pager.
 pub(super) struct Nobody {
     pub(super) cgroup: Arc<Cgroup>,
 }
@@ -102,33 +102,32 @@ impl Pager for Nobody {
     }
 }
 
-/// The kernel. cgroup v1 does not charge zswap's pool: what the pool has is taken off the group's limit.
+/// The kernel. cgroup v1 does not charge zswap's pool: its size is subtracted from the group's limit.
 pub(super) struct Kernel {
     cgroup: Arc<Cgroup>,
     zswap: Option<Zswap>,
-    /// For the program and the pool, once there is one.
+    /// Limit for the program and the pool, once it is set.
     limit: AtomicU64,
-    /// What the group has of it.
+    /// Part of the limit that the group has.
     of_group: AtomicU64,
 }
 
 const PAGE: u64 = 4096;
 
-/// How long the kernel may take to put out what is beyond the limit.
+/// Time within which the kernel must reclaim the memory beyond the limit.
 const LIMIT_WITHIN: Duration = Duration::from_secs(120);
 
-/// By how much memory really used may be over the limit when it is said to be kept, as a part of it: with zswap what is
-/// put out makes the pool larger.
+/// Divisor of the limit that gives the permitted excess: with zswap, evictions make the pool larger.
 const OVER: u64 = 200;
 
-/// The group's limit follows the pool when that has changed by so much.
+/// Change of the pool's size after which the group's limit is adjusted.
 const FOLLOW: u64 = MIB;
 
-/// What the group has at least, however large the pool.
+/// Minimum limit of the group, however large the pool.
 const LEAST: u64 = 16 * MIB;
 
 impl Kernel {
-    /// With a swap file, which there must be.
+    /// Creates the pager. A swap file must exist.
     pub(super) fn new(cgroup: Arc<Cgroup>, zswap: Option<Zswap>) -> Self {
         Self {
             cgroup,
@@ -142,7 +141,7 @@ impl Kernel {
         self.zswap.as_ref().map_or(Ok(0), |_| Zswap::pool())
     }
 
-    /// Gives the group what the pool leaves of the limit. False if it could not.
+    /// Sets the group's limit to what the pool leaves. Returns false if the kernel refuses.
     fn follow(&self, pool: u64) -> anyhow::Result<bool> {
         let limit = self.limit.load(Ordering::Relaxed);
         if limit == u64::MAX {

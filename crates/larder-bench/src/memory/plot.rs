@@ -1,4 +1,4 @@
-//! Lines over the level, as SVG.
+//! Line charts over the level, as SVG.
 
 use std::fmt::Write;
 
@@ -9,31 +9,31 @@ pub(super) struct Line {
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// Lines that share axes.
+/// A chart whose lines share its axes.
 pub(super) struct Panel {
     pub(super) title: &'static str,
     pub(super) lines: Vec<Line>,
-    /// Whether values are more than a shape.
+    /// Whether the vertical axis has numbers; without them the lines only show a shape.
     pub(super) scale: bool,
 }
 
-/// Pixels.
+/// Dimensions in pixels.
 const WIDTH: f64 = 400.0;
 const HEIGHT: f64 = 300.0;
 const LEFT: f64 = 44.0;
 const TOP: f64 = 60.0;
 const RIGHT: f64 = 16.0;
 const BOTTOM: f64 = 44.0;
-/// The names of the lines, in a row: how low, and how far apart.
+/// The legend's vertical position, and the width of each of its entries.
 const NAMES: f64 = 38.0;
 const NAME_WIDTH: f64 = 110.0;
-/// Steps of the vertical axis, about.
+/// Approximate number of steps of the vertical axis.
 const STEPS: f64 = 5.0;
-/// Levels: where they begin, and how far apart marks are.
+/// Lowest level of the horizontal axis, and the distance of its marks.
 const LEVEL: f64 = 100.0;
 const LEVEL_STEP: f64 = 25.0;
 
-/// The panels side by side.
+/// Draws the panels side by side.
 pub(super) fn svg(panels: &[Panel]) -> String {
     let width = WIDTH * panels.len() as f64;
     let mut out = format!(
@@ -49,7 +49,7 @@ pub(super) fn svg(panels: &[Panel]) -> String {
     out
 }
 
-/// A round number of which some [`STEPS`] make `most`.
+/// Returns a round step, such that about [`STEPS`] of them reach `most`.
 fn step(most: f64) -> f64 {
     let rough = most / STEPS;
     let power = 10f64.powf(rough.log10().floor());

@@ -1,4 +1,4 @@
-//! A swap file, and zswap before it.
+//! A swap file, and zswap in front of it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,16 +11,17 @@ use super::cgroup::named;
 use crate::prefetch::place::Place;
 use crate::undo::Undo;
 
-/// The folder goes too: while the file was swapped to it could not.
+/// Removes the directory too, which is not possible while the file is in use as swap.
 const SWAP_OFF: &str = r#"swapoff -- "$1" && rm -rf -- "$(dirname -- "$1")""#;
 
-/// A file that the kernel swaps to, gone with this or with the process.
+/// A file that the kernel swaps to, removed when this is dropped or the process ends.
 pub(super) struct SwapFile {
     _undo: Undo,
 }
 
 impl SwapFile {
-    /// Of `size` bytes, with something in each block: one that was never written may be faster, or slower.
+    /// Creates a swap file of `size` bytes with data in each block, since blocks that were never written may have
+    /// another speed.
     pub(super) fn new(place: &Place, size: u64) -> anyhow::Result<Self> {
         let swaps = fs::read_to_string("/proc/swaps").context("reading /proc/swaps")?;
         if let Some(other) = swaps.lines().nth(1) {
@@ -51,20 +52,21 @@ fn command(program: &str, path: &Path) -> anyhow::Result<()> {
 
 const PARAMETERS: &str = "/sys/module/zswap/parameters";
 
-/// How many pages are read at once from a swap file, as a power of two.
+/// Swap read-ahead: the number of pages read at once, as a power of two.
 const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
-/// Of paths and values.
+/// Restores settings, given as pairs of a path and a value.
 const SET_BACK: &str = r#"while [ $# -gt 0 ]; do echo "$2" >"$1" || exit; shift 2; done"#;
 
-/// zswap, switched on; set back with this or with the process.
+/// zswap, enabled; settings are restored when this is dropped or the process ends.
 pub(super) struct Zswap {
     _undo: Undo,
 }
 
 impl Zswap {
-    /// With a pool of `percent` hundredths of the machine's memory at most, and without reading ahead: what is read ahead
-    /// of the pool is unpacked for nothing, which made passes under a limit two to three times as long.
+    /// Enables zswap with a pool of at most `percent` % of the machine's memory, and disables swap read-ahead.
+    /// Read-ahead from the pool decompresses pages in vain, which made passes under a limit two to three times as
+    /// long.
     pub(super) fn on(compressor: &str, percent: u64) -> anyhow::Result<Self> {
         let settings = [
             (parameter("compressor"), compressor),
@@ -73,7 +75,7 @@ impl Zswap {
             (parameter("enabled"), "Y"),
         ];
         let mut before = Vec::new();
-        // Switched off first.
+        // In reverse order: zswap is disabled first.
         for (path, _) in settings.iter().rev() {
             let value = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
             before.extend([path.clone().into_os_string(), value.trim().into()]);
@@ -85,12 +87,12 @@ impl Zswap {
         Ok(Self { _undo: undo })
     }
 
-    /// Bytes of its pool.
+    /// Returns the bytes of the pool.
     pub(super) fn pool() -> anyhow::Result<u64> {
         Ok(named(Path::new("/proc/meminfo"), "Zswap:")? << 10)
     }
 
-    /// The first of some compressors that this kernel has.
+    /// Returns the first of these compressors that this kernel has.
     pub(super) fn compressor(names: &[String]) -> anyhow::Result<&str> {
         let path = parameter("compressor");
         let now = fs::read_to_string(&path).context("this kernel has no zswap")?;

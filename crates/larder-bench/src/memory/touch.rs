@@ -1,4 +1,5 @@
-//! A program that touches pages of its memory and says how long it waited for each: what `memory --part faults` measures.
+//! A program that accesses pages of its memory and reports the latency of each access: the load of `memory --part
+//! faults`.
 
 use std::io::{BufRead as _, Write as _};
 use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
@@ -14,10 +15,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::campaign::Random;
 
-/// Touch pages when told to on standard input ("floor COUNT", "random COUNT", "sequential COUNT"), and tell how long each took
+/// Access pages as told on standard input ("floor COUNT", "random COUNT", "sequential COUNT"), and report latencies
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Arguments {
-    /// How much memory, in MiB
+    /// Amount of memory, in MiB
     #[arg(long, default_value_t = 256)]
     mib: usize,
 }
@@ -32,7 +33,7 @@ pub(super) struct Memory {
     _file: OwnedFd,
 }
 
-// SAFETY: it is only read and written by the thread that owns it.
+// SAFETY: only the thread that owns the value reads and writes the memory.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -40,7 +41,7 @@ impl Memory {
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (pages * PAGE) as u64)?;
         let how = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -58,22 +59,23 @@ impl Memory {
         })
     }
 
-    /// How many pages there are.
+    /// Returns the number of pages.
     pub(super) fn pages(&self) -> usize {
         self.pages
     }
 
-    /// A page that compresses to about half: its number, then words of which every other one is random.
+    /// Writes a page that compresses to about half: its number, then words of which every other one is random.
     fn write(&self, page: usize, random: &mut Random) {
         self.write_words(page, random, 2);
     }
 
-    /// A page as a VM may have it: of eight two are nearly all zeros, four compress to about a third, and two not at all.
+    /// Writes a page as in a VM: of eight pages two are nearly all zeros, four compress to about a third, and two are
+    /// incompressible.
     pub(super) fn write_as_vm(&self, page: usize, random: &mut Random) {
         self.write_words(page, random, [WORDS, WORDS, 3, 3, 3, 3, 1, 1][page / 64 % 8]);
     }
 
-    /// A page: its number, then words of which every so manieth is random.
+    /// Writes a page: its number, then words of which one in `every` is random.
     fn write_words(&self, page: usize, random: &mut Random, every: usize) {
         // SAFETY: in the mapping.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
@@ -86,7 +88,7 @@ impl Memory {
         }
     }
 
-    /// Its first word, and how long it took to get that.
+    /// Reads a page's first word. Returns the word and the latency.
     fn touch(&self, page: usize) -> (u64, Duration) {
         let started = Instant::now();
         // SAFETY: in the mapping.
@@ -94,7 +96,7 @@ impl Memory {
         (word, started.elapsed())
     }
 
-    /// Likewise, of a touch that writes to the page, or not.
+    /// Reads a page's first word, after writing to the page if `write` is set. Returns the word and the latency.
     pub(super) fn touch_to(&self, page: usize, write: bool) -> (u64, Duration) {
         let started = Instant::now();
         // SAFETY: in the mapping.
@@ -107,7 +109,7 @@ impl Memory {
         }
     }
 
-    /// Which pages are not in memory (mincore(2)).
+    /// Returns the pages that are not in memory (mincore(2)).
     fn missing(&self) -> anyhow::Result<Vec<usize>> {
         let mut there = vec![0_u8; self.pages];
         // SAFETY: the mapping, and a byte for each of its pages.
@@ -169,7 +171,7 @@ fn touch_all(memory: &Memory, pages: &[usize]) -> anyhow::Result<(Vec<Duration>,
     Ok((times, started.elapsed()))
 }
 
-/// Pages that are brought by a thread which does nothing but look for faults, and has every page ready.
+/// Accesses pages whose faults are served by a thread that does nothing but poll for them, and has every page ready.
 fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Duration)> {
     let memory = Memory::new("floor", count)?;
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
@@ -195,7 +197,7 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
                 for message in &mut messages[..read] {
                     if let Some(Message::Fault { address, .. }) = message.decode() {
                         page[0] = (address - base) / PAGE as u64;
-                        // SAFETY: its bytes.
+                        // SAFETY: the bytes of an array of words.
                         let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr().cast(), PAGE) };
                         while userfaultfd.copy(address, bytes, false).1 == Filled::Changing {}
                     }

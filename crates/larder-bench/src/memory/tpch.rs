@@ -1,8 +1,8 @@
-//! The part `tpch`: completion time by how much more memory the program uses than it may.
+//! The part `tpch`: completion time by the ratio of the memory that the program uses to its limit.
 //!
-//! Each row is a process of its own. It loads its tables and runs two passes without a limit, of which the second one is
-//! what the row is compared with. Then the limit is set, and everything beyond it goes out; the next pass is the cold
-//! one, those after it are warm. All passes of all rows must find the same.
+//! Each row is a process of its own. It loads its tables and runs two passes without a limit; the second one is the
+//! row's reference. Then the limit is set, and all memory beyond it is evicted. The next pass is the cold one, those
+//! after it are warm. All passes of all rows must have the same results.
 
 use std::fs;
 use std::path::Path;
@@ -58,10 +58,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             })),
         }
     }
-    // Variants take turns at each level, so that what the machine does meanwhile is much the same for them.
+    // Pagers take turns at each level, so that other load on the machine affects them alike.
     rows.sort_by_key(|row| row.level.map_or(0, |level| level.percent));
     let measured = experiment.measure_all(&mut rows);
-    // What there is, if something went wrong.
+    // Prints the completed rows even after an error.
     rows.retain(|row| !row.runs.is_empty());
     experiment.print(&rows, working_set)?;
     measured?;
@@ -79,20 +79,20 @@ struct Experiment<'a> {
     kit: Kit,
     place: Place,
     compressor: Option<&'a str>,
-    /// What all passes must find.
+    /// Results that all passes must have.
     digest: Option<String>,
 }
 
-/// How much the program may have.
+/// Memory limit of a program.
 #[derive(Clone, Copy)]
 struct Level {
     /// The peak, in % of the limit.
     percent: u32,
-    /// Bytes.
+    /// Limit in bytes.
     limit: u64,
 }
 
-/// What is one row of the table.
+/// One row of the table.
 struct Row {
     variant: Variant,
     level: Option<Level>,
@@ -103,7 +103,7 @@ struct Row {
 struct Run {
     /// Seconds of a pass before there was a limit.
     unlimited: f64,
-    /// Passes under the limit, the cold one first. Fewer if the kernel has killed the program for want of memory.
+    /// Passes under the limit, the cold one first. There are fewer if the OOM killer has killed the program.
     passes: Vec<Pass>,
 }
 
@@ -117,11 +117,11 @@ impl Run {
     }
 }
 
-/// What the program does without a limit.
+/// Memory use of the program without a limit.
 struct Unlimited {
     peak: u64,
     loading: u64,
-    /// That of a pass when those before have left nothing any more.
+    /// Peak of a late pass, when nothing is left of earlier ones.
     last: u64,
     resident: Resident,
     touched: u64,
@@ -142,7 +142,7 @@ impl<'a> Experiment<'a> {
         })
     }
 
-    /// A pass, which must find what others found.
+    /// Runs a pass, which must have the same results as the others.
     fn pass(&mut self, workload: &mut Workload, pager: &dyn Pager, what: &str) -> anyhow::Result<Pass> {
         let pass = workload.pass(pager)?;
         eprintln!("{what}: {pass}");
@@ -164,7 +164,7 @@ impl<'a> Experiment<'a> {
         for _ in 0..self.arguments.passes {
             self.pass(&mut workload, &pager, "unlimited")?;
         }
-        // The allocator keeps what is freed for some seconds, of loading too: the first passes have the peak.
+        // The allocator keeps freed memory for some seconds, also after loading: the first passes have the peak.
         let (peak, resident) = (cgroup.used_most()?, workload.resident()?);
         workload.forget_touched()?;
         let last = self.pass(&mut workload, &pager, "unlimited")?.used_most;
@@ -198,7 +198,7 @@ impl<'a> Experiment<'a> {
 
     fn measure(&mut self, row: &Row) -> anyhow::Result<Run> {
         let what = row.name();
-        // The last one to go: it can be removed when nobody is in it.
+        // Dropped last: a group can be removed only when it has no processes.
         let cgroup = Arc::new(Cgroup::new("row")?);
         let mut workload = self.kit.start(&cgroup)?;
         let nobody = Nobody {
@@ -206,7 +206,7 @@ impl<'a> Experiment<'a> {
         };
         self.pass(&mut workload, &nobody, "loaded")?;
         let unlimited = self.pass(&mut workload, &nobody, "loaded")?.seconds;
-        // A pager that is a program of its own would be started here, with the workload's process.
+        // A pager that is a separate program attaches here.
         let pager: Box<dyn Pager> = match (row.variant, row.level) {
             (Variant::None, _) | (_, None) => Box::new(nobody),
             (Variant::Swap, Some(_)) => Box::new(Kernel::new(Arc::clone(&cgroup), None)),
@@ -294,7 +294,7 @@ impl Row {
         }
     }
 
-    /// Of the cold passes; not a number if there was none to its end.
+    /// Median over the cold passes; NaN if none was completed.
     fn cold(&self, figure: impl Fn(&Pass) -> f64) -> f64 {
         median(&self.runs.iter().filter_map(Run::cold).map(figure).collect::<Vec<_>>())
     }
@@ -304,7 +304,7 @@ impl Row {
         median(&self.runs.iter().map(of_run).collect::<Vec<_>>())
     }
 
-    /// A pass's time over that without a limit, each run by itself.
+    /// Median over the runs of a pass's time divided by that without a limit.
     fn slower(&self, seconds: impl Fn(&Run) -> f64) -> f64 {
         median(
             &self
@@ -336,7 +336,7 @@ impl Row {
             true => "killed".to_owned(),
             false => format!("{figure:.2}"),
         };
-        // What the median is of: whether it gets better or worse with each pass is seen there.
+        // All times behind the median show whether passes get faster or slower.
         let each = self.runs.iter().map(|run| {
             let ended = run.warm().iter().map(|pass| format!("{:.2}", pass.seconds));
             let killed = (run.passes.len() < passes as usize).then(|| "killed".to_owned());
@@ -391,7 +391,7 @@ impl Unlimited {
     }
 }
 
-/// The measured lines, and what is said of the published ones.
+/// Returns the measured lines, and the published ones as described in words.
 fn panels(rows: &[Row]) -> [Panel; 3] {
     let lines = |figure: fn(&Row) -> f64| {
         let of = |variant: Variant| {
@@ -432,8 +432,8 @@ fn colour(variant: Variant) -> &'static str {
     }
 }
 
-/// The shape by what is said of it, since the lines themselves were not at hand: up to 125 % they are much the same, at
-/// 150 % the one with the SSD has 88 % of what memory would do, and 2.3 times what the SAN does.
+/// Draws the published shape from its description, since the lines themselves were not at hand: up to 125 % they are
+/// much the same; at 150 % the SSD reaches 88 % of the performance of memory, and 2.3 times that of the SAN.
 fn published() -> Panel {
     let ssd = 1.0 / 0.88;
     Panel {

@@ -1,16 +1,17 @@
-//! How much memory passes over the queries need when they come again and again.
+//! The working set of repeated passes over the queries.
 
 use super::pager::Pager;
 use super::workload::Workload;
 
-/// Limits are parts of the peak.
+/// Limits are multiples of the peak divided by this number.
 const PARTS: u64 = 32;
-/// The least that is tried.
+/// Lowest limit tried, in these units.
 const LEAST: u64 = 8;
-/// What may be read from the disk in a pass, as a part of the peak: so little that it has next to no faults.
+/// Divisor of the peak that gives the permitted reads from the disk in a pass, so few that there are hardly any
+/// faults.
 const READ: u64 = 100;
 
-/// The least limit of those tried, to 1/32 of `peak`, under which the second of two passes reads next to nothing back.
+/// Returns the lowest limit, to 1/32 of `peak`, under which the second of two passes reads next to nothing back.
 pub(super) fn measure(workload: &mut Workload, pager: &dyn Pager, peak: u64) -> anyhow::Result<u64> {
     let (mut too_little, mut enough) = (LEAST, PARTS);
     while enough - too_little > 1 {

@@ -18,19 +18,19 @@ use super::pager::{Done, Pager};
 
 const SCRIPT: &str = include_str!("tpch.py");
 
-/// Where tables are kept from one run to the next.
+/// Directory that keeps tables from one run to the next.
 const TABLES: &str = "target/testbed";
 
-/// How long loading, or a pass, may take.
+/// Time limit for loading, or for a pass.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// How often memory is looked at during a pass.
+/// Interval at which memory use is sampled during a pass.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// What its memory is a part of. Tables and all are some 1.8 GiB for each of the scale.
+/// Size of the memfd for each unit of the scale. Tables and working memory take about 1.8 GiB.
 const RAM: u64 = 4 << 30;
 
-/// What it takes to run it.
+/// Files and parameters to run the program with.
 pub(super) struct Kit {
     python: PathBuf,
     preload: PathBuf,
@@ -40,7 +40,7 @@ pub(super) struct Kit {
 }
 
 impl Kit {
-    /// Installs and generates what is missing.
+    /// Prepares the program: installs and generates missing files.
     pub(super) fn new(scale: f64, threads: u32) -> anyhow::Result<Self> {
         let preload = std::env::current_exe()?.with_file_name("liblarder_bench_preload.so");
         if !preload.exists() {
@@ -66,14 +66,14 @@ impl Kit {
         })
     }
 
-    /// Bytes of the memfd, more than it will ever use.
+    /// Returns the size of the memfd in bytes, more than the program ever uses.
     pub(super) fn ram(&self) -> u64 {
         self.ram
     }
 
-    /// Starts it in `cgroup`, and waits until its tables are in memory.
+    /// Starts the program in `cgroup`, and waits until its tables are in memory.
     pub(super) fn start(&self, cgroup: &Cgroup) -> anyhow::Result<Workload> {
-        // The pages of programs and libraries are charged to whoever reads them first: that is not the group.
+        // Page cache is charged to the first reader: this charges programs and libraries outside the group.
         told(Command::new(&self.python).args(["-c", "import duckdb"]))?;
         let mut command = mortal("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec env "$@""#]);
@@ -91,7 +91,7 @@ impl Kit {
     }
 }
 
-/// What a command says.
+/// Returns a command's output.
 fn told(command: &mut Command) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().with_context(|| format!("starting {name}"))?;
@@ -101,7 +101,7 @@ fn told(command: &mut Command) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 
-/// It, running; killed when this goes.
+/// The running program; killed when this is dropped.
 pub(super) struct Workload {
     process: Process,
 }
@@ -110,11 +110,11 @@ pub(super) struct Workload {
 #[derive(Clone, Debug)]
 pub(super) struct Pass {
     pub(super) seconds: f64,
-    /// What all of the queries found.
+    /// Digest of the results of all queries.
     pub(super) digest: String,
-    /// What the pager did meanwhile.
+    /// Work of the pager during the pass.
     pub(super) done: Done,
-    /// Bytes of memory that were really in use, on average and at most.
+    /// Bytes of memory in use, on average and at most.
     pub(super) used_mean: u64,
     pub(super) used_most: u64,
 }
@@ -142,21 +142,21 @@ impl fmt::Display for Pass {
     }
 }
 
-/// Bytes of memory that the program has.
+/// Resident memory of the program, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resident {
     pub(super) all: u64,
-    /// What of it is in the memfd.
+    /// Part of it that is in the memfd.
     pub(super) inside: u64,
 }
 
 impl Workload {
-    /// Its number.
+    /// Returns the process number.
     pub(super) fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// Runs the queries, while `pager` keeps its memory.
+    /// Runs the queries once, while `pager` manages the memory.
     pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<Pass> {
         let before = pager.done()?;
         let over = AtomicBool::new(false);
@@ -202,7 +202,7 @@ impl Workload {
         Path::new("/proc").join(self.process.id().to_string()).join(name)
     }
 
-    /// What is in memory now.
+    /// Returns the resident memory.
     pub(super) fn resident(&self) -> anyhow::Result<Resident> {
         let status = self.proc("status");
         Ok(Resident {
@@ -211,12 +211,12 @@ impl Workload {
         })
     }
 
-    /// Forgets what was touched.
+    /// Resets the record of accessed memory.
     pub(super) fn forget_touched(&self) -> anyhow::Result<()> {
         Ok(fs::write(self.proc("clear_refs"), "1")?)
     }
 
-    /// Bytes in memory that were touched since that was forgotten.
+    /// Returns the resident bytes that were accessed since the record was reset.
     pub(super) fn touched(&self) -> anyhow::Result<u64> {
         let maps = fs::read_to_string(self.proc("smaps"))?;
         let kib = maps.lines().filter_map(|line| {

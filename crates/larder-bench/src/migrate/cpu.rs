@@ -7,24 +7,24 @@ use anyhow::Context;
 use larder_bench::campaign::migration::vm::Vm;
 use serde_json::json;
 
-/// Seconds that all threads of a process have had, those that have ended, too. One that has ended, and was not waited for,
-/// still has its time.
+/// Returns the CPU seconds of all threads of a process, including those that have ended. A zombie process still has
+/// its time.
 pub(crate) fn of_process(id: u32) -> anyhow::Result<f64> {
     let mut clock = 0;
-    // SAFETY: a plain call; `clock` is a place for what it tells.
+    // SAFETY: `clock` is valid for the result.
     let error = unsafe { libc::clock_getcpuclockid(id as libc::pid_t, &raw mut clock) };
     if error != 0 {
         return Err(io::Error::from_raw_os_error(error)).with_context(|| format!("the CPU time of process {id}"));
     }
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: likewise.
+    // SAFETY: `time` is valid for the result.
     if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
         return Err(io::Error::last_os_error()).with_context(|| format!("the CPU time of process {id}"));
     }
     Ok(time.tv_sec as f64 + time.tv_nsec as f64 / 1e9)
 }
 
-/// A QEMU's threads that are its guest's processors.
+/// Threads of a QEMU that are its guest's vCPUs.
 pub(super) struct Processors(Vec<u64>);
 
 impl Processors {
@@ -35,8 +35,8 @@ impl Processors {
         Ok(Self(numbers.context("query-cpus-fast tells no threads")?))
     }
 
-    /// Seconds that QEMU has had for itself, not for its guest. A destination that was given up ends, and
-    /// its processors had nothing to do.
+    /// Returns QEMU's CPU seconds without those of its guest's vCPUs. A missing thread is one of an aborted
+    /// destination, whose vCPUs have not run.
     pub(super) fn others(&self, vm: &Vm) -> anyhow::Result<f64> {
         let qemu = vm.process.id();
         let mut seconds = of_process(qemu)?;

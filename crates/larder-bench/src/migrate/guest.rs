@@ -1,4 +1,4 @@
-//! A guest that is moved to and fro, and what each move costs.
+//! A guest that is moved back and forth, and the cost of each move.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,49 +14,49 @@ use super::method::Method;
 use super::moving::{Carrier, Outcome};
 use crate::undo::Undo;
 
-/// Lines of how it goes after a move, before the next.
+/// Console lines to wait for after a move, before the next one.
 const SETTLED_TICKS: usize = 10;
 
-/// What was measured of a move.
+/// Measurements of a move.
 #[derive(Clone, Debug)]
 pub(super) struct Move {
     pub(super) outcome: Outcome,
-    /// How much memory the guest changed while it was moved, in 10^6 bytes per second.
+    /// Rate at which the guest changed memory during the move, in 10^6 bytes per second.
     pub(super) kept: f64,
-    /// From the command until the guest ran at the destination.
+    /// Time from the command until the guest ran at the destination.
     pub(super) total_s: f64,
-    /// From the source's STOP to the destination's RESUME, by the host's clock.
+    /// Time from the source's STOP to the destination's RESUME, by the host's clock.
     pub(super) downtime_ms: Option<f64>,
-    /// How often the source's QEMU looked which pages are dirty.
+    /// Number of dirty bitmap syncs of the source's QEMU.
     pub(super) rounds: u64,
-    /// Pages sent that were not zero; and those that were.
+    /// Pages sent that were not zero, and those that were.
     pub(super) pages: u64,
     pub(super) zeros: u64,
     pub(super) there_bytes: u64,
     pub(super) back_bytes: u64,
-    /// At the source, and at the destination: QEMU's without its guest's processors, and Larder's.
+    /// CPU seconds at the source and at the destination: QEMU's without its vCPUs, and Larder's.
     pub(super) cpu_s: [f64; 2],
 }
 
-/// A guest of one load and rate.
+/// A guest with one load and rate.
 pub(super) struct Guest<'a> {
     bench: &'a Bench<'a>,
-    /// That it was told, in 10^6 bytes per second.
+    /// Configured rate, in 10^6 bytes per second.
     rate: u64,
     machine: Machine,
     vm: Vm,
     side: Side,
-    /// Of the QEMUs where it was.
+    /// Consoles of the QEMUs where the guest was.
     consoles: Vec<String>,
-    /// Who moved it, or tried to, in turn.
+    /// Methods of all moves and attempts so far, in order.
     moved_by: Vec<&'static str>,
-    /// QEMU counts these on from one migration to the next.
+    /// QEMU's counter, which it does not reset between migrations.
     xbzrle_pages: u64,
     _undo: Undo,
 }
 
 impl<'a> Guest<'a> {
-    /// Boots it; `rate` in 10^6 bytes per second.
+    /// Boots the guest; `rate` is in 10^6 bytes per second.
     pub(super) fn boot(bench: &'a Bench<'a>, rate: u64) -> anyhow::Result<Self> {
         let arguments = bench.arguments;
         let script = bench.load.script(arguments.size, rate, arguments.check);
@@ -76,8 +76,9 @@ impl<'a> Guest<'a> {
         })
     }
 
-    /// How much memory it changes when it is left alone, in 10^6 bytes per second. A host that is busy for a moment is no
-    /// guest that is slow: this is done again until it comes to `enough`, and the best one counts.
+    /// Returns the rate at which the guest changes memory without a move, in 10^6 bytes per second. A busy host makes
+    /// the guest slow for a moment, so the measurement is repeated until it reaches `enough`, and the best one
+    /// counts.
     pub(super) fn alone(&self, enough: f64) -> anyhow::Result<f64> {
         const TICKS: usize = 15;
         const TIMES: usize = 4;
@@ -93,7 +94,7 @@ impl<'a> Guest<'a> {
         Ok(best)
     }
 
-    /// Moves it to the other side. It goes on checking its memory there, and on its way to the next.
+    /// Moves the guest to the other side, where it continues to check its memory.
     pub(super) fn moves(&mut self, method: Method) -> anyhow::Result<Move> {
         let bench = self.bench;
         let (from, to) = (self.side, self.side.other());
@@ -129,7 +130,7 @@ impl<'a> Guest<'a> {
         }
         let number = |of: &Value| of.as_u64().unwrap_or(0);
         let (ram, cache) = (&carried.info["ram"], &carried.info["xbzrle-cache"]);
-        // A page that overflows is sent, and counted, as a normal one.
+        // A page whose XBZRLE delta overflows is sent, and counted, as a normal one.
         let xbzrle = number(&cache["pages"]).saturating_sub(number(&cache["overflow"]));
         let pages = number(&ram["normal"]) + xbzrle.saturating_sub(self.xbzrle_pages);
         self.xbzrle_pages = self.xbzrle_pages.max(xbzrle);
@@ -155,14 +156,14 @@ impl<'a> Guest<'a> {
             drop(destination);
         }
         self.moved_by.push(method.name());
-        // It is as fast as before when it is moved again: an emulator translates its code anew.
+        // Before the next move the guest must reach its former speed: an emulator translates its code anew.
         self.vm
             .wait_for_console("TICK", SETTLED_TICKS)
             .with_context(|| self.history())?;
         Ok(figures)
     }
 
-    /// Looks whether all of its memory is as it must be, and whether it has counted on wherever it was.
+    /// Checks that all of the guest's memory is right, and that it has counted without a gap wherever it ran.
     pub(super) fn finish(mut self) -> anyhow::Result<()> {
         let checked = self.verify();
         self.consoles.push(self.vm.console());
@@ -171,9 +172,9 @@ impl<'a> Guest<'a> {
             .with_context(|| self.history())
     }
 
-    /// Waits until it has gone over all of its memory once more. A slow one takes minutes for that.
+    /// Waits until the guest has checked all of its memory once more, which takes a slow one minutes.
     fn verify(&self) -> anyhow::Result<()> {
-        // The first is under way.
+        // The first round is in progress.
         const ROUNDS: usize = 2;
         let round_s = (self.bench.arguments.size << 20).div_ceil(self.rate.max(1) * 1_000_000);
         let give_up = Instant::now() + LIMIT + 4 * ROUNDS as u32 * Duration::from_secs(round_s);
@@ -190,13 +191,13 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// What was done to it.
+    /// Describes the guest's moves.
     fn history(&self) -> String {
         format!("a guest that was moved by {}", self.moved_by.join(", "))
     }
 }
 
-/// The mean of the rates that whole lines of a console show: one may be cut off where the guest left.
+/// Returns the mean of the rates in whole lines of a console: the last line may be cut off where the guest left.
 fn rate(console: &str) -> f64 {
     let whole = console.rfind('\n').map_or("", |end| &console[..end]);
     let rates: Vec<f64> = whole
@@ -222,9 +223,9 @@ fn wait_until_it_runs(vm: &mut Vm) -> anyhow::Result<()> {
     }
 }
 
-/// When QEMU last told of such an event, in seconds since 1970; others are forgotten.
+/// Returns the time of the last such event, in seconds since 1970, and discards all other events.
 fn last_event(vm: &mut Vm, name: &str) -> anyhow::Result<f64> {
-    // Events come with answers.
+    // Events arrive with answers.
     vm.ask("query-status", &json!({}))?;
     let events = vm.monitor().take_events();
     let parsed = events
@@ -239,7 +240,8 @@ fn last_event(vm: &mut Vm, name: &str) -> anyhow::Result<f64> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_line_that_the_guest_has_not_ended_is_not_counted() {
+    /// Only complete lines of a console count for the rate.
+    fn rate_ignores_unfinished_line() {
         assert_eq!(super::rate("K 3 7\nTICK 4 40\nROUND 1\nTICK 5 42\nTICK 6 4"), 41.0);
         assert!(super::rate("TICK 1 4").is_nan());
     }

@@ -1,5 +1,5 @@
-//! The link between the two hosts: two network namespaces joined by a veth pair, each end of which lets no more than so much
-//! go out.
+//! The link between the two hosts: two network namespaces joined by a veth pair, with limited bandwidth in each
+//! direction.
 
 use std::fmt;
 use std::fs;
@@ -12,7 +12,7 @@ use crate::undo::Undo;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Speed {
-    /// Mbit/s.
+    /// Bandwidth in Mbit/s.
     Limited(u32),
     /// One namespace, and its loopback.
     Loopback,
@@ -40,7 +40,7 @@ impl fmt::Display for Speed {
 }
 
 impl Speed {
-    /// For people.
+    /// Returns the speed as readable text.
     pub(super) fn words(self) -> String {
         match self {
             Self::Limited(mbit) => format!("{mbit} Mbit/s"),
@@ -49,7 +49,7 @@ impl Speed {
     }
 }
 
-/// Either host.
+/// One of the two hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Side {
     A,
@@ -65,12 +65,12 @@ impl Side {
     }
 }
 
-/// The name of each end, in its namespace.
+/// Name of the device in each namespace.
 const DEVICE: &str = "larder0";
-/// What runs there yet keeps it, without its name, until it ends.
+/// Removes the names; a namespace itself lasts until its processes have ended.
 const REMOVE: &str = r#"for name; do [ ! -e "/run/netns/$name" ] || ip netns del "$name" || exit; done"#;
 
-/// The namespaces, gone with this or with the process.
+/// The namespaces, removed when this is dropped or the process ends.
 pub(super) struct Link {
     pub(super) speed: Speed,
     namespaces: [String; 2],
@@ -113,7 +113,7 @@ impl Link {
             let (namespace, address) = (self.namespace(side), self.address(side));
             do_it(&format!("ip -n {namespace} addr add {address}/24 dev {DEVICE}"))?;
             do_it(&format!("ip -n {namespace} link set {DEVICE} up"))?;
-            // It sends packets of 64 KiB, several of which must fit.
+            // The device sends packets of 64 KiB, several of which must fit into the burst.
             do_it(&format!(
                 "tc -n {namespace} qdisc add dev {DEVICE} root tbf rate {mbit}mbit burst 256kb latency 20ms"
             ))?;
@@ -125,7 +125,7 @@ impl Link {
         &self.namespaces[side as usize]
     }
 
-    /// What comes before a command that is to run there.
+    /// Returns the command prefix that runs a command on that host.
     pub(super) fn enter(&self, side: Side) -> [&str; 4] {
         ["ip", "netns", "exec", self.namespace(side)]
     }
@@ -138,7 +138,7 @@ impl Link {
         }
     }
 
-    /// Bytes that have gone out of, and into, the side where this process is; over loopback all count as the former.
+    /// Returns the bytes sent from, and received at, the host of this process; over loopback all count as sent.
     pub(super) fn carried(&self, process: u32) -> anyhow::Result<[u64; 2]> {
         const IN: usize = 0;
         const OUT: usize = 8;

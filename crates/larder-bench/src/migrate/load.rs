@@ -1,4 +1,4 @@
-//! What the guest does with its memory.
+//! The guest's use of its memory.
 
 use std::process::Command;
 
@@ -15,12 +15,13 @@ pub(super) enum Load {
     Memcached,
 }
 
-/// What [`Load::Memcached`] runs in the guest. `memcached-load` has the options of `guest-load`, says what that says, and
-/// talks to the memcached beside it: of 10 requests 9 set and 1 gets, of random values of 2 KiB. Its rate is that of values.
+/// Programs that [`Load::Memcached`] runs in the guest. `memcached-load` has the options and the output of
+/// `guest-load`, and is a client of the local memcached: of 10 requests 9 set and 1 gets, with random values of 2
+/// KiB. Its rate counts the values.
 const MEMCACHED: [&str; 2] = ["memcached", "memcached-load"];
 
 impl Load {
-    /// Those of which figures were published; and random pages, at rates that an emulated memcached does not come to.
+    /// Loads with published results, and random pages, at rates that an emulated memcached does not reach.
     pub(super) const DEFAULT: [Self; 4] = [Self::Constant, Self::Sequence, Self::Random, Self::Memcached];
 
     pub(super) fn name(self) -> &'static str {
@@ -33,7 +34,7 @@ impl Load {
         }
     }
 
-    /// Whether the guest has what it takes: one that was built before it had a memcached has not.
+    /// Checks that the guest image has the load's programs; one built before memcached was added lacks them.
     pub(super) fn is_there(self) -> anyhow::Result<()> {
         if self != Self::Memcached {
             return Ok(());
@@ -54,12 +55,12 @@ impl Load {
         Ok(())
     }
 
-    /// The guest's script: `size` in MiB, `rate` in 10^6 bytes per second, of `check` pages one is checked.
+    /// Returns the guest's script: `size` in MiB, `rate` in 10^6 bytes per second; one in `check` pages is checked.
     pub(super) fn script(self, size: u64, rate: u64, check: u64) -> String {
         let options = format!("--size {size} --rate {rate} --check {check}");
         match self {
             Self::Memcached => {
-                // Beside a value, keys, headers and what slabs leave unused take 272 bytes: nothing is thrown out.
+                // Keys, headers and unused space of slabs take 272 bytes for each value, so this avoids evictions.
                 let room = size * 5 / 4 + 16;
                 format!(
                     "echo root:x:0:0::/root:/bin/sh >/etc/passwd\nip link set lo up\n\
@@ -101,9 +102,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_memcached_that_has_lost_a_value_is_found_out() -> anyhow::Result<()> {
+    /// The load reports a value that memcached no longer has.
+    fn memcached_load_detects_lost_value() -> anyhow::Result<()> {
         Load::Memcached.is_there()?;
-        // Slow enough that most of its values are older than the second that flush_all leaves out.
+        // Slow enough that most values are older than a second, since flush_all spares the newest second.
         let load = Load::Memcached.script(4, 1, 1);
         let script = format!(
             r#"{} | while read -r line; do

@@ -1,4 +1,4 @@
-//! Who moves the guest, and how both QEMUs are set for it.
+//! Methods of moving the guest, and the configuration of both QEMUs for each.
 
 use clap::{ValueEnum, builder::PossibleValue};
 use larder_bench::campaign::migration::vm::Vm;
@@ -8,13 +8,13 @@ use super::Arguments;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Method {
-    /// QEMU over one channel, pages as they are.
+    /// QEMU over one channel, uncompressed.
     Qemu,
     Xbzrle,
     Multifd,
     MultifdZlib,
     MultifdZstd,
-    /// The whole move.
+    /// `larder migrate`, for the whole move.
     Larder,
 }
 
@@ -38,7 +38,7 @@ impl Method {
         }
     }
 
-    /// Sets QEMU, at either side, whatever it was set to for the move before.
+    /// Configures QEMU at either side, replacing the settings of the previous move.
     pub(super) fn prepare(self, vm: &mut Vm, arguments: &Arguments) -> anyhow::Result<()> {
         let compression = match self {
             Self::MultifdZlib => "zlib",
@@ -61,14 +61,14 @@ impl Method {
         vm.ask(
             "migrate-set-parameters",
             &json!({
-                // As fast as the link.
+                // Unlimited.
                 "max-bandwidth": 100_u64 << 30,
                 "downtime-limit": arguments.downtime,
                 "multifd-channels": arguments.channels,
                 "multifd-compression": compression,
                 "multifd-zlib-level": 1,
                 "multifd-zstd-level": 1,
-                // A smaller one than the memory that is changed does nothing. It must be a power of two.
+                // A cache smaller than the changed memory has no effect. The size must be a power of two.
                 "xbzrle-cache-size": (arguments.memory << 20).next_power_of_two(),
             }),
         )?;

@@ -1,11 +1,12 @@
-//! `larder-bench migrate`: how fast a guest may change its memory and still be moved, and what that costs, by QEMU's own
-//! methods and by Larder.
+//! `larder-bench migrate`: the rate at which a guest may change its memory and still be moved, and the cost of that,
+//! by QEMU's own methods and by Larder.
 //!
-//! Two QEMUs stand in two network namespaces that a limited link joins. An emulated guest changes its memory at a rate and
-//! checks it. It is moved to and fro: where it has come to is where it goes away from next, so it is booted once for each
-//! rate, and the methods take turns with it. [`table::published`] has what was published of this experiment.
+//! Two QEMUs run in two network namespaces, joined by a limited link. An emulated guest changes its memory at a fixed
+//! rate and checks it. It is moved back and forth, each move from the previous destination, so it is booted only once
+//! for each rate, and the methods take turns with it. [`table::published`] has the published results of this
+//! experiment.
 //!
-//! It is root's: it makes the namespaces, which are gone when it ends, however it does.
+//! It needs root: it makes the namespaces, which are removed when it ends in any way.
 
 pub(crate) mod cpu;
 mod guest;
@@ -30,60 +31,61 @@ use method::Method;
 /// Move a guest that changes its memory, by QEMU's own methods and by Larder
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// What the guest writes
+    /// Data that the guest writes
     #[arg(long, value_name = "LOAD", value_delimiter = ',', value_enum, default_values_t = Load::DEFAULT)]
     loads: Vec<Load>,
-    /// Mbit/s of the link, each way; none: loopback
+    /// Bandwidth of the link in Mbit/s, for each direction; none: loopback
     #[arg(long, value_name = "MBIT", value_delimiter = ',', default_values_t = [Speed::Limited(1000), Speed::Limited(100)])]
     link: Vec<Speed>,
-    /// Who moves it; they take turns
+    /// Methods of moving the guest, which take turns
     #[arg(long, value_name = "METHOD", value_delimiter = ',', value_enum, default_values_t = Method::DEFAULT)]
     modes: Vec<Method>,
-    /// How fast it changes its memory, in 10^6 bytes per second; without this the largest rate is looked for at which it
-    /// can be moved
+    /// Rates at which the guest changes its memory, in 10^6 bytes per second; by default the largest rate at which it
+    /// can be moved is searched
     #[arg(long, value_name = "MB", value_delimiter = ',')]
     rates: Vec<u64>,
-    /// Of given rates: how often each method moves it
+    /// With --rates: number of moves by each method
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Where the search begins: up from there with those who can move it, from half of that with the others, and so on
+    /// Start of the search: upward with the methods that can move the guest at this rate, from half of it with the
+    /// others, and so on
     #[arg(long, value_name = "MB", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     from: u64,
-    /// Where the search ends
+    /// End of the search
     #[arg(long, value_name = "MB", default_value_t = 2000)]
     to: u64,
-    /// Seconds that a move may take
+    /// Time limit of a move in seconds
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     limit: u64,
-    /// For how many milliseconds the guest may stand still, as QEMU and Larder are told
+    /// Downtime limit that QEMU and Larder are given, in milliseconds
     #[arg(long, default_value_t = 300)]
     downtime: u64,
-    /// Of the search: for how many it may really have stood still; twice as many if not given
+    /// For the search: longest actual downtime to accept, in milliseconds; twice --downtime by default
     #[arg(long)]
     accept: Option<u64>,
-    /// MiB of the guest's memory
+    /// Memory of the guest, in MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(256..))]
     memory: u64,
-    /// MiB of that which it changes. What of it goes over in the downtime, compressed, is moved at any rate: it should be
-    /// more
+    /// Size of the memory that the guest changes, in MiB. It should exceed the amount that is transferred,
+    /// compressed, within the downtime: that much can be moved at any rate
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     size: u64,
-    /// Of so many pages one is checked before it is changed
+    /// One in this number of pages is checked before it is changed
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     check: u64,
     /// Channels for pages of QEMU's multifd methods; Larder has its own default
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Move by QEMU 10 of the test bed, not the host's QEMU
+    /// Use QEMU 10 of the test bed, not the host's QEMU
     #[arg(long)]
     debian13: bool,
-    /// The larder to move with; by default the one beside this program
+    /// Path of larder; by default the one in this program's directory
     #[arg(long, value_name = "FILE")]
     larder: Option<PathBuf>,
-    /// Further words for `larder migrate`: --larder-words=--lanes,4
+    /// Further arguments for `larder migrate`: --larder-words=--lanes,4
     #[arg(long, value_name = "WORD", value_delimiter = ',', allow_hyphen_values = true)]
     larder_words: Vec<String>,
-    /// Where all figures go, as JSON
+    /// File for all measurements, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -97,13 +99,13 @@ impl Arguments {
         }
     }
 
-    /// For how many milliseconds a guest that was moved may have stood still.
+    /// Returns the longest downtime to accept, in milliseconds.
     fn accept_ms(&self) -> f64 {
         self.accept.unwrap_or(2 * self.downtime) as f64
     }
 }
 
-/// What all moves of a table have in common.
+/// Common parameters of all moves of a table.
 struct Bench<'a> {
     arguments: &'a Arguments,
     larder: PathBuf,
@@ -127,7 +129,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 load,
             };
             let mut rows = Vec::new();
-            // What has been measured is shown, whatever comes in between, and the next table is made all the same.
+            // After an error the measured rows are still printed, and the next table is made.
             if let Err(error) = search::measure(&bench, &mut rows) {
                 eprintln!("{}, {}: {error:#}", load.name(), speed.words());
                 broken += 1;

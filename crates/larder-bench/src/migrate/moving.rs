@@ -1,4 +1,4 @@
-//! One move under way, by QEMU or by Larder, until it ends or has taken too long.
+//! A single move, by QEMU or by Larder, until it ends or exceeds its time limit.
 
 use std::time::{Duration, Instant};
 
@@ -14,49 +14,49 @@ use super::cpu;
 use super::link::Side;
 use super::method::Method;
 
-/// Where QEMU listens: the namespaces are our own.
+/// Port on which QEMU listens; no other program uses the namespaces.
 const PORT: u16 = 4445;
-/// Between two looks at how it goes.
+/// Poll interval of a move's status.
 const LOOK: Duration = Duration::from_millis(50);
-/// What Larder says of a move that it gave up because of its `--timeout`.
+/// Text in Larder's output for a move that exceeded its `--timeout`.
 const TIMED_OUT: &str = "it did not end in ";
 
-/// What came of it.
+/// Outcome of a move.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Outcome {
     Moved,
-    /// It was given up, and the guest went on where it was.
+    /// The move was cancelled, and the guest continued at the source.
     DidNotEnd,
-    /// It had come to its end when it was given up.
+    /// The move completed although it was cancelled.
     TooLate,
-    /// It broke off, and the guest went on where it was.
+    /// The move failed, and the guest continued at the source.
     Failed(String),
 }
 
 impl Outcome {
-    /// Whether the guest runs at the destination.
+    /// Returns whether the guest runs at the destination.
     pub(super) fn is_there(&self) -> bool {
         matches!(self, Self::Moved | Self::TooLate)
     }
 }
 
-/// What is known of a move when it is over.
+/// Result of a move.
 pub(super) struct Carried {
     pub(super) outcome: Outcome,
-    /// The last that the source's QEMU told of it while there was something to tell.
+    /// Last informative answer of the source's QEMU about the migration.
     pub(super) info: Value,
     /// CPU seconds of Larder at the source, and at the destination.
     pub(super) larder_cpu_s: [f64; 2],
 }
 
-/// Who is ready to move a guest.
+/// A prepared method.
 pub(super) enum Carrier {
     Qemu { uri: String },
     Larder { receiver: larder::Side },
 }
 
 impl Carrier {
-    /// The destination waits for the guest then.
+    /// Prepares a move; the destination then waits for the guest.
     pub(super) fn ready(bench: &Bench<'_>, method: Method, destination: &mut Vm, to: Side) -> anyhow::Result<Self> {
         let address = bench.link.address(to);
         if method == Method::Larder {
@@ -71,7 +71,7 @@ impl Carrier {
         Ok(Self::Qemu { uri })
     }
 
-    /// Moves it.
+    /// Moves the guest.
     pub(super) fn carry(self, bench: &Bench<'_>, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
         match self {
             Self::Qemu { uri } => by_qemu(&uri, source, Duration::from_secs(bench.arguments.limit)),
@@ -80,14 +80,14 @@ impl Carrier {
     }
 }
 
-/// Asks QEMU how it goes; its status.
+/// Queries the migration's status. Keeps the last answer with statistics in `last`.
 fn look(source: &mut Vm, last: &mut Value) -> anyhow::Result<String> {
     let info = source.ask("query-migrate", &json!({}))?;
     let status = info["status"].as_str().unwrap_or("none").to_owned();
     if info["ram"].is_object() {
         *last = info;
     } else {
-        // Why it failed is all that it has to say then.
+        // After a failure the answer has nothing but its reason.
         last["error-desc"] = info["error-desc"].clone();
     }
     Ok(status)
@@ -162,7 +162,7 @@ fn by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: S
     })
 }
 
-/// Waits for the end of a process; the CPU seconds that it took.
+/// Waits for a process to exit. Returns its CPU seconds.
 fn end(process: &mut Process) -> anyhow::Result<f64> {
     let give_up = Instant::now() + END_LIMIT;
     while !process.has_ended() && Instant::now() < give_up {

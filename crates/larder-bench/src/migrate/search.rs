@@ -1,4 +1,4 @@
-//! Which rates a guest is moved at: those given, or higher and higher ones until it cannot be moved any more.
+//! The rates at which a guest is moved: the given ones, or growing ones until it cannot be moved any more.
 
 use super::Bench;
 use super::guest::{Guest, Move};
@@ -6,13 +6,13 @@ use super::method::Method;
 use super::moving::Outcome;
 use super::table::Row;
 
-/// Of so many moves so many must be good.
+/// Number of moves at a rate, and the number of them that must succeed.
 const TRIES: usize = 3;
 const GOOD: usize = 2;
-/// From one rate to the next, in quarters.
+/// Factor between successive rates, in quarters.
 const STEP_QUARTERS: u64 = 5;
 
-/// Moves guests of all rates, and tells how it goes.
+/// Moves guests at all rates, and appends the results to `rows`.
 pub(super) fn measure(bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<()> {
     let arguments = bench.arguments;
     let rounds = arguments.rounds as usize;
@@ -27,8 +27,8 @@ pub(super) fn measure(bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<
     Ok(())
 }
 
-/// Goes up from where it begins with those who can move the guest there; with the others from half of that, and so on: a
-/// rate that is too high costs the most time.
+/// Searches upward from `from` with the methods that can move the guest at that rate, then from half of it with the
+/// others, and so on: rates that are too high cost the most time.
 fn search(
     from: u64,
     to: u64,
@@ -44,7 +44,8 @@ fn search(
     Ok(())
 }
 
-/// Goes up from a rate to less than another, with those who are able to. Who was not at first.
+/// Climbs from one rate to below another with the methods that can move the guest. Returns those that failed at the
+/// first rate.
 fn climb(
     from: u64,
     end: u64,
@@ -70,7 +71,7 @@ fn climb(
     Ok(unable.unwrap_or_default())
 }
 
-/// Who can move a guest of one rate, and who cannot.
+/// Methods that can move a guest at a rate, and those that cannot.
 struct Tried {
     able: Vec<Method>,
     unable: Vec<Method>,
@@ -92,7 +93,7 @@ fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>
     })
 }
 
-/// Whether a guest can be moved so, once that is certain.
+/// Returns whether a guest can be moved in this way, once that is decided.
 pub(super) fn verdict(row: &Row, accept_ms: f64) -> Option<bool> {
     let is_good = |of: &&Move| of.outcome == Outcome::Moved && of.downtime_ms.is_some_and(|ms| ms <= accept_ms);
     let good = row.moves.iter().filter(is_good).count();
@@ -102,8 +103,8 @@ pub(super) fn verdict(row: &Row, accept_ms: f64) -> Option<bool> {
     (row.moves.len() - good > TRIES - GOOD).then_some(false)
 }
 
-/// Boots a guest, and moves it so often by each of these methods, or until that is decided. How much memory it changes
-/// when it is left alone, in 10^6 bytes per second.
+/// Boots a guest, and moves it `times` times by each of these methods, or until the result is decided. Returns the
+/// rate at which the guest changes memory without moves, in 10^6 bytes per second.
 fn take_turns(
     rate: u64,
     methods: &[Method],
@@ -123,7 +124,7 @@ fn take_turns(
     }));
     for round in 0..times {
         for turn in 0..methods.len() {
-            // Not always the same one before the same other one, or first.
+            // Rotates the order, so that no method always comes first or after the same one.
             let row = &mut rows[first + (round + turn) % methods.len()];
             if is_decided(row) {
                 continue;
@@ -147,7 +148,8 @@ fn take_turns(
 mod tests {
     use super::*;
 
-    /// What a search tries where each method moves the guest up to a rate, and the guest comes to `alone`.
+    /// Returns the attempts of a search in which each method can move the guest up to a certain rate, and the guest
+    /// reaches `alone`.
     fn tried(from: u64, alone: f64, largest: &[(Method, u64)]) -> Vec<(u64, Vec<Method>)> {
         let mut tried = Vec::new();
         let methods: Vec<Method> = largest.iter().map(|&(method, _)| method).collect();
@@ -162,7 +164,8 @@ mod tests {
     }
 
     #[test]
-    fn a_search_goes_up_with_those_who_can_and_down_with_those_who_cannot() {
+    /// Methods that can move the guest climb; the others start again from half the rate.
+    fn search_climbs_with_able_and_halves_for_others() {
         use Method::{Larder, MultifdZlib, Qemu};
         let found = tried(40, 1e3, &[(Qemu, 40), (MultifdZlib, 30), (Larder, 60)]);
         let wanted = [
@@ -177,7 +180,8 @@ mod tests {
     }
 
     #[test]
-    fn a_search_ends_where_no_rate_is_left() {
+    /// A search ends at rate 0, at the end of its range, or at the guest's own speed.
+    fn search_ends_at_rate_limits() {
         let nobody = tried(4, 1e3, &[(Method::Qemu, 0)]);
         assert_eq!(nobody.iter().map(|(rate, _)| *rate).collect::<Vec<_>>(), [4, 2, 1]);
         let any = tried(900, 1e4, &[(Method::Qemu, 10_000)]);

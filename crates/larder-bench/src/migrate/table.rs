@@ -1,4 +1,4 @@
-//! What is shown of the moves.
+//! Output of the measured moves.
 
 use serde_json::{Value, json};
 
@@ -15,15 +15,15 @@ const PAGE_BYTES: f64 = 4096.0;
 /// Moves of a guest that changes its memory at this rate.
 pub(super) struct Row {
     pub(super) method: Method,
-    /// In 10^6 bytes per second.
+    /// Configured rate, in 10^6 bytes per second.
     pub(super) rate: u64,
-    /// What it comes to when it is left alone.
+    /// Rate that the guest reaches without moves.
     pub(super) alone: f64,
     pub(super) moves: Vec<Move>,
 }
 
-/// What was published (Intel, KVM Forum): guests of 4 CPUs and 32 GB, and 8 and 128 GB, over 40 Gbit/s, with 300 ms of
-/// downtime, compression level 1.
+/// Published results (Intel, KVM Forum): guests with 4 CPUs and 32 GB, and with 8 and 128 GB, over 40 Gbit/s, with
+/// 300 ms of downtime and compression level 1.
 pub(super) fn published(load: Load) -> &'static str {
     match load {
         Load::Constant => {
@@ -61,7 +61,7 @@ pub(super) fn published(load: Load) -> &'static str {
 }
 
 impl Move {
-    /// Guest memory that was sent and was not zero, in bytes.
+    /// Returns the bytes of sent pages that were not zero.
     fn sent_bytes(&self) -> f64 {
         self.pages as f64 * PAGE_BYTES
     }
@@ -70,7 +70,7 @@ impl Move {
         self.pages as f64 / self.total_s
     }
 
-    /// Guest memory that was not zero for each byte on the link.
+    /// Returns the ratio of the bytes of sent nonzero pages to the bytes on the link.
     fn ratio(&self) -> f64 {
         self.sent_bytes() / self.there_bytes as f64
     }
@@ -88,7 +88,7 @@ impl Move {
         }
     }
 
-    /// How it went.
+    /// Describes the move in one line.
     pub(super) fn line(&self) -> String {
         let stood = self
             .downtime_ms
@@ -104,20 +104,20 @@ impl Move {
 }
 
 impl Row {
-    /// A guest that is this much slower than it should be cannot be any faster.
+    /// Share of the configured rate below which a guest counts as unable to reach it.
     pub(super) const SLOW: f64 = 0.8;
 
-    /// Whether that is more than the guest comes to.
+    /// Returns whether the guest cannot reach the configured rate.
     fn is_too_fast(&self) -> bool {
         self.alone < Self::SLOW * self.rate as f64
     }
 
-    /// What of its rate a guest that was moved kept, in 10^6 bytes per second.
+    /// Returns the rate that the guest kept during moves, in 10^6 bytes per second.
     fn kept(&self) -> f64 {
         self.median(|of| of.kept)
     }
 
-    /// Those that ended, if any did.
+    /// Returns the successful moves, or all if none succeeded.
     fn counted(&self) -> Vec<&Move> {
         let moved: Vec<&Move> = self.moves.iter().filter(|of| of.outcome == Outcome::Moved).collect();
         if moved.is_empty() {
@@ -188,7 +188,7 @@ impl Row {
     }
 }
 
-/// Prints the table of one load and link, and beside it what was published.
+/// Prints the table of one load and link, and the published results.
 pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
     let arguments = bench.arguments;
     let qemu = if arguments.debian13 { "10" } else { "7.2" };
@@ -214,7 +214,7 @@ pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
     println!("\n{}", published(bench.load));
 }
 
-/// What the search has found.
+/// Prints the result of the search.
 fn largest(bench: &Bench<'_>, rows: &[Row]) {
     println!(
         "\nIt moves if it stands still for {:.0} ms at most.",
@@ -230,7 +230,7 @@ fn largest(bench: &Bench<'_>, rows: &[Row]) {
         };
         let best = of_method(true).next_back();
         let set = match best {
-            // That is no rate which it was moved at.
+            // The configured rate is higher than the actual one then.
             Some(row) if row.is_too_fast() => format!("{}, and the guest alone comes to {:.0}", row.rate, row.alone),
             Some(row) => row.rate.to_string(),
             None => "none".to_owned(),
@@ -242,7 +242,7 @@ fn largest(bench: &Bench<'_>, rows: &[Row]) {
         };
         let shown = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
         let kept = shown(best.map(Row::kept));
-        // A guest that gets less of the processors is moved more easily: it need not be that of the highest rate.
+        // A guest that gets less processor time is moved more easily, so the maximum need not be at the highest rate.
         let most = shown(of_method(true).map(Row::kept).reduce(f64::max));
         println!("| {} | {set} | {kept} | {most} | {next} |", method.name());
     }

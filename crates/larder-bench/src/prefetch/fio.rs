@@ -8,13 +8,13 @@ use anyhow::{Context, bail};
 use super::servers::text;
 use crate::vhost_user::server::mortal;
 
-/// What fio is to do: reads of one size, for a set time.
+/// An fio job: reads of one size, for a set time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job {
     pub(super) random: bool,
     /// Bytes of a read.
     pub(super) block: u64,
-    /// Reads in flight, of each job.
+    /// Reads in flight of each thread.
     pub(super) depth: u32,
     /// Threads, each with a connection and a part of the disk of its own.
     pub(super) jobs: u32,
@@ -23,23 +23,23 @@ pub(super) struct Job {
     pub(super) size: u64,
 }
 
-/// What fio has measured, of all jobs together.
+/// Measurements of fio, summed over all threads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measured {
-    /// How many reads there were.
+    /// Number of reads.
     pub(super) reads: u64,
     pub(super) iops: f64,
     pub(super) bytes_per_second: f64,
 }
 
 impl Job {
-    /// Through the NBD server at `socket`.
+    /// Runs the job on the NBD server at `socket`.
     pub(super) fn run_nbd(&self, socket: &Path) -> anyhow::Result<Measured> {
         let uri = format!("--uri=nbd+unix:///?socket={}", text(socket)?);
         self.run(&["--ioengine=nbd", &uri])
     }
 
-    /// On a file, past the page cache.
+    /// Runs the job on a file with direct I/O.
     pub(super) fn run_file(&self, path: &Path) -> anyhow::Result<Measured> {
         let name = format!("--filename={}", text(path)?);
         self.run(&["--ioengine=io_uring", "--direct=1", &name])
@@ -64,7 +64,7 @@ impl Job {
         if !output.status.success() {
             bail!("fio: {}{said}", String::from_utf8_lossy(&output.stderr));
         }
-        // Messages may come before the JSON.
+        // Messages may precede the JSON.
         let json = said.find('{').map_or("", |start| &said[start..]);
         let report: serde_json::Value = serde_json::from_str(json).with_context(|| format!("fio's report: {said}"))?;
         let read = &report["jobs"][0]["read"];

@@ -1,9 +1,9 @@
-//! The part `guest`: a Debian guest boots and reads its files, with read-ahead on and off, on this machine's disk and on
-//! an NBD server that answers each read a millisecond later; and two guests boot at a time.
+//! The part `guest`: a Debian guest boots and reads its files, with read-ahead on and off, on this machine's disk and
+//! on an NBD server whose reads take a millisecond longer. Also, two guests boot at the same time.
 //!
-//! The guest's page cache is dropped before each job; its kernel reads ahead itself, 128 KiB at a time. Seconds are by
-//! the guest's clock. Without KVM its processor is emulated, and is what most of them go by; so the table has besides
-//! how long reads took by the guest's count, all that were under way at a time added up.
+//! The guest's page cache is dropped before each job; its kernel has read-ahead of its own, 128 KiB at a time.
+//! Seconds are by the guest's clock. Without KVM the emulated processor limits most of them. Therefore the table also
+//! has the total latency of the guest's reads, summed over concurrent ones.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,11 +22,11 @@ use crate::vhost_user::server::Server;
 /// Bytes of the file `/data` in the guest.
 const DATA_BYTES: u64 = 128 << 20;
 
-/// What the NBD server takes longer for a read than it would.
+/// Additional latency of a read from the NBD server.
 const LATENCY: Duration = Duration::from_millis(1);
 
-/// What a guest does when it has booted. Each job begins when the guest is told so, and ends with a line of the
-/// seconds of its clock and the counts of its disk, before and after: reads, sectors, ms.
+/// The guest's script after boot. Each job begins when a line arrives on the console. It ends with a line of the
+/// guest's clock and disk counters before and after: seconds, reads, sectors, ms.
 const SCRIPT: &str = r#"
 counts() {
   read -r seconds _ </proc/uptime
@@ -69,7 +69,7 @@ const JOBS: [&str; 7] = [
     "grep -r",
 ];
 
-/// How Larder reads ahead.
+/// A configuration of read-ahead.
 #[derive(Clone, Copy)]
 struct Contender {
     name: &'static str,
@@ -99,32 +99,32 @@ const CONTENDERS: [Contender; 3] = [
     },
 ];
 
-/// Where the guest's system is.
+/// Location of the guest's system.
 #[derive(Clone, Copy)]
 enum Store {
-    /// A qcow2 overlay on the disk of this machine.
+    /// A qcow2 overlay on this machine's disk.
     Disk,
-    /// An NBD server, a millisecond away.
+    /// An NBD server with an additional latency of a millisecond.
     Remote,
 }
 
-/// Of one job in one round.
+/// Measurements of one job in one round.
 #[derive(Clone, Copy)]
 struct Figures {
     seconds: f64,
-    /// The guest's requests to read, and what they asked for and took in all.
+    /// The guest's read requests, with their total bytes and latency.
     requests: f64,
     bytes: f64,
     ms: f64,
-    /// Nothing if Larder does not read ahead.
+    /// Read-ahead statistics; `None` if Larder does not read ahead.
     counts: Option<Counts>,
 }
 
-/// What Larder says of its read-ahead: numbers of reads, and bytes.
+/// Larder's read-ahead statistics: numbers of reads, and bytes.
 #[derive(Clone, Copy, Default)]
 struct Counts {
     reads: f64,
-    /// All in memory, or on its way.
+    /// Reads whose bytes were all in memory or in flight.
     found: f64,
     partial: f64,
     bypassed: f64,
@@ -156,7 +156,7 @@ impl Counts {
     }
 }
 
-/// A guest and the servers of its disk, which end with it.
+/// A guest and the servers of its disk, which are stopped with it.
 struct Running {
     guest: Guest,
     larder: Larder,
@@ -189,7 +189,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     pair(&place, &system, rounds)
 }
 
-/// A raw image of a Debian system with a file of random data, on the disk and not in the page cache.
+/// Creates a raw image of a Debian system with a file of random data, on the disk and not in the page cache.
 fn system(place: &Place) -> anyhow::Result<PathBuf> {
     let (system, data) = (place.unused("system"), place.raw_image(DATA_BYTES)?);
     succeed(
@@ -210,7 +210,7 @@ fn succeed(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes what is not written yet of a file, and takes it out of the page cache.
+/// Writes a file's dirty pages to the disk, and drops them from the page cache.
 fn make_cold(file: &Path) -> anyhow::Result<()> {
     let file = std::fs::File::open(file)?;
     file.sync_all()?;
@@ -265,7 +265,7 @@ impl Running {
         }
     }
 
-    /// Waits for the end of the job `name`, before which Larder had said `before`.
+    /// Waits for the end of the job `name`. `before` has Larder's statistics from before it.
     fn figures(&self, name: &str, before: Option<Counts>) -> anyhow::Result<Figures> {
         let line = self.guest.process.wait_for(&format!("LARDER-JOB {name}: "), LIMIT)?;
         let numbers = line.rsplit(": ").next().unwrap_or_default().split_whitespace();
@@ -295,7 +295,7 @@ impl Running {
         })
     }
 
-    /// Waits until it has booted.
+    /// Waits until the guest has booted.
     fn boot(&self) -> anyhow::Result<Figures> {
         self.guest.process.wait_for("LARDER-GUEST-BOOTED", LIMIT)?;
         let seconds = self.begun.elapsed().as_secs_f64();
@@ -304,7 +304,7 @@ impl Running {
     }
 }
 
-/// Boots a guest that does all jobs. The figures of the boot, and of each job.
+/// Boots a guest that runs all jobs. Returns the measurements of the boot, and of each job.
 fn jobs(place: &Place, system: &Path, store: Store, contender: Contender) -> anyhow::Result<Vec<Figures>> {
     let mut running = start(place, system, store, contender)?;
     let mut figures = vec![running.boot()?];
@@ -319,7 +319,7 @@ fn jobs(place: &Place, system: &Path, store: Store, contender: Contender) -> any
 }
 
 impl Figures {
-    /// Of two disks at a time.
+    /// Combines the measurements of two guests that ran at the same time.
     fn and(&self, other: &Self) -> Self {
         Self {
             seconds: self.seconds.max(other.seconds),
@@ -341,7 +341,7 @@ fn print_head() {
     println!("|{}", " --- |".repeat(11));
 }
 
-/// A table of the jobs, from what `grid[contender][job]` has of each round.
+/// Prints a table of the jobs; `grid[contender][job]` has the measurements of each round.
 fn print(grid: &[Vec<Vec<Figures>>]) {
     print_head();
     for (index, job) in [BOOT].iter().chain(&JOBS).enumerate() {
@@ -352,7 +352,7 @@ fn print(grid: &[Vec<Vec<Figures>>]) {
     println!();
 }
 
-/// A row: of one job and contender, beside that without read-ahead.
+/// Prints a row for one job and configuration, compared with that without read-ahead.
 fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
     let of = |all: &[Figures], figure: fn(&Figures) -> f64| all.iter().map(figure).collect::<Vec<f64>>();
     let (seconds, ms) = (of(all, |one| one.seconds), of(all, |one| one.ms));
@@ -389,7 +389,7 @@ fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
     );
 }
 
-/// Two guests that boot at a time, each from its own overlay.
+/// Measures two guests that boot at the same time, each from its own overlay.
 fn pair(place: &Place, system: &Path, rounds: usize) -> anyhow::Result<()> {
     let contenders = [OFF, ON];
     let mut grid = vec![Vec::new(); contenders.len()];

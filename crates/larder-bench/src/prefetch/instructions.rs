@@ -1,12 +1,12 @@
-//! The part `instructions`: what read-ahead costs where it is of no use, as user-space instructions of the server for
+//! The part `instructions`: the cost of read-ahead where it is useless, in user-space instructions of the server for
 //! each request, which callgrind counts exactly.
 //!
-//! A server is run twice under callgrind for each figure, for so many requests and for twice as many; the difference is
-//! what the second half of the requests took, without start and end. Images are read with direct I/O, through io_uring:
-//! a read that is answered in the call does not come to read-ahead.
+//! For each result a server runs twice under callgrind, for a number of requests and for twice as many. The
+//! difference is the cost of the second half, without start and end. Images are read with direct I/O, through
+//! io_uring, because a read that is answered in the call bypasses read-ahead.
 //!
 //! Valgrind 3.19 does not know that waiting for io_uring blocks, and lets no other thread run meanwhile, not even the
-//! one that takes the signal to end. So the threads take turns, and connections wake the one that waits.
+//! one that handles the signal to exit. So the threads are scheduled in turns, and connections wake the waiting one.
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
@@ -24,7 +24,7 @@ use crate::figures::{median, ratios, spread};
 use crate::vhost_user::client::{Client, Random, Workload};
 use crate::vhost_user::larder;
 
-/// Large enough that random reads have no neighbours by chance.
+/// Large enough that random reads are hardly ever adjacent.
 const IMAGE_BYTES: u64 = GIB;
 
 const BLOCK: usize = 4096;
@@ -34,17 +34,17 @@ const COUNT: u64 = 16_384;
 
 const CLIENT_MEMORY: usize = 1 << 20;
 
-/// A server is some fifty times slower when its instructions are counted.
+/// Generous limit: callgrind makes a server some fifty times slower.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A server that is to end gets a connection after each step, so many times.
+/// Interval and maximum number of connections that wake an exiting server.
 const STEP: Duration = Duration::from_millis(100);
 const STEPS_MAX: u32 = 600;
 
 /// Functions that differ by fewer instructions for each request are not shown.
 const SHOWN_MIN: f64 = 8.0;
 
-/// What is asked for, in requests of one block.
+/// A load of requests of one block each.
 #[derive(Clone, Copy)]
 struct Requests {
     name: &'static str,
@@ -83,7 +83,7 @@ impl Requests {
     }
 }
 
-/// A function, and the source that its instructions, or what was inlined into it, come from.
+/// A function, and the source file of its instructions or of code inlined into it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Function {
     source: String,
@@ -99,7 +99,7 @@ impl Costs {
         self.0.values().sum()
     }
 
-    /// What these are more than others, function by function.
+    /// Returns the difference from other costs, function by function.
     fn over(&self, others: &Self) -> Self {
         let mut costs = self.0.clone();
         for (function, cost) in &others.0 {
@@ -113,13 +113,13 @@ impl Costs {
         self
     }
 
-    /// Those of read-ahead's own code.
+    /// Returns the instructions of read-ahead's own code.
     fn of_read_ahead(&self) -> f64 {
         let own = self.0.iter().filter(|(function, _)| function.is_read_ahead());
         own.map(|(_, cost)| cost).sum()
     }
 
-    /// Rows of the functions, from the most to the least.
+    /// Prints a row for each function, from the most to the least expensive.
     fn print(&self) {
         let mut functions: BTreeMap<&str, f64> = BTreeMap::new();
         for (function, cost) in &self.0 {
@@ -137,7 +137,7 @@ impl Costs {
         println!("| all others | {rest:+.0} |");
     }
 
-    /// What callgrind has written.
+    /// Reads a profile that callgrind has written.
     fn read(profile: &Path) -> anyhow::Result<Self> {
         let output = Command::new("callgrind_annotate")
             .args(["--threshold=100", "--auto=no"])
@@ -165,15 +165,15 @@ impl Function {
     }
 }
 
-/// From a line of callgrind_annotate's list, `1,234 (5.67%)  file:function [object]`.
+/// Parses a line of callgrind_annotate's list, `1,234 (5.67%)  file:function [object]`.
 fn function_and_cost(line: &str) -> Option<(Function, f64)> {
     let (cost, rest) = line.trim_start().split_once(" (")?;
     let cost = cost.replace(',', "").parse().ok()?;
     let place = rest.split_once("%)")?.1.trim();
     let place = place.split(" [/").next().unwrap_or(place);
-    // The total, on a line of its own, has no file.
+    // The total is on a line without a file.
     let (source, name) = place.split_once(':')?;
-    // A recursive call is marked by an apostrophe.
+    // An apostrophe marks a recursive call.
     let name = name.split('\'').next().unwrap_or(name);
     let function = Function {
         source: source.to_owned(),
@@ -182,19 +182,19 @@ fn function_and_cost(line: &str) -> Option<(Function, f64)> {
     Some((function, cost))
 }
 
-/// How the server of a measurement is run.
+/// Configuration of a measured server.
 #[derive(Clone, Copy)]
 struct Served<'a> {
     program: &'a Path,
     image: &'a Path,
     format: &'a str,
     prefetch: &'a str,
-    /// With a cache in write-through.
+    /// Whether there is a write-through cache.
     is_cached: bool,
 }
 
 impl Served<'_> {
-    /// Instructions of one request.
+    /// Returns the instructions of one request.
     fn of_each(&self, place: &Place, requests: &Requests, count: u64) -> anyhow::Result<Costs> {
         let of = |count| counted(place, self, requests, count);
         Ok(of(2 * count)?.over(&of(count)?).divided(count))
@@ -300,7 +300,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Instructions of a server from its start to its end.
+/// Returns the instructions of a server from its start to its exit.
 fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) -> anyhow::Result<Costs> {
     let (socket, profile) = (place.unused("socket"), place.unused("callgrind"));
     let mut command = mortal("valgrind");
@@ -332,7 +332,7 @@ fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) 
         match server.wait(STEP) {
             Ok(status) => break status,
             Err(error) if steps.next().is_none() => return Err(error),
-            // It may be ending right now.
+            // The server may just be exiting.
             Err(_) => drop(UnixStream::connect(&socket)),
         }
     };

@@ -7,7 +7,7 @@ use super::servers::text;
 use super::{Arguments, DISK_BYTES, GIB};
 use crate::figures::median;
 
-/// The reads that show what the disk is good for.
+/// Size of the reads that measure the disk's bandwidth.
 const LONG_READ: u64 = 128 << 10;
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {

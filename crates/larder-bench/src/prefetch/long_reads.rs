@@ -1,5 +1,5 @@
-//! The part `long-reads`: which reads are too long to be read ahead of. A guest's kernel reads ahead itself, 128 KiB at
-//! a time if it is not told otherwise; here a client without its other work asks for the like, in order and at random.
+//! The part `long-reads`: the read size above which read-ahead is no use. A guest's kernel reads ahead itself, 128
+//! KiB at a time by default. Here a client without other work sends such reads, sequential and random.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use crate::vhost_user::client::{Client, Random, Workload};
 
 const IMAGE_BYTES: u64 = 256 << 20;
 
-/// What is read of it in a measurement, by default.
+/// Bytes to read in a measurement, by default.
 const READ_BYTES: u64 = 128 << 20;
 
-/// What the NBD server takes for a request.
+/// Latency of the NBD server's requests.
 const LATENCY: Duration = Duration::from_millis(1);
 
-/// The longest reads that are read ahead of.
+/// Limits of the read size for read-ahead.
 const LARGEST: [&str; 3] = ["64KiB", "128KiB", "256KiB"];
 
-/// Reads of so many bytes, so many at a time.
+/// Reads of one size, with a certain number in flight.
 #[derive(Clone, Copy)]
 struct Reads {
     random: bool,
@@ -40,7 +40,7 @@ const READS: [Reads; 8] = [
     Reads::new(true, 128, 2),
 ];
 
-/// One server at one kind of reads: a value for each round.
+/// Measurements of one server with one kind of reads, a value for each round.
 #[derive(Clone, Default)]
 struct Series {
     bytes_per_second: Vec<f64>,
@@ -71,7 +71,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads `bytes` of `image` once, with reads up to `largest` read ahead of, or none.
+/// Reads `bytes` of `image` once, with read-ahead for reads up to `largest`, or without.
 fn measure(
     place: &Place,
     image: &str,

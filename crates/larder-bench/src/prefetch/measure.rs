@@ -1,4 +1,4 @@
-//! Requests replayed against Larder, and what became of what it read ahead for them.
+//! Replays requests against Larder, and measures the use of its read-ahead.
 
 use larder_block::ByteLen;
 
@@ -6,50 +6,50 @@ use super::place::Place;
 use super::servers::{Export, Prefetch, Serve};
 use crate::vhost_user::client::{Client, Replayed, Request};
 
-/// A disk to be served.
+/// A disk to serve.
 #[derive(Clone, Copy)]
 pub(super) struct Disk<'a> {
     /// A path, or an NBD URI.
     pub(super) image: &'a str,
     pub(super) format: &'a str,
     pub(super) read_only: bool,
-    /// The client spins for completions: a disk on this machine leaves a processor for it.
+    /// Whether the client spins for completions: a local disk leaves it a processor.
     pub(super) client_spins: bool,
 }
 
-/// Requests for it.
+/// Requests for the disk.
 pub(super) struct Load<R> {
     pub(super) requests: R,
-    /// Requests in flight at most.
+    /// Maximum number of requests in flight.
     pub(super) depth: usize,
-    /// Bytes of the largest.
+    /// Bytes of the largest request.
     pub(super) largest: usize,
 }
 
-/// What came of them.
+/// Results of a load.
 pub(super) struct Measured {
     pub(super) replayed: Replayed,
     pub(super) shares: Shares,
 }
 
-/// What became of the reads, in % of the reads, and of what was read ahead, in % of the bytes that were read.
+/// Use of read-ahead: reads in % of all reads, and bytes in % of the bytes read.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Shares {
     /// Reads whose bytes were all in memory.
     pub(super) hits: f64,
-    /// Reads that waited for bytes on their way.
+    /// Reads that waited for bytes in flight.
     pub(super) waits: f64,
-    /// Reads of which a part was in memory, or on its way.
+    /// Reads of which only a part was in memory or in flight.
     pub(super) parts: f64,
     /// Bytes read ahead.
     pub(super) fetched: f64,
-    /// Those that were dropped unread.
+    /// Bytes that were dropped unread.
     pub(super) wasted: f64,
-    /// Those that were neither read nor dropped when it ended.
+    /// Bytes that were neither read nor dropped at the end.
     pub(super) unread: f64,
 }
 
-/// Serves the disk anew, and makes the requests.
+/// Starts a new server for the disk, and sends the requests.
 pub(super) fn measure(
     place: &Place,
     disk: Disk<'_>,
@@ -89,7 +89,7 @@ pub(super) fn measure(
     Ok(Measured { replayed, shares })
 }
 
-/// The middle one of several rounds, each figure by itself.
+/// Returns the medians over several rounds, for each value separately.
 pub(super) fn median_of(rounds: &[Shares]) -> Shares {
     let median = |figure: fn(&Shares) -> f64| crate::figures::median(&rounds.iter().map(figure).collect::<Vec<_>>());
     Shares {
@@ -102,7 +102,7 @@ pub(super) fn median_of(rounds: &[Shares]) -> Shares {
     }
 }
 
-/// The two that are compared, in the order of a round: who comes first alternates.
+/// Returns the two configurations to compare; which is first alternates with the round.
 pub(super) fn contenders(round: usize) -> [Prefetch; 2] {
     match round % 2 {
         0 => [Prefetch::Off, Prefetch::Default],

@@ -1,4 +1,4 @@
-//! The part `memory`: what read-ahead holds at most, whatever is read.
+//! The part `memory`: the peak memory of read-ahead, whatever is read.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::servers::{Export, Larder, Prefetch, Serve, text};
 use super::{Arguments, DISK_BYTES};
 use crate::figures::{median, spread};
 
-/// What Larder is given, in MiB.
+/// Values of the option, in MiB.
 const OPTIONS: [u64; 3] = [1, 4, 64];
 
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -77,7 +77,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The most memory that Larder has while the job runs, in KiB.
+/// Returns Larder's peak memory while the job runs, in KiB.
 fn most(larder: &Larder, job: &Job) -> anyhow::Result<f64> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

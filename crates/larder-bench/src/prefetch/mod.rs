@@ -1,8 +1,8 @@
-//! `larder-bench prefetch`: what reading ahead gains, costs and wastes.
+//! `larder-bench prefetch`: the gain, cost and waste of reading ahead.
 //!
-//! Each part measures Larder with read-ahead on and off in one run, in rounds that alternate between the two and their
-//! peers, and prints a table in Markdown: medians over the rounds, ratios of each round with their spread. A server is
-//! started anew for each measurement, so that none finds what another has left in it; images are on the disk, and not
+//! Each part measures Larder with read-ahead on and off in one run, in rounds that alternate between the two and
+//! their peers. It prints a table in Markdown: medians over the rounds, and ratios of each round with their spread.
+//! Each measurement starts a new server, so that nothing is left of the previous one; images are on the disk, and not
 //! in the page cache.
 
 mod fio;
@@ -30,51 +30,52 @@ use place::Place;
 /// Measure Larder's read-ahead
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// What to measure; by default all
+    /// Parts to measure; all by default
     #[arg(long = "part", value_name = "PART", value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Where images go, inside this project, /tmp or /dev/shm: on the disk that is to be measured
+    /// Directory for images, inside this project, /tmp or /dev/shm, on the disk to be measured
     #[arg(long, default_value = "target")]
     folder: PathBuf,
-    /// Rounds; the median is shown. By default what each part needs
+    /// Number of rounds, whose median is shown; the default depends on the part
     #[arg(long)]
     rounds: Option<usize>,
-    /// Seconds of each measurement that has no set number of requests. By default what each part needs
+    /// Seconds of each measurement without a set number of requests; the default depends on the part
     #[arg(long)]
     seconds: Option<f64>,
-    /// Requests of each measurement that has a set number of them. By default what each part needs
+    /// Requests of each measurement with a set number of them; the default depends on the part
     #[arg(long)]
     count: Option<u64>,
-    /// Where the block traces cloudphysics.vscsi, arc-P6.lis.zst and arc-OLTP.lis.zst are
+    /// Directory of the block traces cloudphysics.vscsi, arc-P6.lis.zst and arc-OLTP.lis.zst
     #[arg(long)]
     traces: Option<PathBuf>,
-    /// How many times as fast a trace with times is replayed
+    /// Factor by which a trace with timestamps is replayed faster
     #[arg(long, default_value_t = 10.0)]
     speed_up: f64,
-    /// Another larder, such as that of the version before: the instructions of both are compared, with and without a cache
+    /// Another larder, such as the previous version: compare its instructions with those of this one, with and
+    /// without a cache
     #[arg(long, value_name = "PROGRAM")]
     against: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Part {
-    /// `qemu-img bench`: sequential reads of a qcow2 image
+    /// Read a qcow2 image sequentially with `qemu-img bench`
     QemuImg,
-    /// fio: the 18 rows of the published table, on the disk
+    /// Measure the 18 rows of the published table with fio, on the disk
     Fio,
-    /// The same over a remote disk
+    /// Measure the published table over a remote disk
     Remote,
-    /// The memory that is held at most
+    /// Measure the peak memory
     Memory,
-    /// Orders in which a disk may be read, on this machine's disk and on one far away: gain and waste
+    /// Measure gain and waste for various orders of reads, on this machine's disk and on a remote one
     Patterns,
-    /// Block traces of others, replayed
+    /// Replay published block traces
     Traces,
-    /// User-space instructions for each request
+    /// Count user-space instructions for each request
     Instructions,
-    /// A Debian guest that boots and reads files
+    /// Boot a Debian guest that reads files
     Guest,
-    /// Reads that are longer than those that are read ahead of
+    /// Measure reads longer than the limit for read-ahead
     LongReads,
 }
 
@@ -98,11 +99,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 const GIB: u64 = 1 << 30;
 
-/// Bytes of the disks that are measured, as published.
+/// Size of the measured disks in bytes, as published.
 const DISK_BYTES: u64 = 2 * GIB;
 
 impl Arguments {
-    /// A folder for images on the disk.
+    /// Creates a directory for images on the disk.
     fn place(&self) -> anyhow::Result<Place> {
         Place::new(&self.folder)
     }

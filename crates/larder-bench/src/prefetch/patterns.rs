@@ -1,4 +1,4 @@
-//! The part `patterns`: orders in which a disk may be read, and what reading ahead gains and wastes in each.
+//! The part `patterns`: the gain and waste of read-ahead for various orders of reads.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ const DEPTHS: [usize; 2] = [1, 4];
 
 const DISK_BYTES: u64 = GIB;
 
-/// What the store that is far away takes for a request.
+/// Latency of the remote store's requests.
 const DELAY: Duration = Duration::from_micros(500);
 
 /// Seconds of a measurement.
@@ -26,24 +26,24 @@ const ROUNDS: usize = 3;
 const KIB: u64 = 1 << 10;
 const SECTOR: u64 = 512;
 
-/// Bytes of a read, where nothing else is said.
+/// Default size of a read in bytes.
 const BLOCK: u64 = 4 * KIB;
 
 /// Bytes of the longest read.
 const LARGEST: u64 = 64 * KIB;
 
-/// Readers that run side by side.
+/// Number of interleaved readers.
 const READERS: u64 = 64;
 
-/// Reads that change places with each other.
+/// Number of reads in a window that is shuffled.
 const WINDOW: usize = 8;
 
-/// Where reads begin and how long they are, in bytes, without an end.
+/// Offset and length of each read in bytes, without an end.
 type Reads = Box<dyn Iterator<Item = (u64, u64)>>;
 
 struct Pattern {
     name: &'static str,
-    /// The reads of a disk of so many bytes.
+    /// Returns the reads of a disk of this size in bytes.
     reads: fn(u64) -> Reads,
 }
 
@@ -123,13 +123,13 @@ fn blocks(numbers: impl Iterator<Item = u64> + 'static) -> Reads {
     Box::new(numbers.map(|block| (block * BLOCK, BLOCK)))
 }
 
-/// `len` bytes of every `step`, and on from the start a block further when the disk has ended.
+/// Reads `len` bytes of every `step`. At the end of the disk it starts again, a block further on.
 fn strided(disk: u64, len: u64, step: u64) -> Reads {
     let steps = disk / step - 2;
     Box::new((0..).map(move |read| (read % steps * step + read / steps * BLOCK % step, len)))
 }
 
-/// Readers that go forward, each in a part of the disk of its own, in turn.
+/// Sequential readers in turn, each in its own part of the disk.
 fn interleaved(disk: u64) -> Reads {
     let part = disk / BLOCK / READERS;
     blocks((0..).map(move |read| read % READERS * part + read / READERS % part))
@@ -144,7 +144,7 @@ fn mixed(disk: u64) -> Reads {
     }))
 }
 
-/// One block in `every` is followed by up to `most` that are not read.
+/// Skips up to `most` blocks after one block in `every`.
 fn with_holes(disk: u64, every: u64, most: u64) -> Reads {
     let mut random = Random::default();
     let mut block = 0;
@@ -156,7 +156,7 @@ fn with_holes(disk: u64, every: u64, most: u64) -> Reads {
     }))
 }
 
-/// Forward, but any order among those that a queue may hold.
+/// Sequential, but in a random order within each window that a queue may hold.
 fn reordered(disk: u64) -> Reads {
     let mut random = Random::default();
     let windows = (0..disk / BLOCK / WINDOW as u64).cycle();
@@ -167,7 +167,7 @@ fn reordered(disk: u64) -> Reads {
     }))
 }
 
-/// Runs of as many blocks as `len` says, each at a place of its own.
+/// Runs of as many blocks as `len` returns, each at a random offset.
 fn runs(disk: u64, len: fn(&mut Random) -> u64) -> Reads {
     let mut random = Random::default();
     let next_run = move || {
@@ -178,7 +178,7 @@ fn runs(disk: u64, len: fn(&mut Random) -> u64) -> Reads {
     blocks(std::iter::repeat_with(next_run).flatten())
 }
 
-/// A pattern at a depth: a value per round.
+/// Measurements of a pattern at a depth, a value for each round.
 #[derive(Default)]
 struct Figures {
     iops_off: Vec<f64>,

@@ -1,4 +1,4 @@
-//! Where a part works: a folder that goes with the process, and images full of random data in it.
+//! The working directory of a part, which is removed with the process, and images full of random data in it.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -10,16 +10,16 @@ use anyhow::{Context, bail};
 
 use crate::qcow2::image::{Layout, Order};
 
-/// Bytes that are written at a time.
+/// Bytes written at a time.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// log2 of the size of a cluster.
+/// log2 of the cluster size.
 const CLUSTER_BITS: u32 = 16;
 
-/// Waits for the end of its input, which comes with the end of this process however that ends, and removes the folder.
+/// Waits for the end of its input, which comes when this process ends in any way, and removes the directory.
 const REMOVE: &str = r#"trap "" INT TERM HUP; cat >/dev/null; rm -rf -- "$1""#;
 
-/// A folder, gone with what this is of, or with the process.
+/// A directory, removed when this is dropped or the process ends.
 pub(crate) struct Place {
     path: PathBuf,
     remover: Child,
@@ -27,7 +27,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// In `within`, which is made if it is missing.
+    /// Creates a directory in `within`, which is created if it is missing.
     pub(crate) fn new(within: &Path) -> anyhow::Result<Self> {
         let within = std::path::absolute(within)?;
         fs::create_dir_all(&within).with_context(|| format!("making {}", within.display()))?;
@@ -45,25 +45,25 @@ impl Place {
         })
     }
 
-    /// Where it is.
+    /// Returns the directory's path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A path in it that there is nothing at.
+    /// Returns a path in the directory that does not exist yet.
     pub(crate) fn unused(&self, name: &str) -> PathBuf {
         let number = self.names.fetch_add(1, Ordering::Relaxed);
         self.path.join(format!("{name}{number}"))
     }
 
-    /// A raw image of `size` bytes of random data, on the disk and not in the page cache when this returns.
+    /// Creates a raw image of `size` bytes of random data, which on return is on the disk and not in the page cache.
     pub(crate) fn raw_image(&self, size: u64) -> anyhow::Result<PathBuf> {
         let path = self.unused("raw");
         fill(&path, 0, size)?;
         Ok(path)
     }
 
-    /// The same as qcow2, with its clusters in the order of the disk.
+    /// Creates a qcow2 image like [`Self::raw_image`], with its clusters in the order of the disk.
     pub(crate) fn qcow2_image(&self, size: u64) -> anyhow::Result<PathBuf> {
         let path = self.unused("qcow2");
         let layout = Layout {
@@ -84,7 +84,7 @@ impl Drop for Place {
     }
 }
 
-/// Writes `size` random bytes from `start` on.
+/// Writes `size` random bytes at offset `start`.
 fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
     let context = || format!("writing {}", path.display());
     if !size.is_multiple_of(PIECE_BYTES as u64) {

@@ -1,7 +1,7 @@
-//! The part `qemu-img`: `qemu-img bench` reads a qcow2 image in order, by itself and through Larder.
+//! The part `qemu-img`: `qemu-img bench` reads a qcow2 image sequentially, by itself and through Larder.
 //!
-//! The published table is that of Virtuozzo's PCache, 2016: seconds of `qemu-img bench -c 262144 -s 4096 -S 4096
-//! -t none` without and with it.
+//! The published table is that of Virtuozzo's PCache, 2016: seconds of `qemu-img bench -c 262144 -s 4096 -S 4096 -t
+//! none` without and with it.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -20,12 +20,12 @@ const DEPTHS: [(u32, f64, f64); 3] = [(1, 19.594, 4.378), (8, 5.933, 4.356), (64
 /// Requests of a measurement, as published: 1 GiB.
 const COUNT: u64 = 262_144;
 
-/// Who reads the image.
+/// Reader of the image.
 #[derive(Clone, Copy)]
 enum Reader {
-    /// `qemu-img` itself, with its pool of threads, as published.
+    /// `qemu-img` itself, with its thread pool, as published.
     Threads,
-    /// The same with Linux AIO.
+    /// `qemu-img` itself with Linux AIO.
     Native,
     /// Larder, for `qemu-img` over vhost-user-blk.
     Larder(Prefetch),
@@ -86,7 +86,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The seconds that `qemu-img bench` says it took.
+/// Returns the seconds that `qemu-img bench` reports.
 fn bench(reader: Reader, image: &str, socket: Option<&Path>, count: u64, depth: u32) -> anyhow::Result<f64> {
     let mut command = mortal(text(debian13()?)?);
     command.args(["qemu-img", "bench", "-s", "4096", "-S", "4096", "-t", "none"]);

@@ -1,4 +1,4 @@
-//! The part `remote`: the published table over a disk that is far away, an NBD server that takes 2 ms for each request.
+//! The part `remote`: the published table over a remote disk, an NBD server with a latency of 2 ms.
 
 use std::fs::File;
 use std::io;
@@ -12,23 +12,23 @@ use super::{Arguments, DISK_BYTES, GIB};
 use crate::figures::median;
 use crate::vhost_user::server::Server;
 
-/// What a request takes longer than it would.
+/// Additional latency of a request.
 const LATENCY: Duration = Duration::from_millis(2);
 
-/// Requests that the server delays at a time: more than the rows have in flight.
+/// Number of requests that the server delays concurrently: more than the rows have in flight.
 const THREADS: u32 = 1024;
 
-/// The gain that is wanted of reads in order, one at a time.
+/// Target gain of sequential reads, one at a time.
 const GAIN_SYNC: f64 = 15.0;
 
-/// The distance that Larder is ahead of a reader at most, and its memory for that, by default.
+/// Larder's maximum distance ahead of a reader, and its memory for read-ahead, by default.
 const AHEAD_MAX: u64 = 1 << 20;
 const MEMORY: u64 = 4 << 20;
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let seconds = arguments.seconds(1.0);
     let place = arguments.place()?;
-    // In the page cache. On tmpfs, looking for its next hole would take longer than reading it.
+    // The image is in the page cache, not on tmpfs, where a search for the next hole takes longer than the read.
     let image = place.raw_image(DISK_BYTES)?;
     io::copy(&mut File::open(&image)?, &mut io::sink())?;
     let socket = place.unused("socket");
@@ -68,7 +68,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes a second of long reads at a depth where the latency is no limit.
+/// Returns the bytes per second of long reads at a depth that hides the latency.
 fn long_reads(socket: &Path, seconds: f64) -> anyhow::Result<f64> {
     let job = Job {
         random: false,
