@@ -1,4 +1,4 @@
-//! The 18 rows of the published table of Virtuozzo's PCache (2016): 4 KiB reads, in order and at random, one at a time
+//! The 18 rows of the published table of Virtuozzo's PCache (2016): sequential and random 4 KiB reads, one at a time
 //! and 4 and 32 in flight, by 1, 4 and 16 jobs.
 
 use super::fio::{Job, Measured};
@@ -9,14 +9,14 @@ use crate::figures::{median, ratio};
 /// Bytes of a read.
 pub(super) const BLOCK: u64 = 4096;
 
-/// Reads in flight, and the published gains of reads in order by 1, 4 and 16 jobs.
+/// Reads in flight, and the published gains of sequential reads by 1, 4 and 16 jobs.
 const GAINS: [(u32, [f64; 3]); 3] = [
     (1, [4.41, 3.31, 1.80]),
     (4, [2.90, 1.79, 1.78]),
     (32, [0.99, 1.22, 1.46]),
 ];
 
-/// The gain that is wanted of reads at random; the published ones are between 0.98 and 1.07.
+/// Target gain of random reads; the published ones are between 0.98 and 1.07.
 const GAIN_RANDOM: f64 = 0.98;
 
 const JOBS: [u32; 3] = [1, 4, 16];
@@ -26,19 +26,19 @@ pub(super) struct Row {
     random: bool,
     pub(super) depth: u32,
     pub(super) jobs: u32,
-    /// IOPS with read-ahead over those without.
+    /// Target ratio of IOPS with read-ahead to IOPS without.
     wanted: f64,
     /// IOPS of each round.
     pub(super) off: Vec<f64>,
     pub(super) on: Vec<f64>,
-    /// Bytes fetched for nothing, as percent of those that were read.
+    /// Bytes that were prefetched in vain, in percent of the bytes read.
     wasted: Vec<f64>,
-    /// The same reads, with nothing to wait for: what no read-ahead can be better than.
+    /// IOPS of the same reads from memory, which bound every read-ahead.
     pub(super) bound: Vec<f64>,
 }
 
-/// All of them, those that read in order first. Wanted are the published gains, or `gain_sync` of reads in order, one at
-/// a time.
+/// Returns all rows, the sequential ones first. The targets are the published gains, or `gain_sync` for sequential
+/// reads one at a time.
 pub(super) fn all(gain_sync: Option<f64>) -> Vec<Row> {
     let mut rows = Vec::new();
     for random in [false, true] {
@@ -75,7 +75,7 @@ impl Row {
         format!("{order}, {how} | {}", self.jobs)
     }
 
-    /// What fio does for it on a disk of `size` bytes.
+    /// Returns the row's fio job on a disk of `size` bytes.
     pub(super) fn job(&self, size: u64, seconds: f64) -> Job {
         Job {
             random: self.random,
@@ -87,7 +87,7 @@ impl Row {
         }
     }
 
-    /// A round: without read-ahead, with it, and, for reads in order, `bound`.
+    /// Measures a round: without read-ahead, with it, and for sequential reads the bound.
     pub(super) fn measure(&mut self, place: &Place, job: &Job, servers: &Servers<'_>) -> anyhow::Result<()> {
         let run = |serve: &Serve<'_>| -> anyhow::Result<(Measured, Larder)> {
             let larder = serve.start(place)?;
@@ -106,16 +106,16 @@ impl Row {
     }
 }
 
-/// What the rows are measured on.
+/// Servers on which the rows are measured.
 pub(super) struct Servers<'a> {
     pub(super) off: Serve<'a>,
     pub(super) on: Serve<'a>,
-    /// A disk that is in memory.
+    /// Server of a disk in memory.
     pub(super) bound: Serve<'a>,
 }
 
 impl<'a> Servers<'a> {
-    /// Of a raw image, and of another one that is in memory, which is served with `in_memory_options`.
+    /// Configures servers for a raw image, and for another one in memory, which has the options `in_memory_options`.
     pub(super) fn of(image: &'a str, in_memory: &'a str, in_memory_options: &'a str) -> Self {
         let off = Serve {
             image,
@@ -139,7 +139,7 @@ impl<'a> Servers<'a> {
     }
 }
 
-/// Prints the rows; of a row that reads in order the disk is good for `ceiling` reads a second.
+/// Prints the rows. `ceiling` returns the reads per second that the disk can deliver for a sequential row.
 pub(super) fn print(rows: &[Row], ceiling: impl Fn(&Row) -> f64) {
     println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | wanted | bound | wasted, % of read |");
     println!("|{}", " --- |".repeat(8));

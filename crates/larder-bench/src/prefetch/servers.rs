@@ -1,4 +1,4 @@
-//! Larder with and without read-ahead, and what it says about itself.
+//! Larder servers with and without read-ahead, and their statistics.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,11 +13,11 @@ use super::place::Place;
 use crate::vhost_user::larder;
 use crate::vhost_user::server::Server;
 
-/// The memory that Larder is given to read ahead.
+/// Memory for Larder's read-ahead.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Prefetch {
     Off,
-    /// As much as it takes if nothing is said.
+    /// Larder's default.
     Default,
     Of(ByteLen),
 }
@@ -32,27 +32,27 @@ impl Prefetch {
     }
 }
 
-/// How the disk is served.
+/// Export protocol of the disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Export {
     VhostUser,
     Nbd,
 }
 
-/// A `larder disk serve` that is to be.
+/// Configuration of a `larder disk serve`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Serve<'a> {
-    /// A path or an NBD URI. Direct I/O is what a file is read with where there is any.
+    /// A path or an NBD URI. Files are read with direct I/O where possible.
     pub(crate) image: &'a str,
     pub(crate) format: &'a str,
     pub(crate) prefetch: Prefetch,
     pub(crate) export: Export,
-    /// More options.
+    /// Further options.
     pub(crate) options: &'a str,
 }
 
 impl Serve<'_> {
-    /// Starts it, with its socket in `place`.
+    /// Starts the server, with its socket in `place`.
     pub(crate) fn start(&self, place: &Place) -> anyhow::Result<Larder> {
         let (socket, control) = (place.unused("socket"), place.unused("control"));
         let export = match self.export {
@@ -77,7 +77,7 @@ impl Serve<'_> {
     }
 }
 
-/// A running `larder disk serve`, killed when this goes.
+/// A running `larder disk serve`, killed when this is dropped.
 pub(crate) struct Larder {
     server: Server,
     socket: PathBuf,
@@ -85,15 +85,15 @@ pub(crate) struct Larder {
 }
 
 impl Larder {
-    /// Where it listens.
+    /// Returns the path of its socket.
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// What `larder status` tells of it.
+    /// Returns the output of `larder status` for this server.
     ///
     /// # Errors
-    /// The server does not answer.
+    /// If the server does not answer.
     pub(crate) fn status(&self) -> anyhow::Result<Value> {
         let mut status = Command::new(larder()?);
         let output = status
@@ -106,22 +106,22 @@ impl Larder {
         serde_json::from_slice(&output.stdout).context("the answer of larder status")
     }
 
-    /// What read-ahead has done so far, as `larder status` tells it.
+    /// Returns the read-ahead statistics from `larder status`.
     ///
     /// # Errors
-    /// It is off, or the server does not answer.
+    /// If read-ahead is off, or the server does not answer.
     pub(crate) fn statistics(&self) -> anyhow::Result<Statistics> {
         let answer = self.status()?;
         statistics(&answer).with_context(|| format!("larder status tells nothing of read-ahead: {answer}"))
     }
 
-    /// The process, for its memory and its CPU time.
+    /// Returns the process, for its memory and its CPU time.
     pub(crate) fn server(&self) -> &Server {
         &self.server
     }
 }
 
-/// What read-ahead has done, out of the answer of a control socket.
+/// Extracts the read-ahead statistics from a control socket's answer.
 fn statistics(answer: &Value) -> Option<Statistics> {
     let prefetch = &answer["disks"][0]["prefetch"];
     let of = |name: &str| prefetch[name].as_u64();
@@ -145,7 +145,7 @@ fn statistics(answer: &Value) -> Option<Statistics> {
     })
 }
 
-/// A path as text, which commands and URIs have it as.
+/// Returns a path as text for commands and URIs, which must have no blanks.
 pub(crate) fn text(path: &Path) -> anyhow::Result<&str> {
     let text = path.to_str().context("a path that is not UTF-8")?;
     if text.contains(char::is_whitespace) {
@@ -154,8 +154,8 @@ pub(crate) fn text(path: &Path) -> anyhow::Result<&str> {
     Ok(text)
 }
 
-/// nbdkit with `image`, which answers each read so much later than it would; what is written goes with it. And the URI
-/// of its disk.
+/// Starts nbdkit with `image` and the additional latency `latency` for each read; writes go to a temporary overlay.
+/// Returns the server and the URI of its disk.
 pub(crate) fn slow_nbd(place: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
     let socket = place.unused("nbd");
     let command = format!(

@@ -1,7 +1,7 @@
-//! A store that is far away: an NBD server in this process that answers each request a set time after it has come.
+//! A remote store: an NBD server in this process that answers each request after a fixed delay.
 //!
-//! It keeps nothing: what is written is thrown away, what is read is zeros, and all of it is said to be data, so that
-//! nobody passes it by as a hole. (nbdkit's `delay` filter counts in whole milliseconds, and takes `0.5ms` for none.)
+//! It stores nothing: writes are discarded, and reads return zeros. It reports all of the disk as data, so that no
+//! client skips it as a hole. (nbdkit's `delay` filter counts in whole milliseconds, and takes `0.5ms` for none.)
 
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,28 +21,28 @@ use larder_export::nbd::{NbdServer, NbdServerOptions};
 use super::place::Place;
 use super::servers::text;
 
-/// Requests that it answers at a time.
+/// Maximum number of concurrent requests.
 const REQUESTS_MAX: usize = 256;
 
 const SECTOR_BYTES: u32 = 512;
 
-/// The server, on a thread of its own that ends with this.
+/// The server, on a thread that ends when this value is dropped.
 pub(crate) struct SlowStore {
     uri: String,
-    /// Its end tells the thread to stop.
+    /// Closing this connection stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SlowStore {
-    /// A disk of `size` bytes that takes `delay` for each read and write.
+    /// Starts a disk of `size` bytes with a latency of `delay` for each read and write.
     pub(crate) fn start(place: &Place, size: u64, delay: Duration) -> anyhow::Result<Self> {
         let path = place.unused("store");
         let listener = UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
         let (stop, stopped) = UnixStream::pair()?;
         let serve = move || match serve(listener, &stopped, size, delay) {
             Ok(()) => {}
-            // Its client waits for the connection, and says so.
+            // The client fails too: it waits for the connection and reports that.
             Err(error) => eprintln!("the slow store: {error:#}"),
         };
         Ok(Self {
@@ -61,20 +61,20 @@ impl Drop for SlowStore {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It has said why, if it panicked.
+            // A panic has printed its message already.
             let _ = thread.join();
         }
     }
 }
 
-/// Where an NBD server listens.
+/// Returns the URI of the NBD server at this socket.
 pub(crate) fn uri(socket: &Path) -> anyhow::Result<String> {
     Ok(format!("nbd+unix:///?socket={}", text(socket)?))
 }
 
 /// Serves until the other end of `stopped` is closed.
 fn serve(listener: UnixListener, stopped: &UnixStream, size: u64, delay: Duration) -> anyhow::Result<()> {
-    // It does not spin: the processors are for the server that is measured, and for its client.
+    // The loop does not spin: the processors are for the measured server and its client.
     let on = Loop::new(Duration::ZERO)?;
     let device = Rc::new(SlowDevice {
         name: "slow store".into(),

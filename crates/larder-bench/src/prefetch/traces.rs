@@ -1,11 +1,11 @@
-//! The part `traces`: what virtual machines and workstations once asked of their disks, asked of Larder again.
+//! The part `traces`: replays recorded disk requests of virtual machines and workstations against Larder.
 //!
-//! - `cloudphysics.vscsi`: one virtual disk over two hours, reads and writes with their times (CloudPhysics, as sampled
-//!   by libCacheSim, whose README asks that a sample not be used alone to rank algorithms).
-//! - `arc-P6.lis.zst`, `arc-OLTP.lis.zst`: reads of a Windows NT workstation, and of a database, without times, from
-//!   Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The pages
-//!   of OLTP are numbered by when they were read first, so every first read of one is "the next page" whatever it was
-//!   on its disk: what is gained there is an upper bound.
+//! - `cloudphysics.vscsi`: one virtual disk over two hours, reads and writes with timestamps (CloudPhysics, as
+//!   sampled by libCacheSim, whose README asks that a sample not be used alone to rank algorithms).
+//! - `arc-P6.lis.zst`, `arc-OLTP.lis.zst`: reads of a Windows NT workstation, and of a database, without timestamps,
+//!   from Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
+//!   The pages of OLTP are numbered in the order of their first read, so every first read seems to be sequential,
+//!   wherever the page was on its disk: the gain there is an upper bound.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,23 +21,24 @@ use super::slow::SlowStore;
 use crate::figures::{median, ratio};
 use crate::vhost_user::client::Request;
 
-/// What the disks take for a request: an SSD, and a disk with a head, or far away.
+/// Latencies of the simulated disks: an SSD, and a hard disk or remote disk.
 const DELAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
 
-/// Requests in flight of traces without times.
+/// Requests in flight, for traces without timestamps.
 const DEPTHS: [usize; 2] = [1, 4];
 
-/// The same, at most, of one with times.
+/// Maximum number of requests in flight, for a trace with timestamps.
 const TIMED_DEPTH: usize = 128;
 
-/// Requests of a measurement; of the trace with times about one of the two times at which its disk is read at all.
+/// Requests of a measurement. The count for the trace with timestamps covers about one of the two periods in which
+/// its disk is read at all.
 const COUNT: u64 = 3_000;
 const TIMED_COUNT: u64 = 40_000;
 
-/// What takes long here is not the machine's work, but the times of the trace.
+/// One round suffices: the trace's timestamps take the time, not the machine's work.
 const ROUNDS: usize = 1;
 
-/// An excerpt of a trace without times is so many pieces, spread over all of it.
+/// Number of pieces, spread over a whole trace without timestamps, that form its excerpt.
 const PIECES: usize = 8;
 
 const SECTOR: u64 = 512;
@@ -46,11 +47,11 @@ const SECTOR: u64 = 512;
 struct Trace {
     name: &'static str,
     requests: Vec<Request>,
-    /// What is in flight at most, one table row for each.
+    /// Maximum requests in flight, one table row for each value.
     depths: Vec<usize>,
 }
 
-/// A trace at a depth on a disk: a value per round.
+/// Measurements of a trace at a depth on a disk, a value for each round.
 #[derive(Default)]
 struct Figures {
     /// Mean and 99th percentile of the reads' latencies, in us, off and on.
@@ -111,7 +112,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints a row.
+/// Replays a trace at a depth, and prints the row.
 fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, delay: Duration) -> anyhow::Result<()> {
     let end = trace
         .requests
@@ -164,8 +165,8 @@ fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, del
     Ok(())
 }
 
-/// The requests of a trace whose blocks, if it does not say how large they are, are of so many bytes; each due
-/// `speed_up` times as soon as it was made.
+/// Reads the requests of a trace. Blocks have `block` bytes if the trace does not say. Timestamps are divided by
+/// `speed_up`.
 fn requests(path: &Path, block: u64, speed_up: f64) -> anyhow::Result<Vec<Request>> {
     let requests = trace::read(path, block)?.requests.into_iter().map(|request| Request {
         write: request.write,
@@ -176,7 +177,7 @@ fn requests(path: &Path, block: u64, speed_up: f64) -> anyhow::Result<Vec<Reques
     Ok(requests.collect())
 }
 
-/// The `count` requests in a row with the most reads among them, the first one due at once.
+/// Returns the window of `count` successive requests with the most reads. The first one is due at once.
 fn busiest(requests: &[Request], count: u64) -> Vec<Request> {
     let count = requests.len().min(count as usize);
     let reads = |requests: &[Request]| requests.iter().filter(|request| !request.write).count();
@@ -199,7 +200,7 @@ fn busiest(requests: &[Request], count: u64) -> Vec<Request> {
     shifted.collect()
 }
 
-/// `count` requests, in pieces of those that follow each other.
+/// Returns `count` requests, as pieces of successive requests.
 fn excerpt(requests: &[Request], count: u64) -> Vec<Request> {
     let count = count as usize;
     if count >= requests.len() {
@@ -224,7 +225,8 @@ mod tests {
     }
 
     #[test]
-    fn the_busiest_requests_are_those_with_the_most_reads() {
+    /// The window has the most reads, and its timestamps start at 0.
+    fn busiest_window_has_most_reads() {
         let requests: Vec<Request> = (0..10).map(|at| request(!(4..7).contains(&at), at, 1, at)).collect();
         let first: Vec<Request> = busiest(&requests, 3);
         let expected: Vec<Request> = (4..7).map(|at| request(false, at, 1, at - 4)).collect();
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn an_excerpt_has_pieces_of_the_whole() {
+    fn excerpt_spreads_over_whole_trace() {
         let requests: Vec<Request> = (0..800).map(|at| request(false, at, 1, at)).collect();
         let starts: Vec<u64> = excerpt(&requests, 16).iter().map(|request| request.start).collect();
         let expected: Vec<u64> = (0..8).flat_map(|piece| [piece * 100, piece * 100 + 1]).collect();

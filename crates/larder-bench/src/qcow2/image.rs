@@ -1,6 +1,6 @@
-//! Images with every cluster allocated and nothing in them: metadata and a hole, so that a TiB takes seconds to make and
-//! little space. Laid out as `qemu-img create -o preallocation=metadata` would, or with the data in random order, the
-//! worst fragmentation.
+//! Images with every cluster allocated and no data: metadata and a hole, so that a TiB takes seconds to make and
+//! little space. The layout is that of `qemu-img create -o preallocation=metadata`, or has the data in random order,
+//! the worst fragmentation.
 //!
 //! ```text
 //! header | refcount table | refcount blocks | L1 table | L2 tables | data (a hole)
@@ -12,15 +12,15 @@ use std::path::Path;
 
 use crate::vhost_user::client::Random;
 
-/// Where data clusters lie.
+/// Order of the data clusters in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Order {
-    /// As on the disk.
+    /// The guest's order.
     Contiguous,
     Shuffled,
 }
 
-/// What an image is to be.
+/// Layout of an image.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     /// Bytes of the disk, a multiple of the cluster size.
@@ -29,7 +29,7 @@ pub(crate) struct Layout {
     pub(crate) order: Order,
 }
 
-/// Which cluster each part of an image begins at.
+/// First cluster of each part of an image.
 struct Parts {
     refcount_blocks: u64,
     l1: u64,
@@ -40,9 +40,9 @@ struct Parts {
 
 const REFCOUNT_TABLE: u64 = 1;
 const HEADER_BYTES: u32 = 104;
-/// A refcount has 16 bits.
+/// Refcount width: 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
-/// The table or cluster is used once.
+/// Flag of a table or cluster with a refcount of exactly one.
 const COPIED: u64 = 1 << 63;
 
 impl Layout {
@@ -80,12 +80,12 @@ impl Layout {
         }
     }
 
-    /// Where the data begins in the file, which goes on to its end; in bytes.
+    /// Returns the byte offset of the data, which extends to the end of the file.
     pub(crate) fn data_offset(&self) -> u64 {
         self.parts().data << self.cluster_bits
     }
 
-    /// Makes the image, on disk when this returns.
+    /// Writes the image, and syncs it to the disk.
     pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
         let parts = self.parts();
         let file = File::create(path)?;
@@ -141,7 +141,7 @@ impl Layout {
         file.sync_all()
     }
 
-    /// Version 3, without extensions (QEMU `docs/interop/qcow2.txt`, "Header").
+    /// Returns a version 3 header without extensions (QEMU `docs/interop/qcow2.txt`, "Header").
     fn header(&self, tables: u64, l1_offset: u64, refcount_table_clusters: u64) -> Vec<u8> {
         let mut bytes = Vec::new();
         bytes.extend(b"QFI\xfb");
@@ -171,7 +171,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn qemu_finds_every_cluster_allocated_and_no_error() {
+    /// `qemu-img check` reports all clusters as allocated, the expected fragmentation, and no error.
+    fn qemu_check_finds_all_clusters_allocated() {
         for (order, fragmented) in [(Order::Contiguous, "0.00% fragmented"), (Order::Shuffled, "9")] {
             for (size, cluster_bits) in [(3 << 30, 16), (1 << 30, 18), (64 << 20, 12)] {
                 let layout = Layout {

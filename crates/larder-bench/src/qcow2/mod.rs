@@ -1,8 +1,8 @@
-//! `larder-bench qcow2`: what the qcow2 format costs, beside raw and beside QEMU's storage daemon, through
+//! `larder-bench qcow2`: the cost of the qcow2 format, compared with raw and with QEMU's storage daemon, through
 //! vhost-user-blk.
 //!
-//! Each round measures every server in turn with the same client at the same offsets; the tables show medians over the
-//! rounds and the ratios of each round with their spread. CPU is the server's own, all threads, per request.
+//! Each round measures every server in turn with the same client at the same offsets. The tables show medians over
+//! the rounds, and the ratios of each round with their spread. CPU is the server's own, all threads, per request.
 
 pub(crate) mod image;
 mod report;
@@ -26,41 +26,41 @@ use servers::{Access, Contender, L2Cache};
 /// Compare qcow2 with raw and with QEMU's storage daemon
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// What to measure; by default all
+    /// Parts to measure; all by default
     #[arg(long = "part", value_name = "PART", value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Where images go, inside this project, /tmp or /dev/shm; by default on tmpfs where the software is measured, and
-    /// in target where reading metadata is
+    /// Directory for images, inside this project, /tmp or /dev/shm; by default tmpfs for parts that measure the
+    /// software, and target for parts that measure reads of metadata
     #[arg(long)]
     folder: Option<PathBuf>,
     /// Requests in flight
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     depths: Vec<usize>,
-    /// The same for random reads of large disks
+    /// Requests in flight, for random reads of large disks
     #[arg(long, value_delimiter = ',', default_value = "8")]
     cliff_depths: Vec<usize>,
-    /// Rounds; the median is shown
+    /// Number of rounds, whose median is shown
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Seconds of each measurement that has no set number of requests
+    /// Seconds of each measurement without a set number of requests
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Part {
-    /// 4 KiB reads and writes of allocated clusters
+    /// Measure 4 KiB reads and writes of allocated clusters
     #[value(alias = "a")]
     Allocated,
-    /// Writes that allocate clusters, with a flush at the end
+    /// Measure writes that allocate clusters, with a flush at the end
     #[value(alias = "b")]
     Allocating,
-    /// Random reads of a whole disk of 1 TiB
+    /// Measure random reads of a whole disk of 1 TiB
     #[value(alias = "c")]
     Cliff,
-    /// Cluster sizes around the cache that QEMU had before 3.1
+    /// Measure cluster sizes around the limit of QEMU's cache before 3.1
     Clusters,
-    /// Random reads of a whole disk of 16 TiB
+    /// Measure random reads of a whole disk of 16 TiB
     Huge,
 }
 
@@ -74,13 +74,13 @@ const CLUSTER_BITS: u32 = 16;
 
 /// Size of a disk whose data is in the page cache.
 const SMALL_DISK: u64 = GIB;
-/// Size of a disk that starts empty, and writes to it.
+/// Size of an initially empty disk, and numbers of writes to it.
 const EMPTY_DISK: u64 = 16 * GIB;
 const RANDOM_WRITES: u64 = 65_536;
 const SEQUENTIAL_WRITES: u64 = 16_384;
-/// Each copies 64 KiB from the backing file.
+/// Number of writes that each copy 64 KiB from the backing file.
 const OVERLAY_WRITES: u64 = 8_192;
-/// With its metadata it must not be longer than ext4's longest file, 16 TiB.
+/// Below 16 TiB: with its metadata the file must not exceed ext4's maximum file size.
 const HUGE_DISK: u64 = 16 * TIB - 16 * GIB;
 
 const BLOCK: usize = 4096;
@@ -100,7 +100,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A folder for images, empty, and gone with what this returns.
+/// Creates an empty directory for images, removed when the result is dropped.
 fn folder(arguments: &Arguments, default: &str) -> anyhow::Result<TempDir> {
     let within = match &arguments.folder {
         Some(folder) => folder.clone(),
@@ -149,7 +149,7 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
             for (contender, row) in contenders.iter().zip(&mut grid) {
                 let server = contender.start(&socket(&folder))?;
                 let mut client = Client::connect(&socket(&folder), true)?;
-                // Every page of the image is in the page cache, and no hole is measured.
+                // Loads every page of the image into the page cache, so that no hole is measured.
                 client.fill()?;
                 for (workload, series) in workloads.iter().zip(row) {
                     let before = server.cpu_time()?;
@@ -170,7 +170,7 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
 
 const SMALL_GIB: u64 = SMALL_DISK / GIB;
 
-/// A way to write to clusters that are not allocated.
+/// A pattern of writes to unallocated clusters.
 struct Allocation {
     what: &'static str,
     disk: u64,
@@ -181,7 +181,7 @@ struct Allocation {
 
 fn allocations() -> Vec<Allocation> {
     let cluster_len = 1u64 << CLUSTER_BITS;
-    // Each in another cluster, somewhere in it.
+    // One write in each of the chosen clusters, at a random block.
     let scattered = |disk: u64, count: u64| {
         let mut random = Random::default();
         let mut clusters: Vec<u64> = (0..disk / cluster_len).collect();
@@ -257,7 +257,7 @@ fn allocating(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A raw image without holes.
+/// Writes a raw image without holes.
 fn fill_backing(path: &Path) -> anyhow::Result<()> {
     use std::io::Write;
     let mut file = fs::File::create(path)?;
@@ -268,7 +268,7 @@ fn fill_backing(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A new qcow2 image with QEMU's defaults.
+/// Creates a qcow2 image with QEMU's defaults.
 fn create(path: &Path, size: u64, backing: Option<&PathBuf>) -> anyhow::Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2"]);
@@ -283,7 +283,7 @@ fn create(path: &Path, size: u64, backing: Option<&PathBuf>) -> anyhow::Result<(
     Ok(())
 }
 
-/// What a server takes to be there, in ms since it was started, but `first`: since its socket was there.
+/// Startup times of a server in ms: from its start, except `first`, which is from when its socket exists.
 #[derive(Default, Clone)]
 struct Starts {
     socket: Vec<f64>,
@@ -292,7 +292,7 @@ struct Starts {
     memory_mib: Vec<f64>,
 }
 
-/// Measures random reads over the whole disk. The contenders may have images of their own, all of the same size.
+/// Measures random reads over the whole disk. The servers may have images of their own, all of the same size.
 fn read_everywhere(
     arguments: &Arguments,
     folder: &TempDir,
@@ -321,7 +321,7 @@ fn read_everywhere(
             let idle = begin.elapsed() - rest;
             drop(client);
             let mut client = Client::connect(&socket(folder), true)?;
-            // One read of each L2 table: a cache that covers the disk is full then.
+            // One read of each L2 table fills a cache that covers the disk.
             let tables: Vec<u64> = (0..layout.size).step_by(layout.table_span() as usize).collect();
             client.run_at(&read(WARM_DEPTH), &tables)?;
             for (depth, series) in depths.iter().zip(row) {
@@ -354,7 +354,8 @@ fn read_everywhere(
     Ok(())
 }
 
-/// What `debian13.sh` takes before QEMU starts, in ms: it is in the time until QEMU's socket is there.
+/// Returns the time in ms that `debian13.sh` takes before QEMU starts, which is included in the startup time of
+/// QEMU's socket.
 fn chroot_ms() -> anyhow::Result<f64> {
     let begin = Instant::now();
     let status = Command::new(debian13()?).arg("true").status()?;
@@ -398,7 +399,7 @@ fn cliff(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// IBM's five cases: a cache of whole tables, too small in the first and the third.
+/// Measures IBM's five cases: a cache of whole tables, too small in the first and the third.
 fn clusters(arguments: &Arguments) -> anyhow::Result<()> {
     let cases = [
         (100 * GIB, 256 * KIB),

@@ -3,8 +3,8 @@
 use crate::figures::{median, ratio};
 use crate::vhost_user::Series;
 
-/// Prints a row for each workload and server. `grid[server][workload]` has the values; `references` says which servers
-/// the others are compared with.
+/// Prints a row for each workload and server. `grid[server][workload]` has the values; `references` has the servers
+/// to compare the others with.
 pub(super) fn print(servers: &[String], workloads: &[String], grid: &[Vec<Series>], references: &[usize]) {
     print!("| workload | server | IOPS | CPU us |");
     for reference in references {

@@ -1,4 +1,4 @@
-//! The servers that are compared, as commands in which `{image}` and `{socket}` stand for paths.
+//! The servers to compare, as commands in which `{image}` and `{socket}` stand for paths.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,17 +19,17 @@ pub(super) struct Contender {
     pub(super) image: PathBuf,
 }
 
-/// How the servers reach their image.
+/// I/O mode of the servers for their image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Access {
-    /// Through the page cache, so that the software is what is measured.
+    /// Through the page cache, so that the software is measured.
     Buffered,
     /// Direct I/O.
     Direct,
 }
 
 impl Access {
-    /// Direct I/O where the file system has it.
+    /// Returns direct I/O where the file system supports it.
     pub(super) fn best_of(folder: &Path) -> anyhow::Result<Self> {
         Ok(match is_tmpfs(&rustix::fs::statfs(folder)?) {
             true => Self::Buffered,
@@ -38,21 +38,21 @@ impl Access {
     }
 }
 
-/// QEMU's cache of L2 entries.
+/// Size of QEMU's cache of L2 entries.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum L2Cache {
-    /// QEMU's choice.
+    /// QEMU's default.
     Default,
-    /// So many bytes.
+    /// This number of bytes.
     Of(u64),
-    /// What `larder disk tune` advises for the image.
+    /// Size that `larder disk tune` recommends for the image.
     Advised { bytes: u64 },
-    /// As it was before QEMU 3.1: whole tables, max(1 MiB, 8 clusters) of them.
+    /// Default before QEMU 3.1: whole tables, max(1 MiB, 8 clusters) of them.
     Old { cluster_len: u64 },
 }
 
 impl L2Cache {
-    /// The advice for an image.
+    /// Returns the recommended size for an image.
     pub(super) fn advised(image: &Path) -> anyhow::Result<Self> {
         let mut tune = Command::new(larder()?);
         tune.args(["disk", "tune", "--output", "json"]).arg(image);
@@ -83,12 +83,12 @@ fn size(bytes: u64) -> String {
     ByteLen::new(bytes).to_string()
 }
 
-/// Larder on a raw image.
+/// Returns Larder on a raw image.
 pub(super) fn larder_raw(image: &Path, access: Access) -> anyhow::Result<Contender> {
     larder_with("Larder raw".to_owned(), image, access, "--format raw")
 }
 
-/// Larder on a qcow2 image, with its default of memory or so many bytes.
+/// Returns Larder on a qcow2 image, with its default memory for metadata or this number of bytes.
 pub(super) fn larder_qcow2(image: &Path, access: Access, memory: Option<u64>) -> anyhow::Result<Contender> {
     let (name, options) = match memory {
         None => ("Larder".to_owned(), "--format qcow2".to_owned()),
@@ -113,7 +113,7 @@ fn larder_with(name: String, image: &Path, access: Access, options: &str) -> any
     })
 }
 
-/// QEMU's storage daemon on a qcow2 image, with its I/O thread and adaptive polling.
+/// Returns QEMU's storage daemon on a qcow2 image, with its I/O thread and adaptive polling.
 pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Result<Contender> {
     let how = match access {
         Access::Buffered => "aio=threads",
@@ -145,11 +145,10 @@ impl Contender {
     }
 }
 
-/// Waits until the server does nothing any more: it has read what it reads in the background. How long it has done
-/// nothing by then is in the result.
+/// Waits until the server is idle, with its background reads done. Returns how long it has been idle by then.
 pub(super) fn wait_until_idle(server: &Server) -> anyhow::Result<Duration> {
     const LOOK_EVERY: Duration = Duration::from_millis(50);
-    // An idle server has a timer or two; one that reads from a slow disk uses hardly more.
+    // An idle server may have a timer or two; one that reads from a slow disk uses hardly more CPU.
     const IDLE_CPU: Duration = Duration::from_micros(100);
     const IDLE_LOOKS: u32 = 4;
     let give_up = Instant::now() + Duration::from_secs(120);

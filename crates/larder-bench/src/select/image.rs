@@ -1,4 +1,4 @@
-//! The memory that is sent.
+//! The memory images to send.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -10,13 +10,13 @@ use larder_codec::batch::BATCH_BYTES;
 use larder_codec::measure::Kind;
 use larder_codec::{PAGE, uniform_word};
 
-/// Pages that reach a codec: those of one word go otherwise, and are left out. A whole number of batches.
+/// Pages that reach a codec, a whole number of batches. Uniform pages are sent in another way, and are left out.
 pub(super) struct Image {
     pub(super) name: String,
     pub(super) pages: Vec<u8>,
 }
 
-/// What mixes are made of, in hundredths, in stretches of up to 8 MiB.
+/// Composition of the mixes in %, with stretches of up to 8 MiB.
 const MIXES: [(&str, &[(Kind, u64)]); 4] = [
     (
         "server",
@@ -45,7 +45,7 @@ const MIXES: [(&str, &[(Kind, u64)]); 4] = [
 ];
 const STRETCH_BATCHES: u64 = 32;
 
-/// All kinds, and mixes of them.
+/// Generates images of all kinds, and of the mixes.
 pub(super) fn made(bytes: usize, seed: u64) -> impl Iterator<Item = Image> {
     let kinds = Kind::ALL.into_iter().map(move |kind| Image {
         name: kind.name().to_owned(),
@@ -79,7 +79,7 @@ fn mixed(parts: &[(Kind, u64)], bytes: usize, seed: u64) -> Vec<u8> {
     pages
 }
 
-/// `bytes` of pages of more than one word, of memory that is made as often as it takes.
+/// Returns `bytes` of pages that are not uniform, from memory that is generated as often as necessary.
 fn many_words(memory: impl Fn(u64) -> Vec<u8>, bytes: usize) -> Vec<u8> {
     const OFTEN: u64 = 64;
     let mut pages = Vec::with_capacity(bytes);
@@ -102,7 +102,7 @@ fn add(pages: &mut Vec<u8>, memory: &[u8], bytes: usize) {
 }
 
 impl Image {
-    /// The first `bytes` of a file that are not pages of one word.
+    /// Reads the first `bytes` of a file's pages that are not uniform.
     pub(super) fn of_file(path: &Path, bytes: usize) -> anyhow::Result<Self> {
         let failed = || format!("cannot read {}", path.display());
         let file = File::open(path).with_context(failed)?;

@@ -1,8 +1,10 @@
-//! Whether choosing a method keeps up with the best of the methods, for each kind of memory and each speed of the link.
+//! Compares the selection of a method for each batch with the best single method, for each kind of memory and each
+//! speed of the link.
 //!
-//! Every batch of an image is encoded by every method, which gives what is left of it and what that takes. Then a sender
-//! ([`pipeline`]) sends the image by each method alone, and by what [`Selector`] chooses from what it has seen: its own
-//! time is measured, too, and counts. The link is a number, and so figures of all links are of the same encoding.
+//! Every batch of an image is encoded by every method, which gives its encoded size and CPU time. Then a simulated
+//! sender ([`pipeline`]) sends the image by each method alone, and by the choices that [`Selector`] makes from its
+//! observations. The selector's own time is measured too, and counts. The link is only a parameter, so the results
+//! for all links use the same encoding.
 
 mod image;
 mod pipeline;
@@ -20,58 +22,58 @@ use larder_codec::select::{Class, REGIONS_MAX, Selector, Sender, Way};
 use self::image::Image;
 use self::pipeline::Pipeline;
 
-/// Choosing a method for each batch of pages against each method alone
+/// Compare the choice of a method for each batch of pages with each method alone
 #[derive(Args)]
 pub(super) struct Arguments {
-    /// Memory of a guest besides what is made here: what QEMU's pmemsave has written, or the file that backs it
+    /// Memory of a guest, in addition to generated memory: output of QEMU's pmemsave, or the backing file
     #[arg(long, value_name = "FILE")]
     memory: Vec<PathBuf>,
-    /// MiB of each image
+    /// Size of each image, in MiB
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=4096))]
     size: u64,
-    /// MiB of the guest that has it, over and over
+    /// Size of the guest's memory, which repeats the image, in MiB
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     guest: u64,
-    /// Mbit/s of the link
+    /// Bandwidth of the link in Mbit/s
     #[arg(long, value_delimiter = ',', default_values_t = [100, 1000, 10_000, 40_000], value_parser = clap::value_parser!(u64).range(1..))]
     link: Vec<u64>,
-    /// 10^6 bytes that QEMU hands over in a second: two channels for pages do that
+    /// Rate at which QEMU supplies memory, in 10^6 bytes per second: two multifd channels reach the default
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
     supply: u64,
-    /// Threads that encode
+    /// Number of threads that encode
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     lanes: u16,
-    /// Where the made memory comes from
+    /// Seed of the generated memory
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// A batch by one method: the bytes it takes if that is fewer, and the nanoseconds of encoding.
+/// A batch encoded by one method: the size in bytes, if it is reduced, and the nanoseconds of encoding.
 #[derive(Clone, Copy)]
 struct Made {
     bytes: Option<usize>,
     ns: u64,
 }
 
-/// A batch, and what each method makes of it.
+/// A batch, and its encoding by each method.
 struct Batch {
     class: Class,
-    /// What it took to find the class.
+    /// Nanoseconds of classification.
     class_ns: u64,
     by: [Made; Method::COUNT],
 }
 
-/// How often each batch is encoded: what something else took of the processor is not in the shorter time.
+/// Number of times that each batch is encoded; the shortest time excludes disturbances by other processes.
 const PASSES: u32 = 2;
 /// Batches of a MiB.
 const BATCHES_IN_REGION: u64 = (1 << 20) / BATCH_BYTES as u64;
 
-/// All there is to choose from, pages as they are first.
+/// Returns all methods; `None`, first, sends pages unencoded.
 fn methods() -> impl Iterator<Item = Option<Method>> {
     std::iter::once(None).chain(Method::ALL.map(Some))
 }
 
-/// Sent by each of [`methods`] alone, and by choice: 10^6 bytes of memory a second.
+/// Throughput of each of [`methods`] alone, and of the selector, in 10^6 bytes of memory per second.
 struct Sent {
     alone: Vec<f64>,
     chosen: f64,
@@ -143,11 +145,11 @@ fn name(method: Option<Method>) -> &'static str {
     method.map_or("none", Method::name)
 }
 
-/// Has each method encode each batch.
+/// Encodes each batch by each method.
 fn batches_of(image: &Image) -> Vec<Batch> {
     let mut encoder = Encoder::new();
     let mut out = vec![0; BATCH_BYTES];
-    // Read from QEMU a moment ago, and so close to the processor.
+    // The pages are in the processor's cache, as if just read from QEMU.
     let mut read = vec![0; BATCH_BYTES];
     let mut batches: Vec<Batch> = Vec::new();
     for pass in 0..PASSES {
@@ -155,7 +157,7 @@ fn batches_of(image: &Image) -> Vec<Batch> {
             read.copy_from_slice(pages);
             let pages = &read[..];
             let (class, class_ns) = timed(|| Class::of(&[pages]));
-            // As a sender does: what saves less than a 16th is sent as it is.
+            // As in a real sender, a batch that saves less than a 16th is sent unencoded.
             let limit = pages.len() / 16 * 15;
             let by = Method::ALL.map(|method| {
                 let (bytes, ns) = timed(|| encoder.encode(method, &[pages], &mut out[..limit]));
@@ -181,7 +183,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
     (done, (cpu_time() - begun).as_nanos() as u64)
 }
 
-/// What a method makes of a batch, and what that takes; as it is goes for nothing but the write.
+/// Returns a method's size of a batch, and its encoding time; unencoded batches take no time.
 fn made(batch: &Batch, method: Option<Method>) -> (Option<usize>, u64) {
     match method {
         None => (None, 0),
@@ -195,9 +197,9 @@ fn made(batch: &Batch, method: Option<Method>) -> (Option<usize>, u64) {
 /// A guest whose memory is sent.
 struct Guest<'a> {
     batches: &'a [Batch],
-    /// Batches, of which those are the first.
+    /// Number of batches, which repeat the given ones.
     len: usize,
-    /// 10^6 bytes a second.
+    /// Rate of QEMU's supply, in 10^6 bytes per second.
     supply: u64,
 }
 
@@ -206,7 +208,7 @@ impl Guest<'_> {
         self.batches.iter().cycle().take(self.len)
     }
 
-    /// Over a link of so many Mbit/s.
+    /// Sends the memory over a link of this bandwidth in Mbit/s.
     fn sent(&self, link: u64, lanes: usize) -> Sent {
         let memory = (self.len * BATCH_BYTES) as f64 / 1e6;
         let alone = methods().map(|method| {
@@ -224,7 +226,7 @@ impl Guest<'_> {
         }
     }
 
-    /// The same by what is chosen, in seconds.
+    /// Sends the memory by the selector's choices. Returns the seconds.
     fn chosen(&self, link: u64, lanes: usize) -> f64 {
         let ways = Method::ALL.map(Way::Here);
         let mut selector = Selector::new(&ways, Sender::of_unknown_link(lanes), REGIONS_MAX);
@@ -238,7 +240,7 @@ impl Guest<'_> {
             if let Some(way) = way {
                 selector.record(region, batch.class, way, BATCH_PAGES, bytes, ns);
             }
-            // Somebody else may have had the processor for a while.
+            // Cuts off times in which other processes had the processor.
             let choosing_ns = (begun.elapsed().as_nanos() as u64).min(CHOOSING_NS_MAX);
             let len = bytes.unwrap_or(BATCH_BYTES);
             let write_ns = pipeline.send(lane, len, ns + batch.class_ns + choosing_ns);
@@ -249,6 +251,6 @@ impl Guest<'_> {
     }
 }
 
-/// Choosing takes some 200 ns.
+/// Maximum time counted for a choice, which takes about 200 ns.
 const CHOOSING_NS_MAX: u64 = 2000;
 const _: () = assert!(BATCH_BYTES == BATCH_PAGES * PAGE);

@@ -18,27 +18,27 @@ use larder_cache::{
 
 use super::stack::{Disk, Opened, Outcome, Poke, Stack};
 
-/// Of its disks the last but one is the cache's. The last one is where it is noted that the cache is not to be believed;
-/// that one never fails.
+/// The cache stack. Its last disk but one holds the cache. The last one is the failure log, which records that the
+/// cache must not be trusted, and never fails.
 pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
     pub(super) modes: Modes,
-    /// Others take its place while it runs: the same one, opened again.
+    /// Whether the cache is exchanged at run time for the same one, opened again.
     pub(super) is_replaced: bool,
 }
 
-/// How writes go from an opening on, or a moment while it runs.
+/// Distribution of the cache mode, which changes at each opening and at run time.
 #[derive(Clone, Copy)]
 pub(super) struct Modes {
-    /// Seven times in ten.
+    /// Mode that is chosen in 70 % of the cases.
     pub(super) mostly: Option<Mode>,
-    /// Otherwise.
+    /// Modes among which the choice is random otherwise.
     pub(super) any_of: &'static [Mode],
 }
 
 impl Modes {
-    /// All of them alike.
+    /// All modes, equally likely.
     pub(super) const ANY: Self = Self {
         mostly: None,
         any_of: &[
@@ -49,7 +49,7 @@ impl Modes {
         ],
     };
 
-    /// Mostly this one; never write-back if it is not that.
+    /// Mostly this mode. Write-back occurs only if it is this mode.
     pub(super) const fn mostly(mode: Mode) -> Self {
         let any_of = match mode {
             Mode::WriteBack => Self::ANY.any_of,
@@ -70,7 +70,7 @@ impl Modes {
 }
 
 impl Cached {
-    /// Sometimes only the cache has what was written.
+    /// Returns whether dirty data may exist in the cache alone.
     fn writes_back(&self) -> bool {
         self.modes.any_of.contains(&Mode::WriteBack)
     }
@@ -87,7 +87,7 @@ impl Cached {
     }
 }
 
-/// Where a cache is.
+/// Devices of a cache.
 #[derive(Clone)]
 struct Place {
     modes: Modes,
@@ -104,7 +104,7 @@ impl Place {
     async fn open_steps(self, on: WeakLoop, mut random: Random) -> Outcome<Rc<Cache>> {
         let noted = Noted::new(&self.witness);
         let detached = noted.read().await?;
-        // Otherwise as before.
+        // `None` keeps the previous mode.
         let mode = random.chance(900).then(|| self.modes.draw(&mut random));
         let load_ahead = random.chance(500);
         let endurance = random.chance(300).then(|| random.pick(&[1, 8, 64]));
@@ -140,7 +140,7 @@ impl Place {
         Ok(opening.ok_or("the loop is gone")?.await?)
     }
 
-    /// Has a cache that works be opened again while its disk is used, as the program has another one take its place.
+    /// Reopens a working cache while its disk is in use, as the program does when a new cache replaces it.
     async fn replace(&self, on: &WeakLoop, switch: &Switch, now: &RefCell<Rc<Cache>>, random: Random) {
         let old = Rc::clone(&now.borrow());
         let hand_over = async || in_time(on, old.hand_over()).await.is_some_and(|done| done.is_ok());
@@ -151,21 +151,21 @@ impl Place {
         if in_time(on, held.drained(on)).await.is_none() || !old.works() || !hand_over().await {
             return;
         }
-        // What is not closed is opened as after a kill.
+        // A cache that is not closed is opened as after a kill.
         let _ = old.leave().await;
         let Some(opening) = on.upgrade().map(|on| self.open(&on, random)) else {
             return;
         };
         match in_time(on, opening).await {
-            // One that could not be closed notes that it has failed, where the new one has its notes here, but not in the
-            // program.
+            // A cache that cannot be closed records its failure. Here, unlike in the program, the record would be in
+            // the new cache's failure log.
             Some(Ok(new)) if old.works() => {
                 held.exchange(Rc::clone(&new) as _);
                 now.replace(new);
             }
-            // There is none from now on.
+            // From now on there is no cache.
             _ => {
-                // Nor is anything of it believed later: the program notes that the disk is used without it.
+                // The old cache must not be trusted later: the program records that the disk is used without it.
                 let (noted, whole) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
                 noted.detach().await.expect("never fails");
                 noted.supersede(whole).await.expect("never fails");
@@ -175,7 +175,7 @@ impl Place {
     }
 }
 
-/// The result, unless it takes longer than a guest is held up for.
+/// Returns the result, unless it takes longer than a guest's requests may be delayed.
 async fn in_time<T>(on: &WeakLoop, work: impl Future<Output = T>) -> Option<T> {
     let late = on.upgrade().map(|on| on.sleep(Duration::from_secs(5)))?;
     let late = async {
@@ -194,7 +194,7 @@ impl Stack for Cached {
         Some(self.below)
     }
 
-    /// The cache's, and the witness.
+    /// Counts the cache's disk, and the failure log.
     fn own_disks(&self) -> usize {
         2
     }
@@ -242,7 +242,7 @@ impl Stack for Cached {
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             if random.chance(100) {
-                // As a user stops it who starts it again.
+                // A stop and a start by the user.
                 self.open_once(on, disks, random.fork()).await?.0.close().await?;
             }
             let (cache, place) = self.open_once(on, disks, random).await?;
@@ -266,7 +266,7 @@ impl Stack for Cached {
                 }
                 let cache = Rc::clone(&now.borrow());
                 on.spawn(async move {
-                    // If it fails, it has changed all the same.
+                    // The mode has changed even if this fails.
                     let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
                     if is_clean && pokes.get() == number {
                         assert_eq!(cache.statistics().dirty_lines, 0, "{mode:?} has dirty lines");
@@ -284,7 +284,7 @@ impl Stack for Cached {
         self.below.failing(disks - self.own_disks()) + 1
     }
 
-    /// The cache's.
+    /// Only the cache's disk may hang.
     fn may_hang(&self, disks: usize) -> Option<usize> {
         Some(disks - self.own_disks())
     }
@@ -293,14 +293,14 @@ impl Stack for Cached {
         self.writes_back() || self.below.keeps_host_memory()
     }
 
-    /// What only the cache has fails with the cache, again and again.
+    /// With write-back, requests for dirty data fail repeatedly after the cache has failed.
     fn fails_only_with_a_disk(&self) -> bool {
         !self.writes_back()
     }
 }
 
-/// Sectors of the witness: each has a note, or zeros. The first one says that the cache is not to be believed, any other
-/// one names a range that is superseded.
+/// Number of sectors in the failure log; each holds a record or zeros. The first record marks the cache as failed,
+/// each other one holds a superseded range.
 const NOTES: u64 = 4096;
 
 const SECTOR: u64 = 512;
@@ -375,7 +375,7 @@ impl Witness for Noted {
     }
 }
 
-/// What the host was booted as: another one whenever it has lost its memory.
+/// Returns the host's boot ID, which is new whenever the host has lost its memory.
 fn boot_of(fast: &SimulatedDevice, random: &mut Random) -> std::io::Result<[u8; 16]> {
     let file = fast.host_memory(0)?;
     let mut boot = [0; 16];

@@ -1,4 +1,4 @@
-//! Many seeds, on several threads.
+//! Runs many seeds, on several threads.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,43 +12,43 @@ use super::memory::{self, MEMORIES, Memory};
 use super::seed::{self, Summary};
 use super::stack::{STACKS, Stack};
 
-/// Findings after which a campaign ends.
+/// Number of findings after which a campaign ends.
 const FINDINGS_MAX: usize = 5;
 
-/// How often progress is shown.
+/// Interval between progress messages.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Random work on stacks of layers over simulated disks that fail and stop, and on memory whose pager is killed, checked
-/// against what was promised
+/// Check random work against the invariants, on stacks of layers over simulated disks that fail and stop, and on
+/// memory whose pager is killed
 #[derive(Args, Debug)]
 pub struct Arguments {
-    /// How many seeds
+    /// Number of seeds
     #[arg(long, default_value_t = 10_000)]
     seeds: u64,
-    /// The first seed
+    /// First seed
     #[arg(long, default_value_t = 0)]
     start: u64,
-    /// Threads; all cores if not given
+    /// Number of threads; all cores by default
     #[arg(long)]
     jobs: Option<usize>,
-    /// Only this stack; otherwise each seed takes the next one
+    /// Use only this stack; by default successive seeds use successive stacks
     #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(Subject::all().map(Subject::name)))]
     stack: Option<String>,
-    /// Print what happened even if all promises were kept
+    /// Print the log even if all invariants hold
     #[arg(long)]
     log: bool,
 }
 
-/// A seed that broke a promise.
+/// A seed that violated an invariant.
 #[derive(Debug)]
 pub struct Finding {
-    /// The stack's name.
+    /// Name of the stack.
     pub stack: &'static str,
-    /// Which seed.
+    /// The seed.
     pub seed: u64,
-    /// The promise that was broken.
+    /// The violated invariant.
     pub broken: String,
-    /// What happened.
+    /// Log of the run.
     pub log: String,
 }
 
@@ -69,11 +69,11 @@ impl std::fmt::Display for Finding {
 }
 
 thread_local! {
-    /// Where this thread panicked last.
+    /// Message of the last panic of this thread.
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What is simulated.
+/// A subject of simulation.
 #[derive(Clone, Copy)]
 pub enum Subject {
     /// A stack of layers over disks.
@@ -83,13 +83,13 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// All that there is.
+    /// Returns all subjects.
     pub fn all() -> impl Iterator<Item = Self> {
         let stacks = STACKS.iter().copied().map(Self::Stack);
         stacks.chain(MEMORIES.into_iter().map(Self::Memory))
     }
 
-    /// What it is called.
+    /// Returns the name of the subject.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stack(stack) => stack.name(),
@@ -105,7 +105,7 @@ impl Subject {
     }
 }
 
-/// A run of one seed, which can be asked for its log even if it panicked.
+/// A run of one seed, whose log is available even after a panic.
 enum Run {
     Stack(Box<seed::Run<'static>>),
     Memory(Box<memory::Run>),
@@ -130,11 +130,11 @@ impl Run {
 /// Runs one seed.
 ///
 /// # Errors
-/// The promise that was broken, with the log.
+/// The violated invariant, with the log.
 pub fn simulate(subject: Subject, seed: u64) -> Result<Summary, Box<Finding>> {
     let found = simulate_with_log(subject, seed, false).0;
     match (subject, found) {
-        // To write all down takes long. It is done if it is of use: a seed always does the same.
+        // A memory log takes long to write, so it is written only now: a seed always does the same.
         (Subject::Memory(_), Err(found)) => Err(simulate_with_log(subject, seed, true).0.err().unwrap_or(found)),
         (_, found) => found,
     }
@@ -163,10 +163,10 @@ fn simulate_with_log(subject: Subject, seed: u64, is_logged: bool) -> (Result<Su
     (result, log)
 }
 
-/// A campaign; whether all promises were kept.
+/// Runs a campaign. Returns whether all invariants held.
 ///
 /// # Errors
-/// The arguments make no sense.
+/// If the arguments are inconsistent.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let stacks: Vec<Subject> = match &arguments.stack {
         None => Subject::all().collect(),
@@ -205,7 +205,7 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Takes seeds until there are no more, or enough was found.
+    /// Runs seeds until there are no more, or there are enough findings.
     fn work(&self) {
         loop {
             let index = self.taken.fetch_add(1, Ordering::Relaxed);
@@ -259,7 +259,7 @@ impl Campaign {
         }
     }
 
-    /// Prints what came out; whether nothing was found.
+    /// Prints the results. Returns whether there are no findings.
     fn report(&self, elapsed: Duration) -> bool {
         let (seeds, total) = *lock(&self.total);
         println!(

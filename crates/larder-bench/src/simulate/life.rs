@@ -1,4 +1,4 @@
-//! One life of a stack, from its opening to its stop: workers that make random requests, and what they share.
+//! One life of a stack, from its opening to its stop: workers that send random requests, and their shared state.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -15,74 +15,73 @@ use super::size::Sizes;
 use super::stack::Opened;
 use super::stamp::SECTOR;
 
-/// A request that takes longer than this, of virtual time, hangs. Slow disks, throttles and stuck requests take
-/// seconds.
+/// Virtual time after which a request counts as hung. Slow disks, throttles and stuck requests take seconds.
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How often stuck requests are released and hanging ones looked for.
+/// Interval at which stuck requests are released and hung ones are detected.
 pub(super) const TICK: Duration = Duration::from_millis(500);
 
-/// What one seed has done so far, over all its lives.
+/// State of one seed over all its lives.
 pub(super) struct Record {
-    /// What the disk may hold.
+    /// Allowed content of the disk.
     pub(super) oracle: RefCell<Oracle>,
-    /// How large it may be.
+    /// Allowed sizes of the disk.
     pub(super) sizes: RefCell<Sizes>,
-    /// What happened.
+    /// Events so far.
     pub(super) log: RefCell<Log>,
-    /// The number of the next request, from 1 on; it is also the stamp of what it writes.
+    /// Number of the next request, from 1. It also identifies the data that the request writes.
     pub(super) next_number: Cell<u32>,
-    /// Tells this seed's stamps from others'.
+    /// Key that distinguishes this seed's data from that of others.
     pub(super) key: u64,
 }
 
-/// What the workers of one life share.
+/// State that the workers of one life share.
 pub(super) struct Life {
-    /// The loop, which must not be kept alive.
+    /// The loop, which this must not keep alive.
     pub(super) on: WeakLoop,
     /// The top of the stack.
     pub(super) opened: Opened,
-    /// The disks below.
+    /// The disks at the bottom.
     pub(super) disks: Vec<Rc<SimulatedDevice>>,
-    /// The seed's record.
+    /// State of the seed.
     pub(super) record: Rc<Record>,
-    /// What may be expected of the stack.
+    /// Expected behaviour of the stack.
     pub(super) expectations: Expectations,
-    /// Requests still to be made.
+    /// Requests still to be sent.
     pub(super) requests_left: Cell<u32>,
-    /// The life stops once no more than these are left.
+    /// Number of remaining requests below which the life stops.
     pub(super) stop_at: u32,
     /// For each worker, the request that it waits for.
     pub(super) waits: RefCell<Vec<Option<(u32, LoopTime)>>>,
     /// Workers that have not finished.
     pub(super) running: Cell<usize>,
-    /// The promise that was broken.
+    /// The violated invariant, if any.
     pub(super) broken: RefCell<Option<String>>,
-    /// Who waits for the end.
+    /// Waker of the task that waits for the end.
     pub(super) waker: RefCell<Option<Waker>>,
-    /// The sizes that the disk has had, and since when.
+    /// Sizes of the disk, with the moments at which they began.
     pub(super) sizes: RefCell<Vec<(Moment, ByteLen)>>,
     /// Requests that have failed because of a disk.
     pub(super) failed: Cell<u64>,
 }
 
-/// What may be expected of a stack.
+/// Expected behaviour of a stack.
 #[derive(Clone, Copy)]
 pub(super) struct Expectations {
-    /// Its size follows that of its first disk.
+    /// Whether its size follows that of its first disk.
     pub(super) resizable: bool,
-    /// It can be made larger.
+    /// Whether it can grow.
     pub(super) growable: bool,
-    /// A request fails only because one of a disk did.
+    /// Whether a request fails only if a disk's request has failed.
     pub(super) fails_only_with_a_disk: bool,
-    /// So many disks may fail, from the first on.
+    /// Number of disks that may fail, counted from the first.
     pub(super) failing: usize,
-    /// The disks have little room for what has none yet. What was acknowledged can be flushed all the same.
+    /// Whether the disks have little room for new allocations. Acknowledged data can be flushed all the same.
     pub(super) room_is_short: bool,
 }
 
 impl Record {
-    /// A number for a new request.
+    /// Returns the number for a new request.
     pub(super) fn number(&self) -> u32 {
         let number = self.next_number.get();
         self.next_number.set(number + 1);
@@ -91,17 +90,17 @@ impl Record {
 }
 
 impl Life {
-    /// The present of this life.
+    /// Returns the current time of this life.
     pub(super) fn now(&self) -> LoopTime {
         self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
     }
 
-    /// Writes an event down.
+    /// Logs an event.
     pub(super) fn log(&self, event: Event) {
         self.record.log.borrow_mut().add(self.now(), event);
     }
 
-    /// A promise was broken: the life ends.
+    /// Records a violated invariant, which ends the life.
     pub(super) fn fail(&self, why: String) {
         self.broken.borrow_mut().get_or_insert(why);
         self.wake();
@@ -113,7 +112,7 @@ impl Life {
         }
     }
 
-    /// Takes one of the requests that are to be made; false if there is none.
+    /// Takes one of the requests to be sent. Returns false if there is none.
     pub(super) fn take_request(&self) -> bool {
         let left = self.requests_left.get();
         if left == 0 || self.broken.borrow().is_some() {
@@ -126,7 +125,7 @@ impl Life {
         true
     }
 
-    /// A worker has finished.
+    /// Records that a worker has finished.
     pub(super) fn finish_worker(&self) {
         self.running.set(self.running.get() - 1);
         self.wake();
@@ -136,7 +135,7 @@ impl Life {
         self.requests_left.get() < self.stop_at
     }
 
-    /// Completes when the workers have finished, the moment to stop has come, or a promise was broken.
+    /// Completes when the workers have finished, the moment to stop has come, or an invariant is violated.
     pub(super) async fn ended(&self) {
         std::future::poll_fn(|context| {
             if self.running.get() == 0 || self.stops_now() || self.broken.borrow().is_some() {
@@ -148,7 +147,7 @@ impl Life {
         .await;
     }
 
-    /// The request that has been waited for longer than is possible.
+    /// Returns a request that has hung, if any.
     pub(super) fn hanging(&self) -> Option<u32> {
         let now = self.now();
         let waits = self.waits.borrow();
@@ -156,7 +155,7 @@ impl Life {
         hanging.map(|(number, _)| *number)
     }
 
-    /// The smallest and largest size since `start`.
+    /// Returns the smallest and the largest size since `start`.
     pub(super) fn sizes_since(&self, start: Moment) -> (ByteLen, ByteLen) {
         let sizes = self.sizes.borrow();
         let before = sizes.iter().rposition(|(since, _)| *since <= start).unwrap_or(0);
@@ -165,12 +164,12 @@ impl Life {
         later.fold((now, now), |(least, most), size| (least.min(size), most.max(size)))
     }
 
-    /// Requests that the disks have failed.
+    /// Number of requests that the disks have failed.
     fn failures_below(&self) -> u64 {
         self.disks.iter().map(|disk| disk.failures()).sum()
     }
 
-    /// Counts a failure that must have come from a disk.
+    /// Counts a failure, which must be due to a disk.
     pub(super) fn count_failure(&self, number: u32, failure: Failure) {
         self.failed.set(self.failed.get() + 1);
         if self.expectations.fails_only_with_a_disk && self.failed.get() > self.failures_below() {
@@ -205,7 +204,7 @@ impl Life {
         *self.record.sizes.borrow_mut() = Sizes::new(to);
     }
 
-    /// Looks at the size, after a growth to `grown` that has succeeded.
+    /// Checks the size, which is at least `grown` after a successful growth to that.
     pub(super) fn see_size(&self, grown: Option<ByteLen>) {
         let size = self.opened.device.geometry().size;
         let seen = self.record.sizes.borrow_mut().see(size);

@@ -1,11 +1,11 @@
-//! What happened in a simulation, for the one who has to understand a failure.
+//! The log of a simulation, for the diagnosis of a failure.
 
 use std::fmt;
 
 use larder_block::backend::simulated::{Fault, Stop};
 use larder_block::{ByteLen, ByteRange, Failure, LoopTime};
 
-/// A request as the guest makes it.
+/// A request as the guest sends it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub(super) enum Request {
@@ -27,7 +27,7 @@ pub(super) enum Request {
 }
 
 impl Request {
-    /// Where; empty for a flush.
+    /// Returns the range, which is empty for a flush.
     pub(super) fn range(self) -> ByteRange {
         match self {
             Self::Read(range)
@@ -64,7 +64,7 @@ impl fmt::Display for Request {
     }
 }
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub(super) enum Event {
@@ -107,17 +107,17 @@ impl fmt::Display for Event {
     }
 }
 
-/// All that happened, in order.
+/// All events, in order.
 #[derive(Default)]
 pub(super) struct Log(Vec<(LoopTime, Event)>);
 
 impl Log {
-    /// Adds an event at `at`, in its life's time.
+    /// Adds an event at the time `at` of its life.
     pub(super) fn add(&mut self, at: LoopTime, event: Event) {
         self.0.push((at, event));
     }
 
-    /// How many requests were started.
+    /// Returns the number of requests started.
     pub(super) fn requests(&self) -> u64 {
         let started = self
             .0

@@ -1,30 +1,31 @@
-//! What is in a page: it follows from the number of the write that it is of, so a page tells who wrote it.
+//! The content of a page, which is derived from the number of the write that made it. So a page identifies its last
+//! write.
 
 use larder_memory::units::PAGE;
 
 /// Words of a page.
 pub(super) const WORDS: usize = PAGE / 8;
 
-/// What a page holds.
+/// Content of a page.
 pub(super) type Words = [u64; WORDS];
 
-/// The number of a write; 0: zeros.
+/// Identifier of a write, from its number and kind; 0: zeros.
 pub(super) type Stamp = u64;
 
-/// How well a page can be compressed.
+/// Compressibility of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// Not at all.
+    /// Incompressible.
     Random,
-    /// To a fraction.
+    /// Compresses to a fraction.
     Structured,
-    /// It is one word.
+    /// One repeated word.
     Uniform,
 }
 
 const KINDS: [Kind; 3] = [Kind::Random, Kind::Structured, Kind::Uniform];
 
-/// The stamp of write number `number`, whose content is of this kind.
+/// Returns the stamp of write number `number`, whose content is of this kind.
 pub(super) fn stamp(number: u64, kind: Kind) -> Stamp {
     number * 4 + 1 + kind as u64
 }
@@ -45,12 +46,12 @@ fn word(stamp: Stamp, index: usize) -> u64 {
     }
 }
 
-/// What the write with this stamp writes.
+/// Returns the content that the write with this stamp writes.
 pub(super) fn words(stamp: Stamp) -> Words {
     std::array::from_fn(|index| word(stamp, index))
 }
 
-/// Whether a page holds what that write wrote.
+/// Returns whether a page holds the content of that write.
 pub(super) fn is(words: &Words, stamp: Stamp) -> bool {
     words
         .iter()

@@ -1,4 +1,4 @@
-//! The pager's view of the simulated host.
+//! The pager's interface to the simulated host.
 
 use std::io;
 use std::rc::Rc;
@@ -22,7 +22,7 @@ fn words_of(bytes: &[u8]) -> Words {
 pub(super) struct Guest(pub(super) Rc<World>);
 
 impl Guest {
-    /// A call, which takes effect though the pager is killed when it returns, or does not.
+    /// Makes a call of the pager's. Before and after it, the pager may be killed.
     fn call<T>(&self, what: impl FnOnce(&World) -> T) -> T {
         self.0.call();
         let result = what(&self.0);
@@ -47,7 +47,7 @@ impl GuestMemory for Guest {
 
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
         self.call(|world| {
-            // Large copies are cut short at times.
+            // Large copies are sometimes cut short.
             world.comes(Moment::Filled);
             let pages = content.len() / PAGE;
             let most = if pages > 1 && world.chance(100) {
@@ -94,7 +94,7 @@ impl GuestMemory for Guest {
 
     fn protect(&self, run: PageRun) -> io::Result<()> {
         self.call(|world| {
-            // As long as mappings change nothing is.
+            // The call fails while mappings change.
             let done = world.kernel.borrow_mut().protect(run, true);
             world.log(|| format!("pager protects {run:?}: {done}"));
             done.then_some(()).ok_or_else(|| io::ErrorKind::WouldBlock.into())
@@ -146,7 +146,7 @@ impl GuestMemory for Guest {
     }
 }
 
-/// Which of these pages are in memory.
+/// Reports the pages of `run` that are in memory.
 pub(super) fn present(world: &World, run: PageRun, found: &mut dyn FnMut(PageRun)) {
     let kernel = world.kernel.borrow();
     let there = run
@@ -166,7 +166,7 @@ fn punch(world: &World, run: PageRun) {
     }
 }
 
-/// The files, for the worker. They are those of this thread's world.
+/// The memory's files, for the worker. They belong to the current thread's world.
 pub(super) struct Files;
 
 impl Backing for Files {
@@ -183,7 +183,7 @@ impl Backing for Files {
                         into.copy_from_slice(&word.to_ne_bytes());
                     }
                 }
-                // The process goes on between two pages.
+                // The process runs between two pages.
                 if world.chance(20) {
                     world.call();
                 }
@@ -199,7 +199,7 @@ impl Backing for Files {
             if world.chance(world.shape.worker_failures_per_mille) {
                 return Err(io::Error::other("simulated"));
             }
-            // It takes a page at a time, and the process goes on meanwhile.
+            // The pages are punched one at a time, and the process runs meanwhile.
             for page in run.pages() {
                 world.log(|| format!("worker takes out {page:?}"));
                 punch(world, PageRun::one(page));

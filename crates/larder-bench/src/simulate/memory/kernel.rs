@@ -1,5 +1,5 @@
-//! The kernel of the simulated host: the pages of shared files, how the process has them mapped, and userfaultfd, as Linux
-//! has them (mm/userfaultfd.c, fs/userfaultfd.c, mm/shmem.c, mm/memory.c).
+//! The kernel of the simulated host: the pages of shared files, their mappings by the process, and userfaultfd, as in
+//! Linux (mm/userfaultfd.c, fs/userfaultfd.c, mm/shmem.c, mm/memory.c).
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -11,19 +11,19 @@ use larder_memory::userfaultfd::{Cause, Filled, Message, Range, RawMessage};
 
 use super::content::{WORDS, Words};
 
-/// A page of physical memory. Who does device I/O holds it though it was taken out of its file.
+/// A page of physical memory. Device I/O keeps it alive even after it has been punched out of its file.
 pub(super) type Frame = Rc<RefCell<Words>>;
 
-/// How the process has a page.
+/// The process's page table entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Pte {
     None,
     Mapped {
         protected: bool,
     },
-    /// Nothing is mapped; when something is, it is protected.
+    /// Nothing is mapped; a later mapping is write-protected.
     Protected,
-    /// Whoever touches it gets SIGBUS.
+    /// An access gets SIGBUS.
     Poison,
 }
 
@@ -35,11 +35,11 @@ struct Page {
 /// A mapping of a file.
 pub(super) struct Area {
     pub(super) region: Region,
-    /// Faults there are told.
+    /// Whether it is registered with userfaultfd.
     pub(super) is_registered: bool,
-    /// It is there.
+    /// Whether it is still mapped.
     pub(super) is_mapped: bool,
-    /// The pager has been told that it is not, and has closed its file.
+    /// Whether the pager has closed its file, after the notification that it was unmapped.
     pub(super) is_forgotten: bool,
 }
 
@@ -57,7 +57,7 @@ struct Event {
     thread: usize,
 }
 
-/// What became of an access.
+/// Result of an access.
 pub(super) enum Access {
     Done(Frame),
     Waits,
@@ -69,11 +69,12 @@ pub(super) struct Kernel {
     pub(super) areas: Vec<Area>,
     waiters: Vec<Waiter>,
     events: VecDeque<Event>,
-    /// Those who wait for an event to be read, and those of whom it was read and who have not gone on.
+    /// Number of threads that wait until their event is read, or whose event was read and that have not yet
+    /// continued.
     changing: usize,
     /// Threads whose event was read.
     heard: Vec<usize>,
-    /// There is no memory.
+    /// Whether memory allocations fail.
     pub(super) is_short: bool,
 }
 
@@ -94,7 +95,7 @@ impl Kernel {
         self.pages.len() as u32
     }
 
-    /// A mapping more, of pages after all others.
+    /// Adds a mapping, of pages after all others.
     pub(super) fn map(&mut self, pages: u32) -> Region {
         let region = Region {
             first: PageIndex::new(self.pages()),
@@ -130,7 +131,7 @@ impl Kernel {
         self.pages[page.as_usize()].frame.is_some()
     }
 
-    /// Pages in memory whose areas are mapped.
+    /// Returns the number of pages in memory in mapped areas.
     pub(super) fn present_pages(&self) -> u32 {
         let mapped = self.areas.iter().filter(|area| area.is_mapped);
         mapped
@@ -138,7 +139,7 @@ impl Kernel {
             .count() as u32
     }
 
-    // What the process does.
+    // Operations of the process.
 
     pub(super) fn access(&mut self, thread: usize, page: PageIndex, write: bool) -> Access {
         let is_registered = self.area(page).is_registered;
@@ -172,7 +173,7 @@ impl Kernel {
         self.waiters.iter().any(|waiter| waiter.thread == thread)
     }
 
-    /// One of the pages that somebody waits for, as `pick` has it of so many.
+    /// Returns one of the pages that a thread waits for; `pick` chooses an index below the count that it is given.
     pub(super) fn some_waited_for(&self, pick: impl FnOnce(u64) -> u64) -> Option<PageIndex> {
         let count = self.waiters.len() as u64;
         (count > 0).then(|| self.waiters[pick(count) as usize].page)
@@ -191,13 +192,13 @@ impl Kernel {
         };
     }
 
-    /// Takes a page out of its file.
+    /// Punches a page out of its file.
     pub(super) fn punch(&mut self, page: PageIndex) {
         self.zap(page);
         self.page(page).frame = None;
     }
 
-    /// The host takes away what maps a page.
+    /// Removes the mapping of a page, as the host's reclaim does.
     pub(super) fn reclaim(&mut self, page: PageIndex) {
         self.zap(page);
     }
@@ -210,7 +211,7 @@ impl Kernel {
         }
     }
 
-    /// `MADV_DONTNEED` begins: that is told, and waits for being heard. Whether it waits.
+    /// Begins `MADV_DONTNEED`, which sends an event and waits until it is read. Returns whether it must wait.
     pub(super) fn dontneed_begins(&mut self, thread: usize, run: PageRun) -> bool {
         if !self.area(run.first).is_registered {
             return false;
@@ -221,7 +222,7 @@ impl Kernel {
         true
     }
 
-    /// It goes on when it was heard; whether it was.
+    /// Lets the thread continue if its event was read. Returns whether it was.
     pub(super) fn event_was_heard(&mut self, thread: usize) -> bool {
         let Some(index) = self.heard.iter().position(|heard| *heard == thread) else {
             return false;
@@ -231,7 +232,7 @@ impl Kernel {
         true
     }
 
-    /// Nobody hears events any more.
+    /// Completes `MADV_DONTNEED`: removes the mappings of the pages, and their poison if `drops_poison` is set.
     pub(super) fn dontneed_ends(&mut self, run: PageRun, drops_poison: bool) {
         for page in run.pages() {
             self.zap(page);
@@ -263,21 +264,21 @@ impl Kernel {
         true
     }
 
-    // What the pager does.
+    // Operations of the pager.
 
-    /// Faults there are told from now on.
+    /// Registers the area with userfaultfd, so that its faults are reported.
     pub(super) fn register(&mut self, first: PageIndex) {
         let area = self.areas.iter_mut().find(|area| area.region.first == first);
         area.expect("it was mapped").is_registered = true;
     }
 
-    /// The pager has closed the file of an area.
+    /// Records that the pager has closed the file of an area.
     pub(super) fn forget(&mut self, first: PageIndex) {
         let area = self.areas.iter_mut().find(|area| area.region.first == first);
         area.expect("it was mapped").is_forgotten = true;
     }
 
-    /// All memory is the kernel's alone again.
+    /// Ends userfaultfd for all memory.
     pub(super) fn unregister_all(&mut self) {
         for page in &mut self.pages {
             page.pte = match page.pte {
@@ -337,7 +338,7 @@ impl Kernel {
         (self.changing > 0).then_some(Filled::Changing)
     }
 
-    /// UFFDIO_COPY and UFFDIO_ZEROPAGE of one page.
+    /// UFFDIO_COPY or UFFDIO_ZEROPAGE of one page.
     pub(super) fn copy(&mut self, page: PageIndex, words: Words, protected: bool) -> Filled {
         if let Some(why) = self.cannot(page) {
             return why;
@@ -355,7 +356,7 @@ impl Kernel {
         Filled::Done
     }
 
-    /// UFFDIO_CONTINUE; those who wait are woken in any case.
+    /// UFFDIO_CONTINUE. Waiting threads are woken in any case.
     pub(super) fn continue_(&mut self, page: PageIndex) {
         if self.cannot(page).is_none() {
             let of = self.page(page);
@@ -366,7 +367,7 @@ impl Kernel {
         self.wake(PageRun::one(page));
     }
 
-    /// UFFDIO_WRITEPROTECT; whether it could be.
+    /// UFFDIO_WRITEPROTECT. Returns whether it was possible.
     pub(super) fn protect(&mut self, run: PageRun, protected: bool) -> bool {
         if run.pages().any(|page| self.cannot(page).is_some()) {
             return false;
@@ -400,7 +401,7 @@ impl Kernel {
         Filled::Done
     }
 
-    /// What is in the file; zeros where nothing is.
+    /// Returns the file's content; zeros where there is no page.
     pub(super) fn read(&self, page: PageIndex) -> Words {
         match &self.pages[page.as_usize()].frame {
             Some(frame) => *frame.borrow(),

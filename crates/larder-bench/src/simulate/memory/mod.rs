@@ -1,6 +1,6 @@
-//! The simulator of the pager of guest memory: a process and its kernel, a worker, and disks, all simulated, and the real
-//! pager, which is killed at any moment and followed by another. What the process reads is checked against what it wrote.
-//! See `docs/simulator.md`.
+//! The simulator of the pager of guest memory. A process and its kernel, a worker, and disks are simulated. The pager
+//! is the real one; it is killed at random moments, and a successor continues. All reads of the process are checked
+//! against its writes. See `docs/simulator.md`.
 
 mod content;
 mod guest;
@@ -15,7 +15,7 @@ mod world;
 pub(super) use run::Run;
 use shape::Variant;
 
-/// A kind of host that is simulated.
+/// A kind of host to simulate.
 #[derive(Debug)]
 pub struct Memory {
     name: &'static str,
@@ -43,7 +43,7 @@ pub const MEMORIES: [&Memory; 4] = [
 ];
 
 impl Memory {
-    /// What it is called.
+    /// Returns the name of the kind.
     pub fn name(&self) -> &'static str {
         self.name
     }

@@ -1,4 +1,5 @@
-//! What each page may hold: what the process wrote last, or zeros after giving it up. It knows nothing of the pager.
+//! The allowed content of each page: the process's last write, or zeros after a discard. The oracle knows nothing of
+//! the pager.
 
 use larder_memory::units::PageIndex;
 
@@ -7,29 +8,30 @@ use super::content::{self, Stamp, Words};
 /// Whether a page may be unreadable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Damage {
-    /// It may not.
+    /// The page must be readable.
     None,
-    /// What was stored of it was damaged, or could not be read.
+    /// The stored copy was damaged, or could not be read.
     Real,
-    /// The same, but it was given up since: it will be readable once the pager has nothing else to do.
+    /// The stored copy was damaged or unreadable, but the page was discarded since. It becomes readable once the
+    /// pager is idle.
     GivenUp,
 }
 
 struct Truth {
-    /// One of these, the last one in the first place.
+    /// Allowed contents.
     may: Vec<Stamp>,
-    /// It is being given up.
+    /// Whether the page is being discarded.
     is_given_up: bool,
-    /// That is not heard any more, as the pager has let go of the process: it may keep what it has.
+    /// Whether the discard goes unnoticed because the pager has detached. The page may then keep its content.
     is_unheard: bool,
-    /// What was written to it since that began.
+    /// Last write since the discard began.
     written: Option<Stamp>,
     damage: Damage,
-    /// A device writes this to it.
+    /// Content that a device is writing to the page.
     io: Option<Stamp>,
 }
 
-/// See the module's description.
+/// Allowed content of all pages.
 #[derive(Default)]
 pub(super) struct Oracle {
     pages: Vec<Truth>,
@@ -37,7 +39,7 @@ pub(super) struct Oracle {
 }
 
 impl Oracle {
-    /// So many pages more, of zeros.
+    /// Adds zeroed pages.
     pub(super) fn grow(&mut self, pages: u32) {
         self.pages.extend((0..pages).map(|_| Truth {
             may: vec![0],
@@ -49,24 +51,24 @@ impl Oracle {
         }));
     }
 
-    /// A stamp that no other write has.
+    /// Returns a new stamp.
     pub(super) fn stamp(&mut self, kind: content::Kind) -> Stamp {
         self.numbers += 1;
         content::stamp(self.numbers, kind)
     }
 
-    /// Nothing is known to be done to `page` but plain accesses.
+    /// Returns whether there is neither a discard nor device I/O of `page`.
     pub(super) fn is_quiet(&self, page: PageIndex) -> bool {
         let truth = &self.pages[page.as_usize()];
         !truth.is_given_up && truth.io.is_none()
     }
 
-    /// A device reads or writes it.
+    /// Returns whether a device is writing to the page.
     pub(super) fn is_in_io(&self, page: PageIndex) -> bool {
         self.pages[page.as_usize()].io.is_some()
     }
 
-    /// The process has read this.
+    /// Checks content that the process has read. Returns its stamp.
     pub(super) fn read(&mut self, page: PageIndex, words: &Words) -> Result<Stamp, String> {
         let truth = &mut self.pages[page.as_usize()];
         let Some(found) = truth.may.iter().copied().find(|stamp| content::is(words, *stamp)) else {
@@ -104,7 +106,7 @@ impl Oracle {
         all.find(|stamp| content::is(words, *stamp))
     }
 
-    /// The process has written this.
+    /// Records the process's write.
     pub(super) fn written(&mut self, page: PageIndex, stamp: Stamp) {
         let truth = &mut self.pages[page.as_usize()];
         truth.may.clear();
@@ -116,7 +118,7 @@ impl Oracle {
         }
     }
 
-    /// The process has got a memory error.
+    /// Checks a memory error that the process has received.
     pub(super) fn memory_error(&self, page: PageIndex) -> Result<(), String> {
         let truth = &self.pages[page.as_usize()];
         match truth.damage {
@@ -127,12 +129,12 @@ impl Oracle {
         }
     }
 
-    /// What is stored of a page was damaged, or cannot be read.
+    /// Records that the stored copy of a page was damaged, or cannot be read.
     pub(super) fn damaged(&mut self, page: PageIndex) {
         self.pages[page.as_usize()].damage = Damage::Real;
     }
 
-    /// The pager has had all the time that it needs: what was given up can be read.
+    /// Records that the pager has come to rest: discarded pages are readable now.
     pub(super) fn settled(&mut self) {
         for truth in self.pages.iter_mut().filter(|truth| !truth.is_given_up) {
             if truth.damage == Damage::GivenUp {
@@ -141,7 +143,7 @@ impl Oracle {
         }
     }
 
-    /// The process has taken it out of its file, and will say so.
+    /// Records that the process has punched the page out of its file, and is about to notify the pager.
     pub(super) fn give_up_begins(&mut self, page: PageIndex) {
         let truth = &mut self.pages[page.as_usize()];
         truth.is_given_up = true;
@@ -149,7 +151,7 @@ impl Oracle {
         truth.may.push(0);
     }
 
-    /// It has said so, and was heard.
+    /// Records that the discard is complete, and its notification was received.
     pub(super) fn give_up_ends(&mut self, page: PageIndex) {
         let truth = &mut self.pages[page.as_usize()];
         truth.is_given_up = false;
@@ -163,14 +165,14 @@ impl Oracle {
         }
     }
 
-    /// The pager has let go of the process.
+    /// Records that the pager has detached.
     pub(super) fn let_go(&mut self) {
         for truth in &mut self.pages {
             truth.is_unheard = truth.is_given_up;
         }
     }
 
-    /// A device begins to write this to the page.
+    /// Records that a device begins to write to the page.
     pub(super) fn io_begins(&mut self, page: PageIndex, stamp: Stamp) {
         let truth = &mut self.pages[page.as_usize()];
         truth.io = Some(stamp);
@@ -178,7 +180,7 @@ impl Oracle {
         truth.may.push(stamp);
     }
 
-    /// It has.
+    /// Records that the device has finished.
     pub(super) fn io_ends(&mut self, page: PageIndex) {
         let truth = &mut self.pages[page.as_usize()];
         if let Some(stamp) = truth.io.take() {

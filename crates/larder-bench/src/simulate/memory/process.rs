@@ -1,4 +1,5 @@
-//! The process: threads that read and write pages, go through memory, give pages up, unmap memory, and begin device I/O.
+//! The process: threads that read and write pages, walk through memory, discard pages, unmap memory, and start device
+//! I/O.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -11,26 +12,26 @@ use super::oracle::Oracle;
 use super::shape::Shape;
 use super::world::World;
 
-/// Pages that are given up together at most.
+/// Maximum number of pages discarded together.
 const GIVE_UP_PAGES: u64 = 24;
-/// Device I/O takes so long at most. It must end before the quarantine of a page does.
+/// Maximum duration of device I/O, which must end before the quarantine of a page does.
 const IO_MAX: Duration = Duration::from_millis(40);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum What {
     Read,
     Write(Stamp),
-    /// Device I/O, which writes this.
+    /// Starts device I/O, which writes this content.
     Device(Stamp),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
-    /// It will say so.
+    /// Punched out of the file; the pager is not notified yet.
     Punched,
-    /// It has, and is not heard yet.
+    /// The notification is sent, and not received yet.
     Said,
-    /// It was heard.
+    /// The notification was received.
     Heard,
 }
 
@@ -42,7 +43,7 @@ enum Doing {
     Unmapping,
 }
 
-/// Pages one after the other.
+/// Accesses to successive pages.
 #[derive(Clone, Copy)]
 struct Walk {
     next: PageIndex,
@@ -67,7 +68,7 @@ pub(super) struct Process {
     threads: Vec<Thread>,
     pub(super) oracle: Oracle,
     io: Vec<DeviceIo>,
-    /// Nothing new is begun.
+    /// Whether no new operation is begun.
     pub(super) is_quiet: bool,
     pub(super) accesses: u64,
 }
@@ -87,12 +88,12 @@ impl Process {
         }
     }
 
-    /// Whether somebody is at something.
+    /// Returns whether an operation is in progress.
     pub(super) fn is_busy(&self) -> bool {
         !self.io.is_empty() || self.threads.iter().any(|thread| thread.doing != Doing::Nothing)
     }
 
-    /// What those are at who are, for people.
+    /// Describes the operations in progress.
     pub(super) fn waiting(&self) -> String {
         let busy = self.threads.iter().enumerate();
         let busy = busy.filter(|(_, thread)| thread.doing != Doing::Nothing);
@@ -112,13 +113,13 @@ impl Process {
         }
     }
 
-    /// Some thread does something.
+    /// Lets a random thread make a step.
     pub(super) fn step(world: &Rc<World>) {
         let threads = world.shape.threads as u64;
         Self::step_of(world, world.below(threads) as usize);
     }
 
-    /// Each thread does something.
+    /// Lets each thread make a step.
     pub(super) fn step_all(world: &Rc<World>) {
         (0..world.shape.threads).for_each(|thread| Self::step_of(world, thread));
     }
@@ -139,12 +140,12 @@ impl Process {
         world.process.borrow_mut().threads[index].doing = next;
     }
 
-    /// Has the first thread access `page`, and nobody anything else.
+    /// Lets the first thread access `page`.
     pub(super) fn read_first(world: &Rc<World>, page: PageIndex) {
         world.process.borrow_mut().threads[0].doing = Doing::Access(page, What::Read);
     }
 
-    /// Device I/O that ends until then does.
+    /// Completes device I/O that ends by `until`.
     pub(super) fn end_device_io(&mut self, world: &World, until: Duration) {
         self.io.retain(|io| {
             if io.ends > until {
@@ -163,7 +164,7 @@ fn stamp(world: &World) -> Stamp {
     world.process.borrow_mut().oracle.stamp(kind)
 }
 
-/// A page that can be touched.
+/// Returns a random page that can be accessed.
 fn some_page(world: &World) -> PageIndex {
     let mapped: Vec<_> = {
         let kernel = world.kernel.borrow();
@@ -172,7 +173,7 @@ fn some_page(world: &World) -> PageIndex {
     };
     let region = world.pick(&mapped);
     let pages = u64::from(region.pages);
-    // Some are wanted more often than others.
+    // A sixth of each region is accessed more often than the rest.
     let offset = match world.chance(500) {
         true => world.below(pages),
         false => world.below(pages.div_ceil(6)),
@@ -240,7 +241,7 @@ fn go_on_walking(world: &Rc<World>, index: usize, walk: Walk) -> Doing {
 
 /// Accesses a page, or waits for it.
 fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing {
-    // A driver does not touch what its device writes to.
+    // A driver does not access memory that its device writes to.
     if world.process.borrow().oracle.is_in_io(page) {
         return Doing::Access(page, what);
     }
@@ -292,7 +293,7 @@ fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing
 }
 
 fn begin_giving_up(world: &World) -> Doing {
-    // What others wait for at times.
+    // Half of the time, discards a page that a thread waits for.
     let wanted = world.kernel.borrow().some_waited_for(|count| world.below(count));
     let first = match wanted.filter(|_| world.chance(500)) {
         Some(wanted) => wanted,
@@ -332,7 +333,7 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
             kernel.dontneed_ends(run, world.shape.drops_poison);
             let mut process = world.process.borrow_mut();
             run.pages().for_each(|page| process.oracle.give_up_ends(page));
-            // What was freed is soon used for something else.
+            // Freed memory is often reused soon.
             if world.chance(500) {
                 process.threads[index].walk = Some(Walk {
                     next: run.first,
@@ -347,7 +348,7 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
     }
 }
 
-/// Unmaps a region that nobody is at.
+/// Unmaps a region without operations in progress.
 fn begin_unmapping(world: &World, index: usize) -> Doing {
     let mut kernel = world.kernel.borrow_mut();
     let process = world.process.borrow();

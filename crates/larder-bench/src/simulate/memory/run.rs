@@ -1,5 +1,5 @@
-//! One seed: a process whose memory a pager manages, which is killed, and another that goes on, until at last all of it is
-//! read.
+//! One seed: a process whose memory a pager manages. The pager is killed, and a successor continues, until in the end
+//! all memory is read.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -24,12 +24,12 @@ use super::shape::{CAPACITY, Shape, Variant};
 use super::store::{Disk, Medium, stored_in};
 use super::world::{Killed, MOMENTS, World, frozen_clock, set_current, with_current};
 
-/// When the process began, as its state has it.
+/// Start time of the process, as recorded in its state.
 const STARTED: u64 = 7;
 
-/// So many steps in a row without the clock moving are no rest any more.
+/// Maximum number of successive steps without the clock moving, after which the pager counts as restless.
 const RESTLESS: u32 = 30_000;
-/// Time that the pager has to come to rest: longer than it waits for anything, to try it again.
+/// Number and length of the time steps for the pager to come to rest, in sum longer than any of its retry delays.
 const REST_ROUNDS: u32 = 150;
 const REST_STEP: Duration = Duration::from_millis(200);
 
@@ -46,7 +46,7 @@ pub(crate) struct Run {
 
 type Outcome = Result<(), String>;
 
-/// How a life ended.
+/// Way in which a life ended.
 enum End {
     Killed,
     LetGo,
@@ -54,14 +54,14 @@ enum End {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // The pager has the world, which has it.
+        // Breaks the reference cycle of pager and world.
         self.forget_pager();
         set_current(None);
     }
 }
 
 impl Run {
-    /// The run of `seed`; what happens is written down if `is_logged`.
+    /// Creates the run of `seed`; events are logged if `is_logged` is set.
     pub(crate) fn new(variant: Variant, seed: u64, is_logged: bool) -> Self {
         let mut random = Random::new(seed);
         let shape = Shape::new(variant, &mut random);
@@ -85,15 +85,15 @@ impl Run {
         }
     }
 
-    /// What has happened, for people.
+    /// Returns the log.
     pub(crate) fn log(&self) -> String {
         self.world.logged()
     }
 
-    /// Runs it.
+    /// Runs the seed.
     ///
     /// # Errors
-    /// The promise that was broken.
+    /// The violated invariant.
     pub(crate) fn run(&mut self) -> Result<Summary, String> {
         set_current(Some(&self.world));
         let world = Rc::clone(&self.world);
@@ -127,7 +127,7 @@ impl Run {
                 End::LetGo => {
                     let lost = self.state.as_ref().map_or(0, |state| state.lost_pages());
                     self.let_go()?;
-                    // Such a process is not managed again (`larder_memory::attach`).
+                    // A process with lost pages cannot be managed again (`larder_memory::attach`).
                     if lost > 0 {
                         break;
                     }
@@ -144,7 +144,7 @@ impl Run {
         Ok(self.summary)
     }
 
-    /// Some are killed in the middle of a step: of any, or of one in which there is much to lose.
+    /// Plans a kill in the middle of a step: at a random call, or at a moment where much can be lost.
     fn plan_kill(&self) {
         let world = &self.world;
         match world.below(10) {
@@ -192,7 +192,7 @@ impl Run {
         }
     }
 
-    /// The pager has let go of the process, which is on its own.
+    /// Ends the management of the process after a detach.
     fn let_go(&mut self) -> Outcome {
         self.world.log(|| "--- the pager has let go".to_owned());
         self.world.set_meanwhile(0);
@@ -274,7 +274,7 @@ impl Run {
         self.add_regions()
     }
 
-    /// What the process has and the state does not know.
+    /// Adds the process's regions that the state does not know.
     fn add_regions(&self) -> Outcome {
         let world = &self.world;
         let Some(state) = &self.state else { return Ok(()) };
@@ -285,7 +285,7 @@ impl Run {
             world.call();
             let is_mapped = world.kernel.borrow().area(region.first).is_mapped;
             if !is_mapped {
-                // Only so that pages have the same numbers for all pagers.
+                // Keeps the page numbers the same for all pagers.
                 world.kernel.borrow_mut().forget(region.first);
                 state.forget_region(region.first);
                 if let Some(pager) = &mut *world.pager.borrow_mut() {
@@ -293,7 +293,8 @@ impl Run {
                 }
                 continue;
             }
-            // It has no turn before it knows of the region: both are done on its thread.
+            // The pager does not run between the registration and its knowledge of the region: both happen on its
+            // thread.
             let mut pager = world.pager.borrow_mut();
             world.kernel.borrow_mut().register(region.first);
             let run = PageRun {
@@ -362,7 +363,7 @@ impl Run {
         Ok(None)
     }
 
-    /// The pager has a turn, and brings things back if it is to let go.
+    /// Lets the pager run, and page memory in if it is detaching.
     fn turn(&mut self) -> Option<End> {
         let world = &self.world;
         world.turn();
@@ -432,7 +433,7 @@ impl Run {
         }
     }
 
-    /// A bit of what is stored of a page flips.
+    /// Flips a bit of a page's stored copy.
     fn damage(&self) {
         let world = &self.world;
         let tier = world.pick(&[Tier::Ram, Tier::Ssd, Tier::Slow]);
@@ -459,7 +460,7 @@ impl Run {
         }
     }
 
-    /// All that can be done now is.
+    /// Runs everything until nothing more can be done at the present time.
     fn exhaust(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
         for _ in 0..RESTLESS {
@@ -488,7 +489,7 @@ impl Run {
         ))
     }
 
-    /// Nothing new is begun and nothing fails any more, until nobody is at anything.
+    /// Stops new operations and failures, and waits until none is in progress.
     fn come_to_rest(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
         world.log(|| "comes to rest".to_owned());
@@ -529,14 +530,14 @@ impl Run {
             || self.is_detaching
     }
 
-    /// Counts are right, and the limit is kept, when nothing is under way.
+    /// Checks the counts and the limit while nothing is in progress.
     fn check(&self) -> Outcome {
         let world = &self.world;
         let pager = world.pager.borrow();
         let Some(pager) = &*pager else { return Ok(()) };
         pager.check()?;
         let present = world.kernel.borrow().present_pages();
-        // What could not be taken out is found when it is touched.
+        // Pages whose eviction failed are counted only when they are next accessed.
         if world.shape.worker_failures_per_mille == 0 && present != pager.present_pages() {
             return Err(format!(
                 "{present} pages are in memory, the pager counts {}",
@@ -562,12 +563,12 @@ impl Run {
         Ok(())
     }
 
-    /// All memory is read.
+    /// Reads all memory.
     fn read_all(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
         world.log(|| "all is read".to_owned());
         let was_quiet = std::mem::replace(&mut world.process.borrow_mut().is_quiet, true);
-        // Those who are at something end it first.
+        // First completes the operations in progress.
         for _ in 0..REST_ROUNDS {
             if !world.process.borrow().is_busy() {
                 break;
@@ -602,7 +603,7 @@ impl Run {
         Ok(())
     }
 
-    /// The pager lets go at the end.
+    /// Detaches the pager at the end.
     fn detach(&mut self) -> Result<End, String> {
         let world = Rc::clone(&self.world);
         world.process.borrow_mut().is_quiet = true;

@@ -1,4 +1,4 @@
-//! What a seed is made of.
+//! The parameters of a seed.
 
 use std::time::Duration;
 
@@ -7,63 +7,63 @@ use larder_memory::entry::Tier;
 
 use super::content::Kind;
 
-/// Which hosts are simulated.
+/// Kinds of simulated hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Variant {
     /// Compressed RAM alone.
     Ram,
-    /// And a swap cache below.
+    /// Compressed RAM and a swap cache.
     Ssd,
-    /// And a slow store below that.
+    /// Compressed RAM, a swap cache, and a slow store.
     Tiers,
-    /// Any of them, with device I/O that bypasses the page tables.
+    /// Any of these tiers, with device I/O that bypasses the page tables.
     Io,
 }
 
-/// The sizes of everything, and how often what goes wrong.
+/// Sizes, and rates of failures.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    /// Pages at the beginning, in each of the regions.
+    /// Initial number of pages in each region.
     pub(super) regions: Vec<u32>,
-    /// Disks, and how many segments each has.
+    /// Disks, with the number of segments of each.
     pub(super) disks: Vec<(Tier, u32)>,
     pub(super) threads: usize,
     pub(super) lives: u32,
-    /// Steps of each life at most.
+    /// Maximum number of steps of each life.
     pub(super) steps: u64,
-    /// Of 1000 pages those that are written to before the first pager comes.
+    /// Pages in 1000 that are written before the first pager starts.
     pub(super) filled_per_mille: u32,
     pub(super) quarantine: Duration,
     pub(super) prefetch: bool,
-    /// Faults of the first thread go first.
+    /// Whether faults of the first thread have priority.
     pub(super) has_first_thread: bool,
-    /// What is written, each as often as it is here.
+    /// Kinds of content to write; repeated ones are more frequent.
     pub(super) kinds: Vec<Kind>,
-    /// Of 1000 accesses those that write.
+    /// Accesses in 1000 that write.
     pub(super) writes_per_mille: u32,
-    /// Of 1000 things that a thread does, those that give pages up.
+    /// Operations in 1000 that discard pages.
     pub(super) give_ups_per_mille: u32,
-    /// `MADV_DONTNEED` takes the mark of a page that is unreadable with it.
+    /// Whether `MADV_DONTNEED` also removes the poison of a page.
     pub(super) drops_poison: bool,
-    /// Of 1000 calls of the pager those in which others act.
+    /// Calls of the pager in 1000 during which other actors run.
     pub(super) meanwhile_per_mille: u32,
-    /// Of 1000 requests to disks those that fail.
+    /// Requests to disks in 1000 that fail.
     pub(super) read_failures_per_mille: u32,
     pub(super) write_failures_per_mille: u32,
-    /// Of 1000 calls of the worker to the host those that fail.
+    /// Calls of the worker to the host in 1000 that fail.
     pub(super) worker_failures_per_mille: u32,
-    /// Of 1000 steps those in which a stored copy is damaged.
+    /// Steps in 1000 in which a stored copy is damaged.
     pub(super) damage_per_mille: u32,
-    /// Of 1000 steps those in which memory runs short, or comes back.
+    /// Steps in 1000 in which a memory shortage begins or ends.
     pub(super) shortage_per_mille: u32,
 }
 
-/// Pages of which a state knows.
+/// Maximum number of pages in a state.
 pub(super) const CAPACITY: u32 = 4096;
 
 impl Shape {
     pub(super) fn new(variant: Variant, random: &mut Random) -> Self {
-        // Only what is much more than compressed RAM has room for goes on to disks, and back.
+        // Only memory well beyond the capacity of compressed RAM is written to disks, and read back.
         let is_large = variant != Variant::Ram && random.chance(400);
         let pages = match is_large {
             true => random.pick(&[1536, 2048, 2560]),

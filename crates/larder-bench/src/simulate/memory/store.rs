@@ -1,4 +1,5 @@
-//! A disk for pages: keeps what it was given as long as the host runs, answers in any order, fails, and rots.
+//! A disk for pages: it keeps its content as long as the host runs, completes requests in any order, fails, and
+//! corrupts data.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -12,18 +13,18 @@ use larder_memory::units::PageIndex;
 
 use super::world::{Moment, World};
 
-/// What outlives a pager.
+/// The disk's state that outlives a pager.
 pub(super) struct Medium {
     tier: Tier,
     segments: u32,
     contents: BTreeMap<u32, Box<[u8]>>,
     pending: Vec<Request>,
     finished: VecDeque<Finished>,
-    /// How often each read has failed for the pager that makes it.
+    /// Number of failures of each read for the current pager.
     failures: BTreeMap<(u64, usize), u32>,
-    /// Nothing can be written any more.
+    /// Whether all writes fail.
     pub(super) is_dead: bool,
-    /// Nothing fails any more, but for what is dead.
+    /// Whether requests no longer fail, except on a dead disk.
     pub(super) is_healed: bool,
     pub(super) writes: u64,
 }
@@ -33,7 +34,7 @@ enum Request {
     Read(u64, usize, AlignedBuf, Ticket),
 }
 
-/// A disk.
+/// A disk, as a pager sees it.
 #[derive(Clone)]
 pub(super) struct Disk {
     world: Rc<World>,
@@ -59,7 +60,7 @@ impl Medium {
         self.tier
     }
 
-    /// Flips a bit of what is stored at that byte of the log.
+    /// Flips a bit of the stored byte at this offset of the log.
     pub(super) fn rot(&mut self, at: u64, bit: u8) -> bool {
         let segment = self.contents.get_mut(&((at / SEGMENT as u64) as u32));
         let Some(byte) = segment.and_then(|bytes| bytes.get_mut((at % SEGMENT as u64) as usize)) else {
@@ -74,7 +75,7 @@ impl Medium {
     }
 }
 
-/// What is stored of each page of a tier, as the entries say: where its data begin, and how long they are.
+/// Returns the stored copies of a tier's pages, according to the state: page, offset and length.
 pub(super) fn stored_in(world: &World, tier: Tier) -> Vec<(PageIndex, u64, u64)> {
     let memory = world.memory.borrow();
     let Some((state, _)) = &*memory else { return Vec::new() };
@@ -97,7 +98,7 @@ impl Disk {
         }
     }
 
-    /// Answers one of the requests.
+    /// Completes a random pending request.
     pub(super) fn answer_one(world: &World, medium: &Rc<RefCell<Medium>>) {
         let request = {
             let mut medium = medium.borrow_mut();
@@ -152,7 +153,7 @@ impl Disk {
         }
     }
 
-    /// The pager is gone: what it had begun to write is there, or in parts, or not.
+    /// Handles the death of the pager: each write in flight is complete, partial, or lost.
     pub(super) fn forget(world: &World, medium: &Rc<RefCell<Medium>>) {
         let mut medium = medium.borrow_mut();
         for request in std::mem::take(&mut medium.pending) {
@@ -172,7 +173,7 @@ fn error(tier: Tier, operation: Operation, start: u64, len: usize) -> IoError {
     IoError::new(&name, operation, ByteRange::new(start, len as u64), failure)
 }
 
-/// These pages may be lost now.
+/// Records that the pages in this range may be lost.
 fn could_not_be_read(world: &World, tier: Tier, start: u64, len: usize) {
     for (page, at, bytes) in stored_in(world, tier) {
         if at < start + len as u64 && start < at + bytes {
