@@ -1,4 +1,4 @@
-//! Batches of pages as a migration sends them: any bytes as one, and any pages there and back.
+//! Fuzzes page batches of migrations: decodes arbitrary bytes, and encodes and decodes arbitrary pages.
 #![no_main]
 
 #[path = "../../crates/larder-codec/tests/fuzz_inputs/mod.rs"]

@@ -1,4 +1,4 @@
-//! Deltas of pages: any bytes as one, and between any two pages.
+//! Fuzzes page deltas: decodes arbitrary bytes, and encodes and decodes the delta of two arbitrary pages.
 #![no_main]
 
 #[path = "../../crates/larder-codec/tests/fuzz_inputs/mod.rs"]

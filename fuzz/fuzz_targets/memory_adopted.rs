@@ -1,4 +1,4 @@
-//! What an earlier pager has left, and a successor goes on with.
+//! Fuzzes the state of a previous pager, which a successor takes over and continues.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

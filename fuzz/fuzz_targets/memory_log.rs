@@ -1,4 +1,4 @@
-//! Segments, entries and encoded pages of memory.
+//! Fuzzes segments, entries and encoded pages of memory.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

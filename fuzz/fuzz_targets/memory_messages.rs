@@ -1,4 +1,4 @@
-//! The kernel's messages of faults.
+//! Fuzzes the kernel's userfaultfd messages.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

@@ -1,4 +1,4 @@
-//! What an earlier pager has left.
+//! Fuzzes the state of a previous pager.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

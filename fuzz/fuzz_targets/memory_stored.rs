@@ -1,4 +1,4 @@
-//! Damaged copies of pages, which a pager brings back.
+//! Fuzzes damaged copies of pages, which a pager pages in.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

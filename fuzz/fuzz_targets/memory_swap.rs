@@ -1,4 +1,4 @@
-//! What a disk for pages begins with, and what the control socket is told of limits.
+//! Fuzzes the header of a swap disk, and requests for limits on the control socket.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| larder_vm::memory::read_any(data));

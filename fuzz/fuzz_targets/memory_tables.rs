@@ -1,4 +1,4 @@
-//! The kernel's tables of mappings and sockets.
+//! Fuzzes the kernel's tables of mappings and sockets.
 #![no_main]
 
 #[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]

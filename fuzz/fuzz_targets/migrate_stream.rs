@@ -1,4 +1,4 @@
-//! The channels of QEMU's migration stream.
+//! Fuzzes the channels of QEMU's migration stream.
 #![no_main]
 
 #[path = "../../crates/larder-migrate/tests/fuzz_inputs/mod.rs"]

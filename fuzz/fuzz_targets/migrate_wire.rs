@@ -1,4 +1,4 @@
-//! What a sender and a receiver of a migration say to one another.
+//! Fuzzes the messages between the sender and the receiver of a migration.
 #![no_main]
 
 #[path = "../../crates/larder-migrate/tests/fuzz_inputs/mod.rs"]

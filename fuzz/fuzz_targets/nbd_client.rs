@@ -1,4 +1,4 @@
-//! An NBD client whose peer sends any bytes.
+//! Fuzzes an NBD client whose peer sends arbitrary bytes.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

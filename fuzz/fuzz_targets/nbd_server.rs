@@ -1,4 +1,4 @@
-//! An NBD server whose peer sends any bytes.
+//! Fuzzes an NBD server whose peer sends arbitrary bytes.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

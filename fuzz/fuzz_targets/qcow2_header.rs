@@ -1,4 +1,4 @@
-//! qcow2 headers.
+//! Fuzzes qcow2 headers.
 #![no_main]
 
 #[path = "../../crates/larder-qcow2/tests/fuzz_inputs/mod.rs"]

@@ -1,4 +1,4 @@
-//! qcow2 images, damaged and served.
+//! Fuzzes damaged qcow2 images, which are then served.
 #![no_main]
 
 #[path = "../../crates/larder-qcow2/tests/fuzz_inputs/mod.rs"]

@@ -1,4 +1,4 @@
-//! vhost-user messages.
+//! Fuzzes vhost-user messages.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

@@ -1,4 +1,4 @@
-//! Packed virtqueues.
+//! Fuzzes packed virtqueues.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

@@ -1,4 +1,4 @@
-//! Whole vhost-user connections.
+//! Fuzzes whole vhost-user connections.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

@@ -1,4 +1,4 @@
-//! Split virtqueues.
+//! Fuzzes split virtqueues.
 #![no_main]
 
 #[path = "../../crates/larder-export/tests/front_end/mod.rs"]

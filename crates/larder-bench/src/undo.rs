@@ -1,20 +1,20 @@
-//! What is changed of the machine for an experiment is changed back.
+//! Restores changes that an experiment makes to the machine.
 
 use std::ffi::OsStr;
 use std::process::{Child, Command, Stdio};
 
 use anyhow::Context;
 
-/// Waits for the end of its input, which comes with the end of this process however that ends.
+/// Waits for the end of the shell's input, which comes when this process ends in any way.
 const WAIT: &str = r#"trap "" INT TERM HUP; cat >/dev/null; "#;
 
-/// Commands of a shell that run when this goes, or with the process, however it ends.
+/// Shell commands that run when this is dropped or the process ends in any way.
 pub(crate) struct Undo {
     shell: Child,
 }
 
 impl Undo {
-    /// `arguments` are `$1` and so on in `script`.
+    /// Registers `script`, which runs with `arguments` as `$1` and so on.
     pub(crate) fn new<A: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = A>) -> anyhow::Result<Self> {
         let shell = Command::new("sh")
             .args(["-c", &format!("{WAIT}{script}"), "sh"])

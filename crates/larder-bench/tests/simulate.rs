@@ -1,4 +1,4 @@
-//! A short campaign of the simulator on every stack, and that the simulator finds what it is there to find.
+//! A short campaign of the simulator on every stack, and tests that the simulator detects violations.
 
 use std::rc::Rc;
 
@@ -15,7 +15,8 @@ use larder_block::{
 const SEEDS: u64 = 2000;
 
 #[test]
-fn every_stack_keeps_the_contract_through_faults_and_crashes() {
+/// Every stack keeps the contract of block devices through faults and crashes.
+fn stacks_keep_contract_through_faults_and_crashes() {
     std::thread::scope(|scope| {
         for stack in STACKS {
             scope.spawn(|| {
@@ -29,11 +30,12 @@ fn every_stack_keeps_the_contract_through_faults_and_crashes() {
     });
 }
 
-/// The same for each kind of memory.
+/// Seeds for each kind of memory.
 const MEMORY_SEEDS: u64 = 300;
 
 #[test]
-fn memory_is_what_was_written_to_it_through_faults_and_kills_of_its_pager() {
+/// Memory reads as it was written through faults and kills of its pager.
+fn memory_survives_faults_and_pager_kills() {
     for memory in MEMORIES {
         let mut total = Summary::default();
         for seed in 0..MEMORY_SEEDS {
@@ -54,7 +56,7 @@ fn memory_is_what_was_written_to_it_through_faults_and_kills_of_its_pager() {
 }
 
 #[test]
-fn a_seed_of_memory_always_does_the_same() {
+fn memory_seed_is_deterministic() {
     for memory in MEMORIES {
         let run = |seed| {
             let Summary {
@@ -73,7 +75,7 @@ fn a_seed_of_memory_always_does_the_same() {
 }
 
 #[test]
-fn a_seed_always_does_the_same() {
+fn stack_seed_is_deterministic() {
     let stack = find("align-throttle").expect("it is registered");
     let run = |seed| {
         let Summary {
@@ -89,20 +91,20 @@ fn a_seed_always_does_the_same() {
     }
 }
 
-/// What a broken layer does wrong.
+/// Defect of a broken layer.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
     /// Completes flushes without flushing.
     Flush,
-    /// Takes a FUA write for a plain one.
+    /// Ignores the FUA flag of writes.
     Force,
-    /// Reports failed writes as done.
+    /// Reports failed writes as successful.
     Success,
-    /// Reads the sector beside.
+    /// Reads from the preceding sector.
     Place,
     /// Never completes a flush.
     Hang,
-    /// Lists data as holes.
+    /// Reports data as holes.
     Hole,
 }
 
@@ -193,7 +195,8 @@ impl Stack for Lie {
 }
 
 #[test]
-fn a_layer_that_breaks_a_promise_is_found() {
+/// The simulator detects each kind of broken layer.
+fn broken_layer_is_detected() {
     const LIES: &[(Lie, &str)] = &[
         (Lie::Flush, "reads as"),
         (Lie::Force, "reads as"),
@@ -212,10 +215,10 @@ fn a_layer_that_breaks_a_promise_is_found() {
     }
 }
 
-/// Where the data of [`Headed`] begins: behind a header that is written when the disk is formatted.
+/// Offset of the data of [`Headed`], after a header that is written when the disk is formatted.
 const HEADER: u64 = 4096;
 
-/// A format of the simplest kind: a header, and data behind it.
+/// A minimal format: a header, followed by data.
 struct Headed;
 
 struct HeadedDevice {
@@ -263,7 +266,7 @@ impl Stack for Headed {
 
 impl HeadedDevice {
     fn shifted(range: ByteRange) -> ByteRange {
-        // What does not fit lies outside anyway.
+        // A range that does not fit is past the end anyway.
         ByteRange::new(range.start.get().saturating_add(HEADER), range.len.get())
     }
 }
@@ -318,7 +321,8 @@ impl BlockDevice for HeadedDevice {
 }
 
 #[test]
-fn a_stack_is_formatted_once_and_opened_after_stops_at_any_moment() {
+/// A stack that needs formatting is formatted once, and opened after stops at any moment.
+fn formatted_stack_reopens_after_any_stop() {
     for seed in 0..SEEDS {
         if let Err(finding) = simulate(Subject::Stack(&Headed), seed) {
             panic!("{finding}");

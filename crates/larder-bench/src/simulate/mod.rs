@@ -1,5 +1,5 @@
-//! The simulator: random work on stacks of layers over simulated disks that fail and stop, checked against the promises
-//! of [`larder_block::device`], and on memory whose pager is killed. See `docs/simulator.md`.
+//! The simulator. It checks random work on stacks of layers over simulated disks that fail and stop against the
+//! contract of [`larder_block::device`], and on memory whose pager is killed. See `docs/simulator.md`.
 
 mod cached;
 mod campaign;

@@ -1,13 +1,15 @@
-//! What a disk may hold: a plain model of the contract, which knows requests and nothing of how a device works.
+//! The allowed content of a disk: a plain model of the contract, which knows requests, but nothing of how a device
+//! works.
 //!
 //! For each sector it keeps the changes that the sector may hold now, or might hold after a crash. Time is a count of
 //! events. A change takes effect at one moment between its start and its end, so:
-//! - One that ended before another, which completed, had started is *gone*: a read that starts later does not see it.
-//! - So is one that ended before a read started which saw another.
-//! - A gone change is *lost* for a crash, too, once a flush that was called after it was replaced has completed, or at
-//!   once if what replaced it was forced (FUA).
+//! - A change that ended before a later, completed change started is *gone*: a read that starts later does not see
+//!   it.
+//! - A change is gone too if it ended before a read started that saw another change.
+//! - A gone change is also *lost* for a crash once a flush has completed that was called after the replacement. It is
+//!   lost at once if the replacement was durable (FUA).
 //!
-//! Where the contract leaves a choice, the oracle allows both; it never raises a false alarm.
+//! Where the contract leaves a choice, the oracle allows both outcomes; it never raises a false alarm.
 
 use std::fmt;
 
@@ -19,12 +21,12 @@ use super::stamp::{SECTOR, Stamp, Unreadable};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Moment(u64);
 
-/// Sectors from the first on.
+/// Consecutive sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sectors {
     /// First sector.
     pub(super) first: u64,
-    /// How many.
+    /// Number of sectors.
     pub(super) count: u64,
 }
 
@@ -34,57 +36,57 @@ impl Sectors {
     }
 }
 
-/// What a change makes of a sector.
+/// Effect of a change on a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// This.
+    /// The sector holds this content.
     Holds(Stamp),
-    /// Anything that it once was, or zeros; but then always the same.
+    /// The sector holds zeros or any content that it once had, but always the same one.
     Forgets,
 }
 
-/// How a change ended.
+/// Result of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// It completed.
+    /// The change completed.
     Done,
-    /// It completed, and is durable.
+    /// The change completed, and is durable.
     Forced,
-    /// It failed or was given up: each sector is old or new.
+    /// The change failed or was abandoned: each sector is old or new.
     Unsure,
 }
 
-/// A change under way.
+/// A change in flight.
 #[derive(Debug)]
 pub(super) struct Change {
     number: u64,
     sectors: Sectors,
 }
 
-/// A promise that was broken.
+/// A violated invariant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
-    /// A read saw what the sector cannot hold.
+    /// A read returned content that the sector cannot hold.
     #[error("sector {sector} reads as {seen}; it may hold {allowed}")]
     Impossible {
-        /// Which sector.
+        /// The sector.
         sector: u64,
-        /// What was read.
+        /// Content that was read.
         seen: Shown,
-        /// What it may hold.
+        /// Contents that are allowed.
         allowed: Allowed,
     },
-    /// A read saw bytes that are no sector of this place.
+    /// A read returned bytes that are no content of this sector.
     #[error("sector {sector} is not readable: {why}")]
     Unreadable {
-        /// Which sector.
+        /// The sector.
         sector: u64,
-        /// Why.
+        /// The reason.
         why: Unreadable,
     },
 }
 
-/// A stamp for people.
+/// A stamp as readable text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shown(Stamp);
 
@@ -97,7 +99,7 @@ impl fmt::Display for Shown {
     }
 }
 
-/// The first few of what a sector may hold.
+/// The first few allowed contents of a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allowed {
     effects: [Option<Effect>; 6],
@@ -123,13 +125,13 @@ struct Entry {
     effect: Effect,
     start: Moment,
     end: Option<Moment>,
-    /// Since when no read that starts sees it.
+    /// Moment from which no starting read sees the change.
     gone: Option<Moment>,
-    /// A flush called at or after this moment makes sure that a crash does not bring it back.
+    /// Moment from which the call of a flush ensures that the change does not return after a crash.
     replaced: Option<Moment>,
-    /// A crash does not bring it back.
+    /// Whether a crash cannot bring the change back.
     lost: bool,
-    /// It is from before the last loss of power: one of those is what the sector holds, durably.
+    /// Whether the change is from before the last power loss. The sector durably holds one of those changes.
     settled: bool,
 }
 
@@ -147,7 +149,7 @@ impl Entry {
 #[derive(Clone, Default)]
 struct Sector {
     entries: Vec<Entry>,
-    /// All that was ever written.
+    /// All contents ever written.
     history: Vec<Stamp>,
 }
 
@@ -156,14 +158,14 @@ pub(super) struct Oracle {
     sectors: Vec<Sector>,
     now: Moment,
     next_change: u64,
-    /// The latest call of a flush that completed.
+    /// Latest call of a flush that has completed.
     flushed: Moment,
-    /// When the reads under way began.
+    /// Start of each read in flight.
     reads: Vec<Moment>,
 }
 
 impl Oracle {
-    /// A disk of `sectors` sectors of zeros.
+    /// Creates the model of a disk of `sectors` zeroed sectors.
     pub(super) fn new(sectors: u64) -> Self {
         let mut oracle = Self {
             sectors: Vec::new(),
@@ -176,7 +178,7 @@ impl Oracle {
         oracle
     }
 
-    /// The present.
+    /// Returns the current moment.
     pub(super) fn now(&self) -> Moment {
         self.now
     }
@@ -202,22 +204,22 @@ impl Oracle {
         }
     }
 
-    /// Starts a read; its start is given back with what it brought, and with its end.
+    /// Starts a read. The caller passes the returned moment to [`Oracle::see`] and [`Oracle::end_read`].
     pub(super) fn start_read(&mut self) -> Moment {
         let start = self.tick();
         self.reads.push(start);
         start
     }
 
-    /// Ends a read; what it brought has been shown to [`Oracle::see`] before.
+    /// Ends a read, after its data was passed to [`Oracle::see`].
     pub(super) fn end_read(&mut self, start: Moment) {
         self.reads.retain(|read| *read != start);
     }
 
-    /// A read that began at `start` has brought `seen` for `sectors`.
+    /// Checks the data of a read that began at `start`; `seen` returns the stamp of each sector.
     ///
     /// # Errors
-    /// The first sector that cannot be so.
+    /// The first sector with content that is not allowed.
     pub(super) fn see(
         &mut self,
         start: Moment,
@@ -240,7 +242,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// Starts a flush; its start is given back with its success.
+    /// Starts a flush. The caller passes the returned moment to [`Oracle::end_flush`].
     pub(super) fn start_flush(&mut self) -> Moment {
         self.tick()
     }
@@ -251,7 +253,7 @@ impl Oracle {
         self.flushed = self.flushed.max(start);
     }
 
-    /// The disk's size has changed; what is cut off or added is forgotten.
+    /// Records a change of the disk's size. Sectors that are cut off or added have undefined content.
     pub(super) fn resize(&mut self, from: u64, to: u64) {
         self.grow(to);
         let now = self.tick();
@@ -260,12 +262,12 @@ impl Oracle {
         let changed = from.min(to) as usize..from.max(to) as usize;
         for sector in &mut self.sectors[changed] {
             sector.add(number, Effect::Forgets, now);
-            // An administrator's change is durable at once.
+            // A resize by an administrator is durable at once.
             sector.end(number, Ending::Forced, now);
         }
     }
 
-    /// The disk has stopped with all that was under way, and starts again.
+    /// Stops the disk with all requests in flight; it then starts again.
     pub(super) fn stop(&mut self, how: Stop) {
         let now = self.tick();
         let flushed = self.flushed;
@@ -278,7 +280,7 @@ impl Oracle {
         }
     }
 
-    /// What lies behind the first `sectors` sectors has gone; false if something there was durable.
+    /// Cuts off all sectors after the first `sectors`. Returns false if one of them had durable content.
     pub(super) fn cut_off(&mut self, sectors: u64) -> bool {
         let mut cut = self.sectors.drain((sectors as usize).min(self.sectors.len())..);
         let may_be_zeros = |sector: Sector| {
@@ -288,7 +290,7 @@ impl Oracle {
         cut.all(may_be_zeros)
     }
 
-    /// The disk has, or may get, so many sectors at least; new ones are zeros.
+    /// Extends the model to at least this number of sectors; new ones are zeros.
     pub(super) fn grow(&mut self, sectors: u64) {
         let start = self.tick();
         while (self.sectors.len() as u64) < sectors {
@@ -305,8 +307,8 @@ impl Oracle {
         self.now
     }
 
-    /// The first read under way, and the last flush: what was gone before the one and replaced before the other is no
-    /// longer needed.
+    /// Returns the start of the first read in flight, and the call of the last flush. Changes that were gone before
+    /// the former and replaced before the latter can be purged.
     fn purge_limits(&self) -> (Moment, Moment) {
         let first_read = self.reads.first().copied().unwrap_or(self.now);
         (first_read, self.flushed)
@@ -347,7 +349,8 @@ impl Sector {
         }
     }
 
-    /// Whether a read from `start` to `now` may have seen `stamp`; if so, what follows from it.
+    /// Returns whether a read from `start` to `now` may have returned `stamp`. If so, updates the entries
+    /// accordingly.
     fn see(&mut self, stamp: Stamp, start: Moment, now: Moment) -> bool {
         let once = stamp == Stamp::ZEROS || self.history.contains(&stamp);
         let explains = |entry: &Entry| match entry.effect {
@@ -372,7 +375,7 @@ impl Sector {
             .all(|entry| entry.settled);
         for entry in &mut self.entries {
             if explains(entry) {
-                // What forgets, forgets once.
+                // An undefined content is fixed by the first read.
                 if only && entry.change == first.change {
                     entry.effect = Effect::Holds(stamp);
                 }
@@ -408,7 +411,7 @@ impl Sector {
         for entry in &mut self.entries {
             (entry.start, entry.end) = (now, Some(now));
             (entry.gone, entry.replaced) = (None, None);
-            // Otherwise the disk may still have several of them.
+            // After a kill without power loss, the disk may still have several of them.
             entry.settled |= how == Stop::PowerLoss;
         }
     }
@@ -424,7 +427,7 @@ impl Sector {
     }
 }
 
-/// The sectors of a range of bytes, both ends of which are whole sectors.
+/// Returns the sectors of a byte range, which must consist of whole sectors.
 pub(super) fn sectors(start: u64, len: u64) -> Sectors {
     Sectors {
         first: start / SECTOR,
@@ -456,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_completed_write_replaces_what_was_there() {
+    fn completed_write_replaces_old_content() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Done);
         assert!(!reads(&mut oracle, 0));
@@ -465,7 +468,8 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_is_old_or_new_but_does_not_change_its_mind() {
+    /// A failed write leaves the old or the new content; the first read decides which.
+    fn first_read_fixes_outcome_of_failed_write() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Unsure);
         assert!(reads(&mut oracle, 0));
@@ -476,20 +480,22 @@ mod tests {
     }
 
     #[test]
-    fn a_write_under_way_once_seen_stays() {
+    /// Once a read has returned a write in flight, later reads return it too.
+    fn write_in_flight_once_seen_stays_visible() {
         let mut oracle = Oracle::new(1);
         let change = oracle.start_change(ALL, Effect::Holds(Stamp(1)));
         let early = oracle.start_read();
         assert!(reads(&mut oracle, 0));
         assert!(reads(&mut oracle, 1));
         assert!(!reads(&mut oracle, 0));
-        // This one began before.
+        // This read began before.
         assert!(oracle.see(early, ALL, |_| Ok(Stamp(0))).is_ok());
         oracle.end_change(change, Ending::Done);
     }
 
     #[test]
-    fn a_crash_keeps_what_was_flushed_and_any_of_the_rest() {
+    /// After a power loss a sector holds the last flushed write or any later one, durably.
+    fn power_loss_keeps_flushed_or_later_write() {
         for survivor in 0..4 {
             let mut oracle = Oracle::new(1);
             write(&mut oracle, 1, Ending::Done);
@@ -509,7 +515,8 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_covers_what_had_ended_when_it_was_called() {
+    /// A flush covers only writes that had completed when it was called.
+    fn flush_covers_writes_completed_before_call() {
         let mut oracle = Oracle::new(1);
         let called = oracle.start_flush();
         write(&mut oracle, 1, Ending::Done);
@@ -519,7 +526,8 @@ mod tests {
     }
 
     #[test]
-    fn a_forced_write_survives_and_what_came_before_does_not_return() {
+    /// After a power loss a FUA write is there, and earlier content does not return.
+    fn fua_write_survives_power_loss() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Done);
         write(&mut oracle, 2, Ending::Forced);
@@ -529,7 +537,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_discarded_is_anything_that_it_once_was_but_always_the_same() {
+    /// A discarded sector holds any content that it once had, but always the same one.
+    fn discarded_sector_holds_one_former_content() {
         for (first, second) in [(0, 1), (1, 2), (2, 0)] {
             let mut oracle = Oracle::new(1);
             write(&mut oracle, 1, Ending::Done);
@@ -543,7 +552,8 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_that_loses_memory_keeps_what_was_flushed_and_any_of_the_rest_until_that_is_flushed_too() {
+    /// A kill that loses the host's memory keeps flushed writes or later ones; the survivor is durable once flushed.
+    fn kill_without_host_memory_keeps_flushed_writes() {
         for (survivor, after_power_loss) in [(1, 2), (2, 1)] {
             for flushed in [false, true] {
                 let mut oracle = Oracle::new(1);
@@ -564,7 +574,8 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_process_loses_nothing_that_was_completed() {
+    /// A kill loses no completed write, but a power loss after it may.
+    fn kill_keeps_completed_writes() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Done);
         oracle.stop(Stop::Kill);

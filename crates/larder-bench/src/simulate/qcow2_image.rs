@@ -1,5 +1,5 @@
-//! qcow2 images as they lie on the simulated disks, read by hand: with none of `larder-qcow2`'s code, so that a mistake
-//! of it is not made twice. Checks what a stop leaves, and takes internal snapshots, which Larder does not.
+//! Direct access to qcow2 images on the simulated disks, without `larder-qcow2`'s code, so that its mistakes are not
+//! repeated here. Checks the images after a stop, and takes internal snapshots, which Larder cannot take.
 
 use std::collections::HashMap;
 
@@ -10,15 +10,15 @@ const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const ZERO: u64 = 1;
-/// Bytes of a snapshot's entry, in which the checksum of what it holds is the ID.
+/// Bytes of a snapshot's table entry. Its ID is the checksum of the snapshot's content.
 const SNAPSHOT_BYTES: usize = 40 + 16 + 16;
 
-/// An image file, all of it.
+/// The content of an image file.
 pub(super) struct ImageBytes {
     bytes: Vec<u8>,
 }
 
-/// Where the L1 table and the refcount table of the image on a disk lie.
+/// Returns the offsets of the L1 table and the refcount table of the image on a disk.
 pub(super) fn tables(medium: &Medium) -> [u64; 2] {
     let mut bytes = vec![0; 64.min(medium.size().as_usize())];
     medium.read(ByteOffset::ZERO, &mut bytes);
@@ -26,7 +26,7 @@ pub(super) fn tables(medium: &Medium) -> [u64; 2] {
     [header.long(40), header.long(48)]
 }
 
-/// What refers to clusters: the disk, or a snapshot.
+/// The disk's or a snapshot's mapping, whose tables refer to clusters.
 #[derive(Clone, Copy)]
 struct Tree {
     l1: u64,
@@ -35,14 +35,14 @@ struct Tree {
 }
 
 impl ImageBytes {
-    /// What is on a disk; `None` if that is no image.
+    /// Reads the image on a disk; `None` if there is none.
     pub(super) fn of(medium: &Medium) -> Option<Self> {
         let mut bytes = vec![0; medium.size().as_usize()];
         medium.read(ByteOffset::ZERO, &mut bytes);
         Self::new(bytes)
     }
 
-    /// The same of a file's bytes.
+    /// Parses the image in a file's bytes; `None` if there is none.
     pub(super) fn new(bytes: Vec<u8>) -> Option<Self> {
         bytes.starts_with(b"QFI\xfb").then_some(Self { bytes })
     }
@@ -94,7 +94,7 @@ impl ImageBytes {
         trees
     }
 
-    /// Where a cluster's refcount is, and how it is shifted in its byte; `None` without a block.
+    /// Returns the offset of a cluster's refcount, and its shift within the byte; `None` without a refcount block.
     fn refcount_at(&self, cluster: u64) -> Option<(u64, u64)> {
         let order = self.refcount_order();
         let block_bits = self.cluster_bits() + 3 - order;
@@ -121,17 +121,17 @@ impl ImageBytes {
         self.bytes.get(at as usize).copied().unwrap_or(0).into()
     }
 
-    /// Adds one to a cluster's refcount.
+    /// Increments a cluster's refcount.
     fn raise(&mut self, cluster: u64) -> Option<()> {
         let (at, shift) = self.refcount_at(cluster)?;
         let order = self.refcount_order();
-        // Small counts: no carry but in the last byte.
+        // Refcounts are small: there is no carry beyond the last byte.
         let last = at as usize + ((1usize << order) / 8).max(1) - 1;
         self.bytes[last] += 1 << shift;
         Some(())
     }
 
-    /// The L2 entries of a tree: its guest cluster, where it is, the entry itself.
+    /// Returns the L2 entries of a tree: guest cluster, offset of the entry, entry.
     fn entries(&self, tree: Tree) -> Vec<(u64, u64, u64)> {
         let entry_len = if self.is_extended() { 16 } else { 8 };
         let in_table = self.cluster_len() / entry_len;
@@ -149,8 +149,8 @@ impl ImageBytes {
         found
     }
 
-    /// Checks that every cluster that is referred to is counted, that no tree refers to a cluster twice, that what is
-    /// marked as belonging to the disk alone does, and that snapshots hold what they did.
+    /// Checks that the refcounts cover all references, that no tree refers to a cluster twice, that clusters marked
+    /// as used once are, and that snapshots have kept their content.
     pub(super) fn check(&self) -> Result<(), String> {
         let bits = self.cluster_bits();
         let mut counts: HashMap<u64, u64> = HashMap::new();
@@ -213,7 +213,7 @@ impl ImageBytes {
         }
     }
 
-    /// A number for what a tree holds.
+    /// Returns a checksum of a tree's content.
     fn checksum(&self, tree: Tree) -> u64 {
         let mut sum = 0xcbf2_9ce4_8422_2325u64;
         let mut add = |word: u64| sum = (sum.rotate_left(5) ^ word).wrapping_mul(0x0100_0000_01b3);
@@ -229,7 +229,7 @@ impl ImageBytes {
             if host == 0 || (entry & ZERO != 0 && !self.is_extended()) {
                 continue;
             }
-            // Of subclusters that are not allocated nobody cares what is there.
+            // The content of unallocated subclusters is irrelevant.
             let parts = if self.is_extended() { 32 } else { 1 };
             let part_len = self.cluster_len() / parts;
             for part in (0..parts).filter(|part| !self.is_extended() || bitmap >> part & 1 != 0) {
@@ -240,8 +240,8 @@ impl ImageBytes {
         sum
     }
 
-    /// Takes a snapshot, if the image has none and its refcounts have room for one; whether it did. Then the first
-    /// sector is to be written after all else.
+    /// Takes a snapshot, if the image has none and its refcounts have room for one. Returns whether it did. The
+    /// caller must then write the first sector after all others.
     pub(super) fn take_snapshot(&mut self) -> bool {
         let active = self.trees()[0];
         let l1_len = (active.entries * 8).next_multiple_of(self.cluster_len());
@@ -277,7 +277,7 @@ impl ImageBytes {
         };
         let sum = self.checksum(copy);
         self.set_long(table, l1);
-        // The L1 table's entries, and the lengths of ID and name.
+        // Number of entries of the L1 table, and the lengths of ID and name.
         self.set_long(table + 8, active.entries << 32 | 8 << 16);
         self.set_long(table + 32, 16);
         self.set_long(table + 48, self.long(24));
@@ -289,7 +289,7 @@ impl ImageBytes {
         true
     }
 
-    /// What the file holds.
+    /// Returns the file's content.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
     }

@@ -15,13 +15,13 @@ use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2, read_header};
 use super::qcow2_image::{self, ImageBytes};
 use super::stack::{Disk, Opened, Outcome, Stack};
 
-/// Images of every kind, over each other as backing files: whenever it is opened, another overlay may be put on top.
+/// A stack of qcow2 images of every kind, with others as backing files: each opening may put another overlay on top.
 pub(super) struct Qcow2Stack {
     pub(super) name: &'static str,
-    /// Of its disks, in bytes.
+    /// Block size of the disks, in bytes.
     pub(super) block_size: u32,
-    /// Version 3 only, which has a journal. Without one a request that has not completed, or failed, may be undone by a
-    /// kill after somebody has seen what it did.
+    /// Whether all images have version 3, and thus a journal. Without a journal, a kill may undo an incomplete or
+    /// failed request even after a read has seen its effect.
     pub(super) journaled: bool,
 }
 
@@ -47,14 +47,14 @@ impl Qcow2Stack {
             data_file: false,
         };
         if !extended && random.chance(400) {
-            // All tables are short, and soon too short.
+            // Small clusters make all tables short, so that they soon must grow.
             shape.cluster_bits = 9;
             shape.refcount_order = if version == 3 { 6 } else { 4 };
         }
         shape
     }
 
-    /// Makes an empty image, sometimes with a file so long that the refcount table counts little more.
+    /// Creates an empty image, sometimes with a file so long that the refcount table covers hardly more.
     async fn create(&self, file: &Rc<dyn BlockDevice>, size: ByteLen, random: &mut Random) -> Outcome<()> {
         let shape = self.shape(random);
         larder_qcow2::create(file, shape, size).await?;
@@ -67,7 +67,7 @@ impl Qcow2Stack {
         Ok(())
     }
 
-    /// Makes an image that is longer than the disk over it, with bytes there that must never be seen.
+    /// Creates an image longer than the overlay's disk, with data after the disk's end that must never be read.
     async fn create_longer(
         &self,
         on: &Loop,
@@ -93,11 +93,11 @@ impl Qcow2Stack {
     }
 }
 
-/// The longest file that an image is made with, in bytes.
+/// Maximum initial length of an image's file, in bytes.
 const FILE_LONG_MAX: u64 = 8 << 20;
 
 impl Qcow2Stack {
-    /// Opens the images in `files`, the last of them to be written.
+    /// Opens the images in `files`, the last of them for writing.
     async fn chain(
         on: &Loop,
         disks: &[Rc<SimulatedDevice>],
@@ -128,7 +128,7 @@ impl Qcow2Stack {
             };
             top = Some(Qcow2::open(on, Rc::clone(file), others, options).await?);
             if is_last && random.chance(800) {
-                // It is in the image now.
+                // The journal's changes are in the image now.
                 files[1].set_len(0)?;
             }
         }
@@ -136,9 +136,9 @@ impl Qcow2Stack {
     }
 }
 
-/// Does what is done when the journal of a killed server is lost: the image's user gives it up, or the image is served
-/// as it is, because the host was started anew, with all that it had not yet written on its disks. Sometimes the image is
-/// repaired then.
+/// Handles the loss of a killed server's journal. Either the user discards it, or the image is served as it is
+/// because the host was rebooted, after it had written all its dirty data to disks. Sometimes the image is repaired
+/// then.
 async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut Random) -> Outcome<()> {
     let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
     let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.fits(session)));
@@ -168,7 +168,7 @@ async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], rand
     Ok(())
 }
 
-/// Takes an internal snapshot in an image that nobody has open, as another program would.
+/// Takes an internal snapshot in a closed image, as another program would.
 async fn take_snapshot(file: &Rc<dyn BlockDevice>) -> Outcome<()> {
     let mut bytes = vec![0; file.geometry().size.as_usize()];
     file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
@@ -180,7 +180,7 @@ async fn take_snapshot(file: &Rc<dyn BlockDevice>) -> Outcome<()> {
     }
     let bytes = image.bytes();
     file.grow(ByteLen::of_buffer(bytes.len())).await?;
-    // Without the header this changes nothing but refcounts that are too high.
+    // Until the header is written, the only effect is that some refcounts are too high.
     let (header, rest) = bytes.split_at(512);
     file.write(ByteOffset::new(512), WriteBuf::new(rest), WriteFlags::NONE)
         .await?;
@@ -240,7 +240,7 @@ impl Stack for Qcow2Stack {
                 files.push(file);
             }
             if files.len() < disks.len() && random.chance(500) {
-                // As a user does it: the image is left tidy before another one goes on top.
+                // As a user would, this closes the image cleanly before an overlay goes on top.
                 let top = Self::chain(on, disks, &files, &mut random).await?;
                 top.close().await?;
                 let file = self.file(&disks[files.len()]);
@@ -248,7 +248,7 @@ impl Stack for Qcow2Stack {
                 files.push(file);
             }
             if random.chance(250) {
-                // It must not be in use, nor be taken up from a journal.
+                // The image must be closed, with no journal to replay.
                 Self::chain(on, disks, &files, &mut random).await?.close().await?;
                 if let Some(file) = files.last() {
                     take_snapshot(file).await?;

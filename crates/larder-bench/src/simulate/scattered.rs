@@ -1,8 +1,10 @@
-//! A disk whose sectors lie at odd bytes of a larger one, to look at single bytes with an oracle that knows sectors.
+//! A disk whose sectors lie at odd byte offsets of a larger one, which checks byte granularity with an oracle that
+//! knows only sectors.
 //!
-//! Each [`GROUP`] of bytes of the lower disk begins with `shift` unused bytes, then has seven sectors; its last bytes are
-//! unused too. The lower disk writes a group at once or not at all, so a stop tears no sector of this disk. A request for
-//! several groups is one request of the lower disk, from the first byte to the last. It may change unused bytes as well.
+//! Each [`GROUP`] of bytes of the lower disk begins with `shift` unused bytes, followed by seven sectors; its last
+//! bytes are unused too. The lower disk writes a group atomically, so a stop tears no sector of this disk. A request
+//! for several groups is one request of the lower disk, from the first byte to the last. It may change unused bytes
+//! as well.
 
 use std::rc::Rc;
 
@@ -13,7 +15,7 @@ use larder_block::{
 
 use super::stamp::SECTOR;
 
-/// Bytes that the disk below writes at once.
+/// Bytes that the lower disk writes atomically.
 pub(super) const GROUP: u64 = 4096;
 
 /// Sectors in a group.
@@ -26,7 +28,7 @@ pub(super) struct Scattered {
 }
 
 impl Scattered {
-    /// A disk over `lower`, which takes requests for any bytes; `shift` is less than a sector.
+    /// Creates a disk over `lower`, which must accept byte-granular requests; `shift` must be less than a sector.
     pub(super) fn new(lower: Rc<dyn BlockDevice>, shift: u64) -> Self {
         assert!(lower.geometry().block_size == 1 && shift < SECTOR);
         Self { lower, shift }

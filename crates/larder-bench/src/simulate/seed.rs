@@ -1,4 +1,4 @@
-//! One seed: a stack is opened, worked on, stopped, and opened again, until at last all of it is read.
+//! Runs one seed: a stack is opened, used, stopped, and opened again, until in the end all of it is read.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -15,28 +15,28 @@ use super::stack::{Disk, Opened, Stack};
 use super::stamp::{self, SECTOR};
 use super::worker::{Mix, REQUEST_MAX, Worker};
 
-/// How long a disk takes that hangs: longer than a cache waits, and so long that who has to wait for it does so only once.
+/// Duration of a disk's hang: longer than a cache waits, and so long that a layer that must wait does so only once.
 const HANG_MIN: Duration = Duration::from_secs(17);
 const HANG_MAX: Duration = Duration::from_secs(60);
 
-/// What a seed that kept all promises has done.
+/// Statistics of a seed without violations.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Summary {
-    /// Requests made.
+    /// Requests sent.
     pub requests: u64,
-    /// Times that the stack was stopped, or the pager killed.
+    /// Number of stops of the stack, or kills of the pager.
     pub stops: u64,
-    /// Pages of memory that were taken out.
+    /// Pages of memory that were evicted.
     pub pages_out: u64,
-    /// Of them, those that could not be read back, as what was stored was damaged.
+    /// Evicted pages that could not be read back, because the stored copy was damaged.
     pub pages_lost: u64,
-    /// Lives in which a table of either kind of [`Stack::tables`] has moved, but for the first life of a seed.
+    /// Lives, without a seed's first one, in which a table of either kind of [`Stack::tables`] was moved.
     pub moves: [u64; 2],
-    /// Time that passed on the virtual clock.
+    /// Time that has passed on the virtual clock.
     pub virtual_time: Duration,
 }
 
-/// A run of one seed, which can be asked for its log even if it panicked.
+/// A run of one seed, whose log is available even after a panic.
 pub(super) struct Run<'a> {
     stack: &'a dyn Stack,
     random: Random,
@@ -45,11 +45,11 @@ pub(super) struct Run<'a> {
     summary: Summary,
 }
 
-/// The promise that was broken.
+/// Description of a violated invariant.
 pub(super) type Broken = String;
 
 impl<'a> Run<'a> {
-    /// The run of `seed` on `stack`.
+    /// Creates the run of `seed` on `stack`.
     pub(super) fn new(stack: &'a dyn Stack, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let shapes = stack.disks(&mut random.fork());
@@ -69,7 +69,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// What has happened, for people.
+    /// Returns the log as text.
     pub(super) fn log(&self) -> String {
         match self.record.log.try_borrow() {
             Ok(log) => log.to_string(),
@@ -77,10 +77,10 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs it.
+    /// Runs the seed.
     ///
     /// # Errors
-    /// The promise that was broken.
+    /// The violated invariant.
     pub(super) fn run(&mut self) -> Result<Summary, Broken> {
         let mut media: Vec<Medium> = self.shapes.iter().map(Disk::medium).collect();
         let lives = match self.stack.is_persistent() {
@@ -97,7 +97,7 @@ impl<'a> Run<'a> {
         Ok(self.summary)
     }
 
-    /// One life; what it leaves on the disks.
+    /// Runs one life. Returns the disks' content after it.
     fn live(&mut self, life: u32, media: Vec<Medium>) -> Result<Vec<Medium>, Broken> {
         let on = simulated_loop()?;
         let tables = self.stack.tables(&media);
@@ -152,7 +152,7 @@ impl<'a> Run<'a> {
         disks
     }
 
-    /// Opens the stack; `None` if it was to be stopped before it was open.
+    /// Opens the stack; `None` if it is stopped during the opening.
     fn open(&mut self, on: &Loop, life: u32, disks: &[Rc<SimulatedDevice>]) -> Result<Option<Opened>, Broken> {
         let opening = self.stack.open(on, disks, self.random.fork());
         let opened = match life > 1 && self.random.chance(100) {
@@ -174,7 +174,7 @@ impl<'a> Run<'a> {
         Ok(Some(opened))
     }
 
-    /// Whether a stack that was opened is as large as it may be.
+    /// Checks the size of an opened stack.
     fn see_opened(&self, life: u32, opened: &Opened) -> Result<(), Broken> {
         let size = opened.device.geometry().size;
         let mut oracle = self.record.oracle.borrow_mut();
@@ -198,7 +198,7 @@ impl<'a> Run<'a> {
         self.record.log.borrow_mut().add(at, event);
     }
 
-    /// Lets workers work until the moment of the stop, and stops.
+    /// Lets workers run until the moment of the stop, and stops.
     async fn work(
         &mut self,
         on: &Loop,
@@ -211,7 +211,7 @@ impl<'a> Run<'a> {
             self.verify(on, &opened).await?;
         }
         let requests = self.random.between(10, 300) as u32;
-        // A quarter of the lives runs to its end.
+        // A quarter of the lives complete all their requests.
         let stop_at = self.random.below(u64::from(requests) * 4 / 3) as u32;
         let stop_at = if self.stack.is_persistent() && stop_at < requests {
             stop_at
@@ -271,12 +271,12 @@ impl<'a> Run<'a> {
         Ok(self.stop(on.now(), disks, how))
     }
 
-    /// Sometimes a disk that may hang does, from some request on.
+    /// Sometimes makes a disk that may hang do so, from some request on.
     fn set_hang(&self, at: LoopTime, disks: &[Rc<SimulatedDevice>]) {
         let Some(disk) = self.stack.may_hang(disks.len()) else {
             return;
         };
-        // Of its own, so that other choices stay what they are.
+        // A separate generator leaves all other choices unchanged.
         let mut random = Random::new(disks[disk].seed());
         if !random.chance(250) {
             return;
@@ -299,7 +299,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Waits for the end of a life, and looks for requests that hang.
+    /// Waits for the end of a life, and detects hung requests.
     async fn watch(&self, on: &Loop, life: &Life) -> Result<(), Broken> {
         while on.timeout(TICK, life.ended()).await.is_none() {
             if let Some(number) = life.hanging() {
@@ -318,7 +318,7 @@ impl<'a> Run<'a> {
         disks.iter().map(|disk| disk.stop(how)).collect()
     }
 
-    /// The last life: everything is read, twice.
+    /// Runs the last life, which reads everything twice.
     fn look_back(&mut self, life: u32, media: Vec<Medium>) -> Result<(), Broken> {
         let on = simulated_loop()?;
         let disks = self.open_disks(&on, media);
@@ -335,7 +335,7 @@ impl<'a> Run<'a> {
         forget_loop(on)
     }
 
-    /// Reads everything while nothing else is done.
+    /// Reads everything, with no other requests in flight.
     async fn verify(&self, on: &Loop, opened: &Opened) -> Result<(), Broken> {
         let mut buffer = AlignedBuf::zeroed(REQUEST_MAX as usize);
         let end = ByteOffset::ZERO + opened.device.geometry().size;
@@ -371,7 +371,7 @@ fn simulated_loop() -> Result<Loop, Broken> {
     Loop::simulated().map_err(|error| format!("no loop: {error}"))
 }
 
-/// Ends a loop with all its tasks.
+/// Drops a loop with all its tasks.
 fn forget_loop(on: Loop) -> Result<(), Broken> {
     let weak = on.downgrade();
     drop(on);

@@ -1,23 +1,23 @@
-//! How large a disk may be that grows while it is used: a growth that failed or was cut off leaves either size.
+//! Allowed sizes of a disk that grows while it is in use: an incomplete or failed growth leaves either size.
 
 use larder_block::ByteLen;
 use larder_block::backend::simulated::Stop;
 
-/// What is known of the size of a disk.
+/// Knowledge of the disk's size.
 #[derive(Debug)]
 pub(super) struct Sizes {
-    /// It is no smaller than this, unless power is lost.
+    /// Minimum size, except after a power loss.
     now: ByteLen,
-    /// Nor smaller than this at all.
+    /// Minimum size, even after a power loss.
     durable: ByteLen,
-    /// It is one of these.
+    /// All possible sizes.
     possible: Vec<ByteLen>,
-    /// Power was lost since it was opened last.
+    /// Whether power was lost since the disk was last opened.
     settled: bool,
 }
 
 impl Sizes {
-    /// A disk of this size.
+    /// Creates the state of a disk of this size.
     pub(super) fn new(size: ByteLen) -> Self {
         Self {
             now: size,
@@ -27,25 +27,25 @@ impl Sizes {
         }
     }
 
-    /// A growth has been asked for.
+    /// Records the start of a growth.
     pub(super) fn start_growth(&mut self, to: ByteLen) {
         self.possible.push(to);
     }
 
-    /// What a flush that starts now makes durable; for [`Sizes::end_flush`].
+    /// Returns the size that a flush starting now makes durable, for [`Sizes::end_flush`].
     pub(super) fn start_flush(&self) -> ByteLen {
         self.now
     }
 
-    /// A flush has succeeded. Somebody else may have made the disk smaller meanwhile.
+    /// Records a successful flush. Another process may have shrunk the disk meanwhile.
     pub(super) fn end_flush(&mut self, size: ByteLen) {
         self.durable = self.durable.max(size.min(self.now));
     }
 
-    /// The disk says that it has this size.
+    /// Checks the size that the disk reports.
     ///
     /// # Errors
-    /// It cannot.
+    /// If the size is not allowed.
     pub(super) fn see(&mut self, size: ByteLen) -> Result<(), String> {
         let Self { now, possible, .. } = &self;
         if size < *now || !possible.contains(&size) {
@@ -57,10 +57,10 @@ impl Sizes {
         Ok(())
     }
 
-    /// The disk has been opened, and says that it has this size.
+    /// Checks the size that a newly opened disk reports.
     ///
     /// # Errors
-    /// It cannot.
+    /// If the size is not allowed.
     pub(super) fn open(&mut self, size: ByteLen) -> Result<(), String> {
         self.see(size)?;
         if std::mem::take(&mut self.settled) {
@@ -69,7 +69,7 @@ impl Sizes {
         Ok(())
     }
 
-    /// The disk has stopped.
+    /// Records a stop of the disk.
     pub(super) fn stop(&mut self, how: Stop) {
         if how == Stop::PowerLoss {
             self.now = self.durable;
@@ -86,7 +86,8 @@ mod tests {
     const LARGE: ByteLen = ByteLen::kib(2);
 
     #[test]
-    fn a_growth_under_way_leaves_either_size_and_no_other() {
+    /// A stop during a growth leaves the old or the new size.
+    fn interrupted_growth_leaves_old_or_new_size() {
         for (how, size) in [(Stop::Kill, SMALL), (Stop::Kill, LARGE), (Stop::PowerLoss, LARGE)] {
             let mut sizes = Sizes::new(SMALL);
             sizes.start_growth(LARGE);
@@ -97,7 +98,8 @@ mod tests {
     }
 
     #[test]
-    fn a_growth_that_was_seen_is_undone_by_no_kill_and_when_flushed_by_no_loss_of_power() {
+    /// No kill undoes a growth that was reported, and no power loss one that was flushed.
+    fn reported_growth_survives_kill_and_flushed_power_loss() {
         for (how, flushed, comes_back) in [
             (Stop::Kill, false, false),
             (Stop::PowerLoss, false, true),

@@ -1,4 +1,5 @@
-//! What is simulated: stacks of layers over simulated disks. To add one, implement [`Stack`] and name it in [`STACKS`].
+//! The simulated subjects: stacks of layers over simulated disks. To add one, implement [`Stack`] and list it in
+//! [`STACKS`].
 
 use std::rc::Rc;
 
@@ -14,21 +15,21 @@ use super::cached::{Cached, Modes};
 use super::qcow2_stack::Qcow2Stack;
 use super::scattered::{GROUP, Scattered};
 
-/// A disk that a stack stands on.
+/// Parameters of a disk at the bottom of a stack.
 #[derive(Clone, Copy, Debug)]
 pub struct Disk {
-    /// Its size.
+    /// Size of the disk.
     pub size: ByteLen,
-    /// What it writes at once or not at all, in bytes.
+    /// Bytes that the disk writes atomically.
     pub sector_size: u32,
-    /// Its block size, in bytes.
+    /// Block size in bytes.
     pub block_size: u32,
-    /// The alignment of memory that it insists on, in bytes.
+    /// Required memory alignment in bytes.
     pub memory_alignment: u32,
 }
 
 impl Disk {
-    /// A disk of 512-byte blocks that takes any memory, of a random small size.
+    /// Returns a disk of 512-byte blocks, without memory alignment, of a random small size.
     pub fn small(random: &mut Random) -> Self {
         Self {
             size: ByteLen::kib(random.between(4, 64) * 4),
@@ -38,7 +39,8 @@ impl Disk {
         }
     }
 
-    /// The same with blocks of 4096 bytes and direct I/O's demands on memory; sometimes it tears its blocks.
+    /// Returns a small disk with blocks of 4096 bytes and the memory alignment of direct I/O. Sometimes it tears its
+    /// blocks.
     pub fn small_4k(random: &mut Random) -> Self {
         Self {
             sector_size: random.pick(&[512, 4096]),
@@ -48,14 +50,14 @@ impl Disk {
         }
     }
 
-    /// The disk before anything was written.
+    /// Returns the disk's initial content.
     pub fn medium(&self) -> Medium {
         let mut medium = Medium::new(self.size, self.sector_size);
         medium.track_room();
         medium
     }
 
-    /// What a simulated device over it is like.
+    /// Returns the options of a simulated device over the disk.
     pub fn options(&self, seed: u64) -> Options {
         Options {
             seed,
@@ -66,53 +68,53 @@ impl Disk {
     }
 }
 
-/// What comes of formatting or opening a stack. Not `anyhow`'s, because a device's errors stay on its thread.
+/// Result of formatting or opening a stack. It does not use `anyhow`, because a device's errors are not `Send`.
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Something that may be changed while the stack runs, such as limits.
+/// Changes a setting at random while the stack runs, such as limits.
 pub type Poke = Rc<dyn Fn(&mut Random)>;
 
-/// A stack that has been opened.
+/// An opened stack.
 pub struct Opened {
-    /// Its top.
+    /// Top of the stack.
     pub device: Rc<dyn BlockDevice>,
-    /// Changes its settings at random.
+    /// Changes its settings at random, if there are any.
     pub poke: Option<Poke>,
 }
 
 impl Opened {
-    /// Nothing to change.
+    /// Returns a stack without settings.
     pub fn plain(device: Rc<dyn BlockDevice>) -> Self {
         Self { device, poke: None }
     }
 }
 
-/// A stack of layers. One value serves every seed, on every thread: what differs comes from the random numbers, and
-/// what outlives a stop must lie on the disks.
+/// A stack of layers. One value serves every seed, on every thread. All differences come from random numbers, and all
+/// state that outlives a stop must be on the disks.
 pub trait Stack: Sync {
-    /// What it is called on the command line.
+    /// Returns its name on the command line.
     fn name(&self) -> &'static str;
 
-    /// The stack under its own layer, if it is one over another: what it does not say itself is as there.
+    /// Returns the stack below its own layer, if there is one. The default methods delegate to that stack.
     fn below(&self) -> Option<&'static dyn Stack> {
         None
     }
 
-    /// How many of its disks, the last ones, are its own layer's.
+    /// Returns the number of disks of its own layer, which are the last ones.
     fn own_disks(&self) -> usize {
         0
     }
 
-    /// What disks it stands on, at least one.
+    /// Returns its disks, at least one.
     fn disks(&self, random: &mut Random) -> Vec<Disk>;
 
-    /// Makes new disks ready, once, without faults and stops.
+    /// Formats new disks, once, without faults and stops.
     fn format<'a>(&'a self, _: &'a Loop, _: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    /// Opens it, for the first time or after a stop at any moment, even during an earlier opening. Its tasks must not
-    /// keep the loop alive. `random` is another one each time.
+    /// Opens the stack, for the first time or after a stop at any moment, even during an earlier opening. Its tasks
+    /// must not keep the loop alive. `random` differs from call to call.
     fn open<'a>(
         &'a self,
         on: &'a Loop,
@@ -120,10 +122,10 @@ pub trait Stack: Sync {
         random: Random,
     ) -> BoxFuture<'a, Outcome<Opened>>;
 
-    /// Checks what a stop has left on the disks, apart from what can be read through the stack.
+    /// Checks the disks' content after a stop, beyond the data that can be read through the stack.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Description of the error.
     fn check(&self, media: &[Medium]) -> Result<(), String> {
         match self.below() {
             Some(below) => below.check(&media[..media.len() - self.own_disks()]),
@@ -131,7 +133,7 @@ pub trait Stack: Sync {
         }
     }
 
-    /// Where tables lie on the disks that may move, to count how often they do; two numbers for each disk that has some.
+    /// Returns the offsets of tables that may move, two for each disk that has some, so that moves can be counted.
     fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
         match self.below() {
             Some(below) => below.tables(&media[..media.len() - self.own_disks()]),
@@ -139,50 +141,51 @@ pub trait Stack: Sync {
         }
     }
 
-    /// How many of its disks may fail requests, from the first on.
+    /// Returns how many of its disks, counted from the first, may fail requests.
     fn failing(&self, disks: usize) -> usize {
         self.below()
             .map_or(disks, |below| below.failing(disks - self.own_disks()))
     }
 
-    /// Which of its disks may take longer for an answer than a stack waits that can do without it.
+    /// Returns the index of the disk that may hang for longer than the stack waits, because the stack can do without
+    /// it.
     fn may_hang(&self, disks: usize) -> Option<usize> {
         self.below().and_then(|below| below.may_hang(disks - self.own_disks()))
     }
 
-    /// Whether its size follows that of its first disk.
+    /// Returns whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
         self.below().is_none_or(Stack::is_resizable)
     }
 
-    /// Whether it can be made larger ([`BlockDevice::grow`]).
+    /// Returns whether it can grow ([`BlockDevice::grow`]).
     fn is_growable(&self) -> bool {
         self.below().is_some_and(Stack::is_growable)
     }
 
-    /// Whether what it holds outlives a stop; if not, it is run once and verified before it ends.
+    /// Returns whether its content outlives a stop. If not, it is run once, and verified before it ends.
     fn is_persistent(&self) -> bool {
         true
     }
 
-    /// Whether a killed process loses nothing that had completed. If not, it is only stopped by losing power.
+    /// Returns whether a kill preserves all completed requests. If not, it is stopped only by power loss.
     fn survives_kill(&self) -> bool {
         self.below().is_none_or(Stack::survives_kill)
     }
 
-    /// Whether it keeps something in its host's memory for the case that its process is killed. If so, that is sometimes
-    /// lost with the process: what was flushed must be there without it.
+    /// Returns whether it keeps state in the host's memory for the case of a kill. If so, that state is sometimes
+    /// lost with the process; flushed data must survive without it.
     fn keeps_host_memory(&self) -> bool {
         self.below().is_some_and(Stack::keeps_host_memory)
     }
 
-    /// Whether a request fails only because one of a disk did.
+    /// Returns whether a request fails only if a disk's request has failed.
     fn fails_only_with_a_disk(&self) -> bool {
         self.below().is_none_or(Stack::fails_only_with_a_disk)
     }
 }
 
-/// Every stack.
+/// All stacks.
 pub const STACKS: &[&dyn Stack] = &[
     &PLAIN,
     &Plain {
@@ -278,12 +281,12 @@ const QCOW2: Qcow2Stack = Qcow2Stack {
     journaled: true,
 };
 
-/// The stack of that name.
+/// Returns the stack of this name.
 pub fn find(name: &str) -> Option<&'static dyn Stack> {
     STACKS.iter().copied().find(|stack| stack.name() == name)
 }
 
-/// The simulated disk itself: what the oracle and the disk think of each other.
+/// The simulated disk itself, which checks the oracle and the disk against each other.
 struct Plain {
     name: &'static str,
     block_size: u32,
@@ -307,7 +310,7 @@ impl Stack for Plain {
     }
 }
 
-/// Options of an align filter that presents single bytes, with few and small bounce buffers.
+/// Returns options of an align filter with byte granularity, with few and small bounce buffers.
 fn byte_options(random: &mut Random) -> AlignOptions {
     AlignOptions {
         bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
@@ -316,7 +319,7 @@ fn byte_options(random: &mut Random) -> AlignOptions {
     }
 }
 
-/// The align filter over large blocks, sometimes with the throttle over it.
+/// The align filter over large blocks, sometimes with the throttle above it.
 struct Aligned {
     name: &'static str,
     throttled: bool,
@@ -351,8 +354,8 @@ impl Stack for Aligned {
     }
 }
 
-/// The align filter presenting single bytes, checked as sectors at odd bytes. The disk never tears its blocks, because
-/// such a sector may lie in two sectors of the disk.
+/// The align filter with byte granularity, checked with sectors at odd byte offsets. The disk never tears its blocks,
+/// because such a sector may span two sectors of the disk.
 struct Bytes;
 
 impl Stack for Bytes {
@@ -384,7 +387,7 @@ impl Stack for Bytes {
     }
 }
 
-/// Position of the first sector of [`Bytes`], in bytes; the same after every stop.
+/// Offset of the first sector of [`Bytes`] in bytes, the same after every stop.
 const SHIFT: u64 = 333;
 
 /// The throttle over small blocks.
@@ -413,7 +416,7 @@ fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> Outc
     let throttle = Rc::new(Throttle::new(on, lower, limits(random))?);
     let poked = Rc::clone(&throttle);
     let poke: Poke = Rc::new(move |random| {
-        // They were checked when they were made.
+        // The limits were validated when they were made.
         let _ = poked.set_limits(limits(random));
     });
     Ok(Opened {
@@ -422,7 +425,7 @@ fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> Outc
     })
 }
 
-/// Limits that make requests wait, but for seconds, not minutes.
+/// Returns limits that delay requests by seconds, not minutes.
 fn limits(random: &mut Random) -> Limits {
     let mut limit = |least: u64| match random.below(3) {
         0 => Limit::NONE,
@@ -452,7 +455,7 @@ fn limits(random: &mut Random) -> Limits {
     limits
 }
 
-/// A disk as slow as one of the models.
+/// A disk with the latency of one of the models.
 struct Slow;
 
 impl Stack for Slow {
@@ -476,7 +479,7 @@ impl Stack for Slow {
     }
 }
 
-/// The disk in RAM, which forgets everything when it is closed.
+/// The disk in RAM, which loses its content when it is closed.
 struct Memory;
 
 impl Stack for Memory {
@@ -508,7 +511,7 @@ impl Stack for Memory {
     }
 }
 
-/// Read-ahead over another stack, with so little memory that it is often short of it.
+/// Read-ahead over another stack, with scarce memory.
 struct Prefetched {
     name: &'static str,
     below: &'static dyn Stack,

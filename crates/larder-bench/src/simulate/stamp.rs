@@ -1,37 +1,37 @@
-//! What the simulator writes: sectors that say which change wrote them and where they belong.
+//! The simulator's sector content, which identifies the change that wrote it, and its sector.
 
-/// The unit in which the simulator looks at a disk, in bytes.
+/// Granularity of the simulator's checks, in bytes.
 pub(super) const SECTOR: u64 = 512;
 
-/// A stamp is repeated to fill its sector, so that a mixture of two is recognised.
+/// Length of a stamp, in bytes. It is repeated to fill its sector, so that a mix of two is detected.
 const STAMP: usize = 16;
 
-/// Which change wrote a sector; zeros are [`Stamp::ZEROS`].
+/// Number of the change that wrote a sector; zeroed sectors are [`Stamp::ZEROS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stamp(pub(super) u32);
 
 impl Stamp {
-    /// What a disk holds that was never written.
+    /// Content of a disk that was never written.
     pub(super) const ZEROS: Self = Self(0);
 }
 
-/// Why the bytes of a sector are no stamp that belongs there.
+/// Reason why the bytes of a sector are no stamp of that sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unreadable {
-    /// Bytes of several sectors, or of none.
+    /// The bytes are from several sectors, or from none.
     #[error("it is torn inside the sector, or was never written by anyone")]
     Torn,
-    /// A whole sector of some other place.
+    /// The bytes are a whole other sector.
     #[error("it belongs to sector {sector} (change {})", stamp.0)]
     Misplaced {
-        /// Where it belongs.
+        /// Sector that the bytes belong to.
         sector: u32,
-        /// Which change wrote it.
+        /// Change that wrote them.
         stamp: Stamp,
     },
 }
 
-/// Fills `bytes`, whole sectors from `first` on, with `stamp`. `key` tells one run's stamps from another's.
+/// Fills `bytes`, whole sectors from `first` on, with `stamp`. `key` distinguishes the stamps of different runs.
 pub(super) fn fill(bytes: &mut [u8], first: u64, stamp: Stamp, key: u64) {
     for (sector, bytes) in (first..).zip(bytes.chunks_exact_mut(SECTOR as usize)) {
         let stamp = encode(sector as u32, stamp, key);
@@ -44,10 +44,10 @@ pub(super) fn fill(bytes: &mut [u8], first: u64, stamp: Stamp, key: u64) {
 /// Reads the stamp of `sector` from its bytes.
 ///
 /// # Errors
-/// The bytes are not what was ever written there.
+/// If the bytes were never written to that sector.
 pub(super) fn read(bytes: &[u8], sector: u64, key: u64) -> Result<Stamp, Unreadable> {
     let (first, rest) = bytes.split_at(STAMP);
-    // Every part equals the one before it.
+    // Every part equals the preceding one.
     if rest != &bytes[..rest.len()] {
         return Err(Unreadable::Torn);
     }
@@ -65,7 +65,7 @@ pub(super) fn read(bytes: &[u8], sector: u64, key: u64) -> Result<Stamp, Unreada
     Ok(stamp)
 }
 
-/// Change and sector in clear, then both scrambled with the key.
+/// Encodes change and sector in clear, followed by both scrambled with the key.
 fn encode(sector: u32, stamp: Stamp, key: u64) -> [u8; STAMP] {
     let clear = u64::from(sector) << 32 | u64::from(stamp.0);
     let check = (clear ^ key).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -80,7 +80,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sector_tells_where_it_belongs_and_whether_it_is_whole() {
+    /// A stamp detects a misplaced, foreign or torn sector.
+    fn stamp_detects_misplaced_and_torn_sectors() {
         let mut bytes = [0; 1024];
         fill(&mut bytes, 7, Stamp(3), 99);
         assert_eq!(read(&bytes[512..], 8, 99), Ok(Stamp(3)));

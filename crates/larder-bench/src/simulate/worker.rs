@@ -1,4 +1,4 @@
-//! A worker: makes one random request after the other and shows the oracle what comes of it.
+//! A worker, which sends one random request after the other and reports the results to the oracle.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use super::log::{Event, Request};
 use super::oracle::{Effect, Ending, sectors};
 use super::stamp::{self, SECTOR, Stamp};
 
-/// The longest request, in bytes.
+/// Maximum length of a request, in bytes.
 pub(super) const REQUEST_MAX: u64 = 64 << 10;
 
-/// The size up to which disks grow, in bytes.
+/// Size up to which disks grow, in bytes.
 const DISK_MAX: u64 = 4 << 20;
 
-/// How often each kind of request is made, relative to the others, and where.
+/// Relative frequency of each kind of request, and their location.
 #[derive(Clone, Copy)]
 pub(super) struct Mix {
     reads: u64,
@@ -31,25 +31,25 @@ pub(super) struct Mix {
     zeroes: u64,
     extents: u64,
     grows: u64,
-    /// Requests that must be refused, changes of size, of settings, faults.
+    /// Invalid requests, changes of size or settings, and faults.
     odd: u64,
-    /// In a thousand.
+    /// Durable (FUA) requests and abandoned ones, in 1000.
     forced_per_mille: u32,
     given_up_per_mille: u32,
-    /// The part of the disk where most requests go, in blocks.
+    /// Area that most requests access, in blocks.
     hot_blocks: u64,
-    /// The longest of most requests, in blocks.
+    /// Maximum length of most requests, in blocks.
     blocks_max: u64,
-    /// How many reads in a thousand go on where and how the last one did.
+    /// Reads in 1000 that continue the pattern of the last one.
     follows_per_mille: u32,
-    /// The longest pause between two requests.
+    /// Maximum pause between two requests.
     pause_max: Duration,
-    /// Whether faults are set.
+    /// Whether faults are injected.
     faults: bool,
 }
 
 impl Mix {
-    /// A random one.
+    /// Creates a random mix.
     pub(super) fn new(random: &mut Random, faults: bool, growable: bool) -> Self {
         Self {
             reads: random.between(1, 40),
@@ -71,28 +71,28 @@ impl Mix {
     }
 }
 
-/// What a worker does next.
+/// Next step of a worker.
 enum Step {
     Ask(Request),
-    /// A request that must be refused with this.
+    /// An invalid request, which must fail with this error.
     Misuse(Request, Failure),
     Odd,
 }
 
-/// Makes requests until there are no more to be made.
+/// Sends requests until none are left.
 pub(super) struct Worker {
     life: Rc<Life>,
     index: usize,
     random: Random,
     mix: Mix,
     memory: AlignedBuf,
-    /// The last read, and how far it was from the one before, in bytes.
+    /// The last read, and its distance from the one before, in bytes.
     last_read: ByteRange,
     stride: i64,
 }
 
 impl Worker {
-    /// The worker with this index in [`Life::waits`].
+    /// Creates the worker with this index in [`Life::waits`].
     pub(super) fn new(life: Rc<Life>, index: usize, random: Random, mix: Mix) -> Self {
         Self {
             life,
@@ -105,7 +105,7 @@ impl Worker {
         }
     }
 
-    /// Works until the end.
+    /// Runs until the life ends.
     pub(super) async fn run(mut self) {
         while self.life.take_request() {
             match self.choose() {
@@ -167,7 +167,7 @@ impl Worker {
         Step::Ask(self.request(kind, range))
     }
 
-    /// A read somewhere, or one that goes on as the last one did.
+    /// Returns a random read, or one that continues the last one's pattern.
     fn choose_read(&mut self, geometry: &Geometry) -> ByteRange {
         let last = self.last_read;
         let next = last.start.get().checked_add_signed(self.stride);
@@ -201,7 +201,7 @@ impl Worker {
         }
     }
 
-    /// A part of the disk, in whole blocks.
+    /// Returns a random range of whole blocks.
     fn choose_range(&mut self, geometry: &Geometry) -> ByteRange {
         let block = u64::from(geometry.block_size);
         let blocks = geometry.size.get() / block;
@@ -209,7 +209,7 @@ impl Worker {
             true => self.mix.hot_blocks.min(blocks),
             false => blocks,
         };
-        // A disk that grows does so at its end.
+        // For disks that grow, the area at the end is preferred sometimes.
         let first = match self.mix.grows > 0 && self.random.chance(200) {
             true => blocks - around + self.random.below(around),
             false => self.random.below(around),
@@ -222,7 +222,7 @@ impl Worker {
         ByteRange::new(first * block, self.random.between(1, longest) * block)
     }
 
-    /// Mostly by little; sometimes to a size that the disk has already.
+    /// Mostly a small growth; sometimes to a size that the disk already has.
     fn choose_growth(&mut self) -> Request {
         let size = self.life.opened.device.geometry().size.get();
         let most = self.random.pick(&[8, 64, 512, 4096]) * SECTOR;
@@ -240,7 +240,7 @@ impl Worker {
             Operation::WriteZeroes,
         ];
         let kind = self.random.pick(&kinds);
-        // A change right behind the end would happen if the disk grew while it waits.
+        // A change just past the end would succeed if the disk grew while the request waits.
         let far = self.life.expectations.resizable && kind != Operation::Read;
         let (range, failure) = match self.random.below(3) {
             0 if !far => (ByteRange::new(geometry.size.get(), block), Failure::OutOfRange),
@@ -280,7 +280,7 @@ impl Worker {
         let effect = match random.below(5) {
             0 => FaultEffect::Stick,
             1 => FaultEffect::Delay(random.duration(Duration::ZERO, Duration::from_secs(2))),
-            // That must come of what the disk lacks alone.
+            // When room is short, `NoSpace` must be due to the shortage alone.
             2 if !self.life.expectations.room_is_short => FaultEffect::Fail(Failure::NoSpace),
             _ => FaultEffect::Fail(Failure::Os(5)),
         };
@@ -306,7 +306,7 @@ impl Worker {
         self.life.log(Event::Fault { disk, fault });
     }
 
-    /// Memory for a transfer, as random as the device allows.
+    /// Returns memory for a transfer, with random offset and pieces as far as the device allows.
     fn pieces(&mut self, geometry: &Geometry, len: u64) -> (usize, Vec<IoVec>) {
         let unit = u64::from(geometry.memory_alignment);
         let skip = self.random.pick(&[0, 0, 1, 3]) * unit;
@@ -320,7 +320,7 @@ impl Worker {
         (skip as usize, cuts.windows(2).map(piece).collect())
     }
 
-    /// Makes a request, and waits for it or gives it up; what came of it.
+    /// Waits for a request, or abandons it. Returns its result, or `None` if it was abandoned.
     async fn wait_for(&mut self, number: u32, request: Io<'_>) -> Option<IoResult> {
         let (life, random) = (&self.life, &mut self.random);
         life.waits.borrow_mut()[self.index] = Some((number, life.now()));
@@ -369,7 +369,7 @@ impl Worker {
                 self.life.fail(format!("#{number} was refused: {error}"));
             }
             Failure::Unsupported if matches!(request, Request::Zero { fast: true, .. }) => {}
-            // An image of version 2 with a snapshot.
+            // A version 2 image with a snapshot cannot grow.
             Failure::Unsupported if matches!(request, Request::Grow(_)) => {}
             failure => self.life.count_failure(number, failure),
         }
@@ -381,7 +381,7 @@ impl Worker {
         let start = life.record.oracle.borrow_mut().start_read();
         let (skip, pieces) = self.pieces(&device.geometry(), range.len.get());
         self.memory[skip..][..range.len.as_usize()].fill(0xee);
-        // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not looked at meanwhile.
+        // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not read meanwhile.
         let buffer = unsafe { ReadBuf::from_pieces(&pieces) };
         let result = self.wait_for(number, device.read(range.start, buffer)).await;
         let oracle = &mut *life.record.oracle.borrow_mut();
@@ -450,7 +450,7 @@ impl Worker {
             Request::Write { fua, .. } => {
                 let bytes = &mut self.memory[skip..][..range.len.as_usize()];
                 stamp::fill(bytes, where_.first, Stamp(number), life.record.key);
-                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not touched meanwhile.
+                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not changed meanwhile.
                 let buffer = unsafe { WriteBuf::from_pieces(&pieces) };
                 (device.write(range.start, buffer, WriteFlags { fua }), fua)
             }
@@ -508,7 +508,7 @@ impl Worker {
         result.err()
     }
 
-    /// A request that must be refused, without effect.
+    /// Sends an invalid request, which must fail without effect.
     async fn misuse(&mut self, request: Request, expected: Failure) {
         let life = Rc::clone(&self.life);
         let device = Rc::clone(&life.opened.device);
@@ -519,11 +519,11 @@ impl Worker {
         let (_, pieces) = self.pieces(&geometry, range.len.get());
         let io = match request {
             Request::Read(range) => {
-                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not looked at meanwhile.
+                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not read meanwhile.
                 device.read(range.start, unsafe { ReadBuf::from_pieces(&pieces) })
             }
             Request::Write { range, fua } => {
-                // SAFETY: as above.
+                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not changed meanwhile.
                 device.write(
                     range.start,
                     unsafe { WriteBuf::from_pieces(&pieces) },
@@ -546,7 +546,7 @@ impl Worker {
             .map_or(ByteLen::new(u64::MAX), |end| end - ByteOffset::ZERO);
         let (_, most) = life.sizes_since(start);
         match result {
-            // Given up, or the disk has grown.
+            // The request was abandoned, or the disk has grown.
             None => {}
             Some(_) if expected == Failure::OutOfRange && end <= most => {}
             Some(Err(error)) if error.failure() == expected => {}

@@ -8,20 +8,20 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 
-/// A loop device, gone with this.
+/// A loop device, detached when this is dropped.
 pub(super) struct LoopDevice {
     path: PathBuf,
     file: File,
 }
 
-/// The unit of holes, in bytes.
+/// Granularity of holes, in bytes.
 const UNIT: usize = 4096;
 
-/// The length of a read, in bytes.
+/// Length of a read, in bytes.
 const PIECE: usize = 1 << 20;
 
 impl LoopDevice {
-    /// Makes a device of `size` bytes.
+    /// Creates a device of `size` bytes.
     pub(super) fn new(over: &Path, size: u64) -> anyhow::Result<Self> {
         let file = File::options().read(true).write(true).create_new(true).open(over)?;
         file.set_len(size)?;
@@ -37,14 +37,14 @@ impl LoopDevice {
         &self.path
     }
 
-    /// Makes holes where the file has zeros. The device must not be in use.
+    /// Punches holes where the file has zeros. The device must not be in use.
     pub(super) fn dig_holes(&self) -> anyhow::Result<()> {
         let device = File::options().read(true).write(true).open(&self.path)?;
-        // Its page cache may be ahead of the file.
+        // The device's page cache may be ahead of the file.
         device.sync_all()?;
         let mut bytes = vec![0; PIECE];
         let mut at = 0;
-        // The end of the file's last data is ENXIO.
+        // ENXIO: there is no further data.
         while let Ok(start) = seek(&self.file, SeekFrom::Data(at)) {
             let end = seek(&self.file, SeekFrom::Hole(start))?;
             at = start;

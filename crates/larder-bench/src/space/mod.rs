@@ -1,14 +1,14 @@
-//! `larder-bench space`: qcow2 images that fill a device to the last cluster, through the front door: a loop device of the
-//! size that `qemu-img measure` gives, over a sparse file; the program; an NBD client.
+//! `larder-bench space`: qcow2 images that fill a device to the last cluster, tested from outside: a loop device of
+//! the size that `qemu-img measure` reports, over a sparse file; the program; an NBD client.
 //!
-//! For each size of disk and cluster the disk is written in random order, cluster by cluster, while clusters that were
-//! written are discarded and written again without a flush between. No write may find the device full. A disk whose
-//! clusters are too many to be written is made with all of them mapped (`preallocation=metadata`), and random ones are
-//! discarded and written again. Then the image is in a file, and its server is started again and again: the file may not
-//! grow while clusters are free.
+//! For each size of disk and cluster the whole disk is written in random order, cluster by cluster. Meanwhile written
+//! clusters are discarded and rewritten without a flush in between. No write may find the device full. A disk with
+//! too many clusters to write is created with all of them mapped (`preallocation=metadata`), and random ones are
+//! discarded and rewritten. Then the image is in a file, whose server is restarted repeatedly: the file may not grow
+//! while clusters are free.
 //!
-//! Most clusters are written with zeros, which are dug out of the sparse file again, so that a large disk takes little
-//! space; some clusters hold their number, and are read again at the end.
+//! Most clusters are written with zeros, which are punched out of the sparse file again, so that a large disk takes
+//! little space. Some clusters hold their number, and are read again at the end.
 
 mod device;
 mod served;
@@ -27,17 +27,17 @@ use crate::campaign::larder_beside;
 use device::LoopDevice;
 use served::{Outcome, Served, Step};
 
-/// Fill qcow2 images on loop devices of a fixed size to the last cluster, with discards between, and watch whether image
-/// files grow over starts
+/// Fill qcow2 images on loop devices of a fixed size to the last cluster, with discards in between, and check whether
+/// image files grow over restarts
 #[derive(Args, Debug)]
 pub struct Arguments {
-    /// The programs, each measured in turn; by default the one beside this program
+    /// Programs to measure in turn; by default larder in this program's directory
     #[arg(long = "larder", value_name = "PROGRAM")]
     programs: Vec<PathBuf>,
     /// Sizes of disks
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "8G,64G,1T")]
     sizes: Vec<ByteLen>,
-    /// Sizes of clusters
+    /// Cluster sizes
     #[arg(
         long,
         value_name = "SIZES",
@@ -45,19 +45,19 @@ pub struct Arguments {
         default_value = "512,1K,2K,4K,8K,16K,32K,64K,128K,256K,512K,1M,2M"
     )]
     cluster_sizes: Vec<ByteLen>,
-    /// Clusters of a disk that is filled from empty, at most; one with more begins with all clusters mapped
+    /// Maximum number of clusters of a disk that is filled from empty; larger disks begin with all clusters mapped
     #[arg(long, value_name = "COUNT", default_value_t = 140_000)]
     clusters_max: u64,
-    /// Bytes that are written to each disk, at most (a cluster that is smaller than 4 KiB counts as that)
+    /// Maximum number of bytes written to each disk (a cluster smaller than 4 KiB counts as 4 KiB)
     #[arg(long, value_name = "SIZE", default_value = "9G")]
     bytes_max: ByteLen,
-    /// Starts of the server of an image in a file
+    /// Number of server starts for an image in a file
     #[arg(long, value_name = "COUNT", default_value_t = 50)]
     starts: u32,
-    /// The directory for images; by default /var/tmp
+    /// Directory for images; by default /var/tmp
     #[arg(long, value_name = "DIRECTORY")]
     folder: Option<PathBuf>,
-    /// The seed of the random choices
+    /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -69,28 +69,28 @@ pub struct Case {
     pub size: u64,
     /// Bytes of a cluster.
     pub cluster_len: u64,
-    /// Clusters of a disk that is filled from empty, at most.
+    /// Maximum number of clusters of a disk that is filled from empty.
     pub clusters_max: u64,
-    /// Bytes that are written, at most.
+    /// Maximum number of bytes written.
     pub bytes_max: u64,
-    /// The seed of the random choices.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
-/// The result of filling a device.
+/// Result of filling a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Filled {
-    /// The disk began empty; otherwise with all clusters mapped.
+    /// Whether the disk began empty; otherwise all its clusters were mapped.
     pub from_empty: bool,
     /// Clusters that were allocated.
     pub allocated: u64,
-    /// Writes that found no room.
+    /// Writes that failed for lack of space.
     pub refused: u64,
-    /// CPU time of the server while it allocated, all threads.
+    /// CPU time of all the server's threads during the allocation.
     pub cpu: Duration,
-    /// The longest write.
+    /// Latency of the slowest write.
     pub longest: Duration,
-    /// The first write of a server that knows nothing of the image yet.
+    /// Latency of the first write after a start, when the server has no metadata in memory.
     pub first: Duration,
 }
 
@@ -105,25 +105,25 @@ impl Filled {
 /// Writes in flight.
 const DEPTH: usize = 16;
 
-/// Clusters between two discards.
+/// Clusters written between two discards.
 const DISCARD_INTERVAL: usize = 256;
 
-/// Clusters of one round of discards.
+/// Clusters in one round of discards.
 const DISCARDED: usize = 64;
 
-/// The server is stopped, and zeros are dug out, when so much was written.
+/// Bytes written after which the server is stopped and zeros are punched out.
 const BETWEEN_DIGGING: u64 = 512 << 20;
 
-/// One cluster in so many holds its number.
+/// One cluster in this number holds its number.
 const STAMPED: u64 = 64;
 
-/// `qemu-img check` of more clusters takes too long.
+/// Limit above which `qemu-img check` takes too long.
 const CHECKED_CLUSTERS_MAX: u64 = 1 << 24;
 
-/// Runs the experiment, and prints a table; whether no write was refused and no file grew.
+/// Runs the experiment, and prints a table. Returns whether no write was refused and no file grew.
 ///
 /// # Errors
-/// A program is missing or fails.
+/// If a program is missing or fails.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let programs = match &arguments.programs[..] {
         [] => vec![larder_beside(None)?],
@@ -183,8 +183,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     Ok(passed)
 }
 
-/// Bytes of the largest disk that QEMU makes with clusters of so many bytes and refcounts of 16 bits: the L1 table and the
-/// refcount table have limits. Half of it, so that there is room for the metadata.
+/// Returns the size of the largest disk that QEMU makes with this cluster size and 16-bit refcounts, for which the L1
+/// table and the refcount table have limits. It is halved, to leave room for the metadata.
 fn size_max(cluster_len: u64) -> u64 {
     const L1_BYTES_MAX: u64 = 32 << 20;
     const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
@@ -214,7 +214,7 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> anyhow::Result<String> {
     Ok(text(&output.stdout))
 }
 
-/// Bytes of an image of which all clusters are in use, as QEMU counts.
+/// Returns the size of an image with all clusters in use, as QEMU calculates it.
 fn measured(case: Case) -> anyhow::Result<u64> {
     let options = format!("cluster_size={}", case.cluster_len);
     let size = case.size.to_string();
@@ -235,10 +235,10 @@ fn make(image: &Path, case: Case, mapped: bool) -> anyhow::Result<()> {
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, image, &size]).map(drop)
 }
 
-/// Fills a device that is as large as it must be.
+/// Fills a device of exactly the required size.
 ///
 /// # Errors
-/// A program is missing or fails; the image has errors afterwards, or lacks data.
+/// If a program is missing or fails, or the image then has errors or lacks data.
 pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled> {
     let folder = tempfile::Builder::new().prefix("larder-space-").tempdir_in(folder)?;
     let device = LoopDevice::new(&folder.path().join("device"), measured(case)?)?;
@@ -264,7 +264,7 @@ pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled>
         filling.shuffle(&mut order);
         filling.write(&order, true)?;
     }
-    // All clusters of the device are in use then, except the discarded ones.
+    // Now all clusters of the device are in use, except the discarded ones.
     let count = (writable / 4).min(clusters / 4).min(case.clusters_max / 4).max(1);
     let again: HashSet<u64> = (0..count).map(|_| filling.random.below(clusters)).collect();
     let mut again: Vec<u64> = again.into_iter().collect();
@@ -314,8 +314,8 @@ impl Filling<'_> {
         served.stop()
     }
 
-    /// Writes clusters that are free, in pieces between which zeros are dug out of the device's file. With `discards`
-    /// some of those that were written are discarded at once and written again.
+    /// Writes free clusters, in batches after which zeros are punched out of the device's file. With `discards`, some
+    /// of the clusters are discarded at once and rewritten.
     fn write(&mut self, clusters: &[u64], discards: bool) -> anyhow::Result<()> {
         let piece = (BETWEEN_DIGGING / self.case.cluster_len.max(4096)).max(1) as usize;
         for clusters in clusters.chunks(piece) {
@@ -348,7 +348,7 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Writes of the beginnings of clusters.
+    /// Returns writes of the beginnings of clusters.
     fn writes(&mut self, clusters: &[u64]) -> Vec<Step> {
         let len = self.case.cluster_len.min(4096);
         let steps = clusters.iter().map(|cluster| {
@@ -365,10 +365,10 @@ impl Filling<'_> {
         steps.collect()
     }
 
-    /// Reads what holds its number.
+    /// Reads the clusters that hold their number.
     fn verify(&self) -> anyhow::Result<()> {
         if self.filled.refused > 0 {
-            // The refused writes left no data.
+            // Refused writes have left no data.
             return Ok(());
         }
         let served = self.serve()?;
@@ -382,11 +382,11 @@ impl Filling<'_> {
     }
 }
 
-/// By how many bytes an image file grows while its server is started `starts` times, and some of the clusters are written
-/// that are free far inside.
+/// Returns the bytes by which an image file grows while its server is started `starts` times and some of the free
+/// clusters in its middle are written.
 ///
 /// # Errors
-/// A program is missing or fails.
+/// If a program is missing or fails.
 pub fn growth(program: &Path, folder: &Path, size: u64, cluster_len: u64, starts: u32) -> anyhow::Result<u64> {
     let folder = tempfile::Builder::new().prefix("larder-space-").tempdir_in(folder)?;
     let image = folder.path().join("image.qcow2");

@@ -13,13 +13,13 @@ use larder_block::{
 
 use crate::campaign::process::{Process, mortal};
 
-/// The time that a server has to start or end.
+/// Time within which a server must start or exit.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// A request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Step {
-    /// Zeros, with a number at their beginning.
+    /// Writes zeros, with a number at their beginning.
     Write {
         at: u64,
         len: u64,
@@ -31,11 +31,11 @@ pub(super) enum Step {
     },
 }
 
-/// The results of some requests.
+/// Results of some requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Outcome {
     pub(super) done: u64,
-    /// Requests that found no room.
+    /// Requests that failed for lack of space.
     pub(super) refused: u64,
     pub(super) longest: Duration,
 }
@@ -66,7 +66,7 @@ impl Served {
         Ok(Self { process, on, disk })
     }
 
-    /// Makes requests, `depth` at a time.
+    /// Sends requests, `depth` at a time.
     pub(super) fn run(&self, steps: &[Step], depth: usize) -> anyhow::Result<Outcome> {
         let mut outcome = Outcome::default();
         for steps in steps.chunks(depth) {
@@ -93,7 +93,7 @@ impl Served {
         Ok(outcome)
     }
 
-    /// The number at the beginning of a cluster.
+    /// Returns the number at the beginning of a cluster.
     pub(super) fn stamp(&self, at: u64) -> anyhow::Result<u64> {
         let mut bytes = AlignedBuf::zeroed(512);
         let read = self.disk.read(ByteOffset::new(at), ReadBuf::new(&mut bytes));
@@ -103,7 +103,7 @@ impl Served {
         Ok(u64::from_be_bytes(word))
     }
 
-    /// CPU time of all threads of the server.
+    /// Returns the CPU time of all threads of the server.
     pub(super) fn cpu_time(&self) -> anyhow::Result<Duration> {
         let mut nanos = 0;
         for thread in std::fs::read_dir(format!("/proc/{}/task", self.process.id()))? {
@@ -114,7 +114,7 @@ impl Served {
         Ok(Duration::from_nanos(nanos))
     }
 
-    /// Has the server leave the image tidy, which must succeed.
+    /// Stops the server, which must close the image cleanly.
     pub(super) fn stop(mut self) -> anyhow::Result<()> {
         self.on.block_on(self.disk.close()).map_err(plain)?;
         self.process.signal(libc::SIGTERM);
@@ -124,7 +124,7 @@ impl Served {
     }
 }
 
-/// An error that other threads can have.
+/// Converts an error that is not `Send` into one that is.
 fn plain(error: IoError) -> anyhow::Error {
     anyhow!("{error}")
 }

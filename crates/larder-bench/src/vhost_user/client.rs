@@ -1,4 +1,5 @@
-//! A client of a vhost-user-blk server, built on the `blkio` crate: keeps a set number of requests in flight and counts.
+//! A client of a vhost-user-blk server, built on the `blkio` crate, which keeps a fixed number of requests in flight
+//! and counts them.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
-/// What to ask for.
+/// Parameters of a load.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload {
     pub(crate) write: bool,
@@ -18,7 +19,7 @@ pub(crate) struct Workload {
     pub(crate) duration: Duration,
 }
 
-/// What came of it.
+/// Result of a load.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
@@ -31,22 +32,22 @@ impl Outcome {
     }
 }
 
-/// A request of a sequence that is replayed.
+/// A request of a replayed sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) write: bool,
-    /// Where it starts, in bytes.
+    /// Start offset in bytes.
     pub(crate) start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: usize,
-    /// When it is made, from the start of the replay; without a time, as soon as there is room for it.
+    /// Time at which the request is sent, from the start of the replay; `None`: as soon as a slot is free.
     pub(crate) due: Option<Duration>,
 }
 
-/// What came of a replay.
+/// Result of a replay.
 #[derive(Clone, Debug)]
 pub(crate) struct Replayed {
-    /// How long each read took, in no order; one with a time is late from that time on.
+    /// Latency of each read, in no order. It counts from the time at which a timed request was due.
     pub(crate) latencies: Vec<Duration>,
     pub(crate) read_bytes: u64,
     pub(crate) elapsed: Duration,
@@ -54,7 +55,7 @@ pub(crate) struct Replayed {
 
 /// A connected client with memory for its requests.
 pub(crate) struct Client {
-    // Fields are dropped in this order: the queue before what it refers to.
+    // Fields are dropped in this order: the queue before the memory and the device that it uses.
     queue: Blkioq,
     memory: *mut u8,
     memory_len: usize,
@@ -62,13 +63,13 @@ pub(crate) struct Client {
     capacity: u64,
 }
 
-/// Memory for the deepest workload of the largest requests.
+/// Size of the request memory, enough for the deepest workload of the largest requests.
 const MEMORY_BYTES: usize = 64 << 20;
 
-/// What `do_io` says if nothing completed in time.
+/// Error of `do_io` after a timeout.
 const TIMED_OUT: blkio::Errno = blkio::Errno::TIME;
 
-/// How long a server may refuse a connection.
+/// Time for which a server may refuse connections.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 
 impl Client {
@@ -76,12 +77,12 @@ impl Client {
         Self::connect_with(socket, polling, MEMORY_BYTES)
     }
 
-    /// With `memory_len` bytes for requests.
+    /// Connects with `memory_len` bytes for requests.
     pub(crate) fn connect_with(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
         Self::connect_as(socket, polling, memory_len, false)
     }
 
-    /// To a server that takes no writes.
+    /// Connects to a server that accepts no writes.
     pub(crate) fn connect_read_only(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
         Self::connect_as(socket, polling, memory_len, true)
     }
@@ -94,7 +95,7 @@ impl Client {
         device
             .set_bool("read-only", read_only)
             .map_err(fail("setting what is allowed"))?;
-        // The socket may be there before the server listens.
+        // The socket may exist before the server listens.
         let give_up = Instant::now() + CONNECT_MAX;
         while let Err(error) = device.connect() {
             if Instant::now() > give_up {
@@ -113,7 +114,8 @@ impl Client {
         let region = device.alloc_mem_region(memory_len).map_err(fail("allocating memory"))?;
         device.map_mem_region(&region).map_err(fail("sharing memory"))?;
         let memory = region.addr as *mut u8;
-        // SAFETY: so many writable bytes of our own. Touched, so that no page fault falls into the measurement.
+        // SAFETY: the region has this many writable bytes, which only this client uses. Touching them now keeps page
+        // faults out of the measurement.
         unsafe { std::ptr::write_bytes(memory, 0x5a, memory_len) };
         let queue = if polling {
             started.poll_queues.pop()
@@ -146,7 +148,7 @@ impl Client {
         let mut random = Random::default();
         let begin = Instant::now();
         let requests = self.keep_busy(workload, |requests| {
-            // Asking the time for each request would be part of what is measured.
+            // Reading the time for each request would distort the measurement.
             let over = requests & 63 == 0 && begin.elapsed() >= workload.duration;
             (!over).then(|| random.below(blocks) * workload.block as u64)
         })?;
@@ -156,7 +158,7 @@ impl Client {
         })
     }
 
-    /// Runs the workload once at each of the offsets, whatever time that takes, and a flush if it writes.
+    /// Runs the workload once at each of the offsets, without a time limit, followed by a flush if it writes.
     pub(crate) fn run_at(&mut self, workload: &Workload, offsets: &[u64]) -> anyhow::Result<Outcome> {
         let mut offsets = offsets.iter().copied();
         let begin = Instant::now();
@@ -171,8 +173,8 @@ impl Client {
         })
     }
 
-    /// Keeps as many requests in flight as the workload wants until there is no next one. `next` is told how many have
-    /// completed.
+    /// Keeps the workload's number of requests in flight until `next`, called with the number of completed requests,
+    /// returns `None`.
     fn keep_busy(&mut self, workload: &Workload, mut next: impl FnMut(u64) -> Option<u64>) -> anyhow::Result<u64> {
         if workload.depth * workload.block > self.memory_len {
             bail!(
@@ -209,7 +211,7 @@ impl Client {
         Ok(requests)
     }
 
-    /// Makes requests of up to `largest` bytes in their order, each when it is due, and no more than `depth` at a time.
+    /// Sends requests of up to `largest` bytes in their order, each when it is due, and at most `depth` at a time.
     pub(crate) fn replay(
         &mut self,
         requests: impl IntoIterator<Item = Request>,
@@ -222,7 +224,7 @@ impl Client {
         let mut requests = requests.into_iter().peekable();
         let mut done: Vec<MaybeUninit<Completion>> = (0..depth).map(|_| MaybeUninit::uninit()).collect();
         let mut free: Vec<usize> = (0..depth).collect();
-        // Since when the request of a slot has been waited for; `None` if it writes.
+        // Start of the latency of each slot's request; `None` for writes.
         let mut since: Vec<Option<Instant>> = vec![None; depth];
         let (mut latencies, mut read_bytes) = (Vec::new(), 0);
         let begin = Instant::now();
@@ -295,7 +297,7 @@ impl Client {
     }
 }
 
-/// Whose request has completed, and well.
+/// Returns the slot of a completed request, which must have succeeded.
 fn slot_of(completion: &Completion) -> anyhow::Result<usize> {
     match completion.ret {
         0 => Ok(completion.user_data),
@@ -306,7 +308,7 @@ fn slot_of(completion: &Completion) -> anyhow::Result<usize> {
 /// Bytes of a request that fills the disk.
 const FILL_BYTES: usize = 8 << 20;
 
-/// xorshift64: any sequence without pattern will do.
+/// xorshift64, since any sequence without a pattern is sufficient.
 pub(crate) struct Random(u64);
 
 impl Default for Random {

@@ -1,4 +1,4 @@
-//! `larder-bench vhost-user`: Larder's vhost-user-blk server beside QEMU's storage daemon, in one run.
+//! `larder-bench vhost-user`: compares Larder's vhost-user-blk server with QEMU's storage daemon, in one run.
 //!
 //! Each round measures every server in turn on the same image with the same client; the table shows medians over the
 //! rounds. CPU is the server's own, all threads, per request.
@@ -19,10 +19,10 @@ use server::Server;
 /// Compare vhost-user-blk servers on one image
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// The raw image, whose content is overwritten; by default 1 GiB on tmpfs, that is in the page cache
+    /// Raw image, whose content is overwritten; by default 1 GiB on tmpfs
     #[arg(long)]
     image: Option<PathBuf>,
-    /// A server as NAME=COMMAND, where {image} and {socket} stand for the paths; repeat for each. By default Larder and
+    /// Server as NAME=COMMAND, where {image} and {socket} stand for the paths; repeat for each. By default Larder and
     /// QEMU 10's storage daemon
     #[arg(long = "server", value_name = "NAME=COMMAND")]
     servers: Vec<String>,
@@ -32,21 +32,21 @@ pub(crate) struct Arguments {
     /// Requests in flight
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     depths: Vec<usize>,
-    /// Rounds; the median is shown
+    /// Number of rounds, whose median is shown
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// Seconds of each measurement
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// The client sleeps on an event for completions instead of spinning
+    /// Let the client wait for completions on an event instead of spinning
     #[arg(long)]
     event_client: bool,
-    /// Only reads
+    /// Measure only reads
     #[arg(long)]
     reads_only: bool,
 }
 
-/// One server at one workload: a value per round.
+/// Measurements of one server with one workload, a value for each round.
 #[derive(Default, Clone)]
 pub(crate) struct Series {
     pub(crate) iops: Vec<f64>,
@@ -60,10 +60,10 @@ impl Series {
     }
 }
 
-/// Size of the image that is made if none is given, in bytes.
+/// Size in bytes of the image that is made by default.
 const IMAGE_BYTES: u64 = 1 << 30;
 
-/// Larder as it was built beside this program.
+/// Returns the path of the larder that was built together with this program.
 pub(crate) fn larder() -> anyhow::Result<PathBuf> {
     let larder = std::env::current_exe()?.with_file_name("larder");
     if !larder.exists() {
@@ -72,7 +72,7 @@ pub(crate) fn larder() -> anyhow::Result<PathBuf> {
     Ok(larder)
 }
 
-/// What runs a command in the chroot that has QEMU 10.
+/// Returns the script that runs a command in the chroot with QEMU 10.
 pub(crate) fn debian13() -> anyhow::Result<&'static Path> {
     let enter = Path::new("testbed/debian13.sh");
     if !enter.exists() {
@@ -81,7 +81,7 @@ pub(crate) fn debian13() -> anyhow::Result<&'static Path> {
     Ok(enter)
 }
 
-/// Larder, and QEMU's storage daemon with its I/O thread and adaptive polling.
+/// Returns Larder, and QEMU's storage daemon with its I/O thread and adaptive polling.
 fn default_servers() -> anyhow::Result<Vec<String>> {
     let (larder, enter) = (larder()?, debian13()?);
     Ok(vec![
@@ -131,7 +131,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         for ((_, command), series) in servers.iter().zip(&mut series) {
             let server = Server::start(command, image, &socket)?;
             let mut client = Client::connect(&socket, !arguments.event_client)?;
-            // Every page of the image is in the page cache, and no hole is measured.
+            // Loads every page of the image into the page cache, so that no hole is measured.
             client.fill()?;
             for (workload, series) in workloads.iter().zip(series) {
                 let before = server.cpu_time()?;

@@ -1,4 +1,4 @@
-//! Servers to compare: started, found ready, measured and ended.
+//! Starts, measures and stops the servers to compare.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,20 +8,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 pub(crate) use larder_bench::campaign::process::mortal;
 
-/// A server process that is killed when this goes.
+/// A server process, which is killed when this is dropped.
 pub(crate) struct Server {
     child: Child,
     socket: PathBuf,
 }
 
-/// What a server used.
+/// CPU time of a server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime(pub(crate) Duration);
 
 impl Server {
-    /// Starts a shell-like command line in which `{image}` and `{socket}` stand for the two paths.
+    /// Starts a command line, split at blanks, in which `{image}` and `{socket}` stand for the two paths.
     pub(crate) fn start(command: &str, image: &Path, socket: &Path) -> anyhow::Result<Self> {
-        // The last one's socket may still lie there.
+        // The previous server's socket may still exist.
         let _ = fs::remove_file(socket);
         let fill = |word: &str| {
             word.replace("{image}", &image.display().to_string())
@@ -61,7 +61,7 @@ impl Server {
         Ok(())
     }
 
-    /// Bytes of memory of its own, without files and the client's memory.
+    /// Returns the server's anonymous memory in bytes, without files and the client's memory.
     pub(crate) fn memory_bytes(&self) -> anyhow::Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -69,7 +69,7 @@ impl Server {
         Ok(kib.context("no RssAnon in its status")?.parse::<u64>()? << 10)
     }
 
-    /// CPU time of all its threads so far, to the nanosecond.
+    /// Returns the CPU time of all threads so far, to the nanosecond.
     pub(crate) fn cpu_time(&self) -> anyhow::Result<CpuTime> {
         let mut nanos = 0;
         for thread in fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
@@ -83,7 +83,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The server may have exited by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = fs::remove_file(&self.socket);

@@ -1,4 +1,4 @@
-//! What all parts of a simulated host share: chance, time, the moment at which the pager is killed, and the log.
+//! Shared state of a simulated host: randomness, time, the moment at which the pager is killed, and the log.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,19 +17,20 @@ use super::kernel::Kernel;
 use super::process::Process;
 use super::shape::Shape;
 
-/// What unwinds through a pager that is killed.
+/// Panic payload that unwinds through a pager when it is killed.
 pub(super) struct Killed;
 
-/// What a pager has just learnt or done when it is killed: what such a moment is there to be lost, another seldom has.
+/// Events right after which a kill of the pager is worthwhile, because it can lose what the pager has just learned or
+/// done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Moment {
-    /// It was told that pages were given up or unmapped: nobody says so again.
+    /// The pager has read that pages were discarded or unmapped, a notification that is not repeated.
     ToldOfRemoval,
-    /// A page that was missing is in place.
+    /// A missing page was installed.
     Filled,
-    /// It has learnt what the worker has done.
+    /// The pager has received a result of the worker.
     ToldOfWork,
-    /// It has learnt what a disk has done.
+    /// The pager has received a result of a disk.
     ToldOfDisk,
 }
 
@@ -40,7 +41,7 @@ pub(super) const MOMENTS: [Moment; 4] = [
     Moment::ToldOfDisk,
 ];
 
-/// After so many moments of a kind the pager is killed, and after so many steps then.
+/// A kill that is due some steps after the `count`th event of a kind.
 struct KillAfter {
     moment: Moment,
     count: u64,
@@ -51,15 +52,15 @@ struct KillAfter {
 pub(super) struct World {
     pub(super) shape: Shape,
     random: RefCell<Random>,
-    /// When virtual time began. Only differences to it count.
+    /// Start of virtual time. Only differences to it matter.
     base: Instant,
     now: Cell<Duration>,
-    /// After so many calls of the pager, and changes of its state, it is killed; 0: it is not.
+    /// Number of calls of the pager and changes of its state until it is killed; 0: never.
     kill_in: Cell<u64>,
     kill_after: Cell<Option<KillAfter>>,
-    /// Others act while the pager makes a call, of 1000 calls in so many.
+    /// Calls of the pager in 1000 during which other actors run.
     meanwhile_per_mille: Cell<u32>,
-    /// How deep calls are in each other.
+    /// Nesting depth of calls.
     depth: Cell<u32>,
     pub(super) kernel: RefCell<Kernel>,
     pub(super) process: RefCell<Process>,
@@ -74,23 +75,23 @@ pub(super) struct World {
 }
 
 thread_local! {
-    /// The world of this thread, for those who cannot hold it.
+    /// The world of this thread, for code that cannot hold it.
     static CURRENT: RefCell<Option<Rc<World>>> = const { RefCell::new(None) };
     static START: Instant = Instant::now();
 }
 
-/// Does something with this thread's world.
+/// Calls `what` with this thread's world, if there is one.
 pub(super) fn with_current<T>(what: impl FnOnce(&Rc<World>) -> T) -> Option<T> {
     let world = CURRENT.with_borrow(Clone::clone)?;
     Some(what(&world))
 }
 
-/// Makes `world` this thread's.
+/// Sets this thread's world.
 pub(super) fn set_current(world: Option<&Rc<World>>) {
     CURRENT.set(world.cloned());
 }
 
-/// A moment that is always the same, for what must not depend on how fast this host is.
+/// Returns a constant time, for code that must not depend on the host's speed.
 pub(super) fn frozen_clock() -> Instant {
     START.with(|start| *start)
 }
@@ -143,7 +144,7 @@ impl World {
         self.base + self.now.get()
     }
 
-    /// Time passes; device I/O that ends meanwhile does.
+    /// Lets time pass, and completes device I/O that ends by then.
     pub(super) fn pass(&self, time: Duration) {
         let until = self.now.get() + time;
         self.process.borrow_mut().end_device_io(self, until);
@@ -161,7 +162,7 @@ impl World {
         self.log.borrow().join("\n")
     }
 
-    /// A promise was broken.
+    /// Records a violated invariant.
     pub(super) fn fail(&self, why: String) {
         self.log(|| format!("!!! {why}"));
         self.broken.borrow_mut().get_or_insert(why);
@@ -171,18 +172,18 @@ impl World {
         self.broken.borrow().clone()
     }
 
-    /// The pager is killed after so many more steps; 0: not at all.
+    /// Plans to kill the pager after this number of steps; 0 cancels the plan.
     pub(super) fn kill_in(&self, steps: u64) {
         self.kill_in.set(steps);
         self.kill_after.set(None);
     }
 
-    /// The pager is killed so many steps after the moment of this kind with this number has come.
+    /// Plans to kill the pager `steps` steps after the `count`th event of this kind.
     pub(super) fn kill_after(&self, moment: Moment, count: u64, steps: u64) {
         self.kill_after.set(Some(KillAfter { moment, count, steps }));
     }
 
-    /// A moment has come.
+    /// Records an event.
     pub(super) fn comes(&self, moment: Moment) {
         let Some(mut kill) = self.kill_after.take() else { return };
         if kill.moment == moment {
@@ -200,7 +201,7 @@ impl World {
         self.meanwhile_per_mille.set(per_mille);
     }
 
-    /// The pager, or its worker, is at a point where it may be killed.
+    /// Marks a point of the pager's or the worker's code where the pager may be killed.
     pub(super) fn point(&self) {
         match self.kill_in.get() {
             0 => {}
@@ -213,7 +214,7 @@ impl World {
         }
     }
 
-    /// A call of the pager, or its worker: it may be killed here, and others act.
+    /// Marks a call of the pager or its worker, where the pager may be killed and other actors may run.
     pub(super) fn call(self: &Rc<Self>) {
         self.point();
         if self.depth.get() < 2 && self.chance(self.meanwhile_per_mille.get()) {
@@ -229,7 +230,7 @@ impl World {
         }
     }
 
-    /// The worker does a job, if it has one and is not at one.
+    /// Lets the worker do a job, if there is one and the worker is free.
     pub(super) fn work(self: &Rc<Self>) {
         let Ok(mut hands) = self.hands.try_borrow_mut() else {
             return;
@@ -244,7 +245,7 @@ impl World {
         self.done.borrow_mut().push_back(done);
     }
 
-    /// The pager has a turn, unless it is in one; whether it did anything.
+    /// Lets the pager run, unless it is running.
     pub(super) fn turn(self: &Rc<Self>) {
         self.turn_worked();
     }
@@ -263,13 +264,13 @@ impl World {
         }
     }
 
-    /// Whether the worker has something to do, or has done it and nobody has heard.
+    /// Returns whether the worker has a job, or a result that the pager has not received.
     pub(super) fn worker_is_busy(&self) -> bool {
         !self.jobs.borrow().is_empty() || !self.done.borrow().is_empty()
     }
 }
 
-/// Goes back up when a kill unwinds, too.
+/// Decrements the depth on drop, also when a kill unwinds.
 struct Back<'a>(&'a World);
 
 impl Drop for Back<'_> {
