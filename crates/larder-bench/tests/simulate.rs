@@ -16,7 +16,7 @@ const SEEDS: u64 = 2000;
 
 #[test]
 /// Every stack keeps the contract of block devices through faults and crashes.
-fn stacks_keep_contract_through_faults_and_crashes() {
+fn stacks_keep_contract_through_faults() {
     std::thread::scope(|scope| {
         for stack in STACKS {
             scope.spawn(|| {

@@ -36,7 +36,7 @@ pub(super) struct Model {
     pub(super) writes: Writes,
 }
 
-/// How the drive handles a write.
+/// Handling of writes by the drive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Writes {
     /// The write occupies a unit for this time.
@@ -56,7 +56,7 @@ pub(super) struct Buffer {
     pub(super) program: Nanos,
     /// Garbage collection programs for each program of host writes.
     pub(super) collections: f64,
-    /// Whether the rest of the mapped unit is read before a write.
+    /// True if the rest of the mapped unit is read before a write.
     pub(super) reads_first: bool,
     /// Time that it takes to suspend a program for reads; `None` if programs are not interrupted.
     pub(super) suspend: Option<Nanos>,

@@ -52,7 +52,7 @@ pub(super) struct Rack {
 
 #[derive(Default)]
 struct Switches {
-    /// Whether requests take the model's time.
+    /// True if requests take the model's time.
     timed: AtomicBool,
     answers: AtomicU64,
     /// Sum of all delays of answers behind the model's time, in nanoseconds.

@@ -18,7 +18,8 @@ struct Book {
 }
 
 impl Book {
-    /// Whether a read may return write `number`, if `before` was the last completed write when the read began.
+    /// Returns whether a read may return write `number`, if `before` was the last completed write when the read
+    /// began.
     fn has(&self, number: u64, before: u64) -> bool {
         number >= before && (number <= self.completed || Some(number) == self.under_way)
     }
@@ -157,7 +158,7 @@ pub fn contents(sectors: &Range<u64>, number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Whether each word of a sector comes from one of these writes.
+/// Returns whether each word of a sector comes from one of these writes.
 fn is_mixed(sector: u64, got: &[u8], numbers: &[u64]) -> bool {
     let writes: Vec<Vec<u64>> = numbers.iter().map(|number| words(sector, *number).collect()).collect();
     let mut indexed = (0..).zip(got.chunks(8));
@@ -193,7 +194,7 @@ mod tests {
 
     #[test]
     /// The check detects stale, torn and misplaced sectors, and accepts words mixed by an overlapping write.
-    fn stale_torn_or_misplaced_sector_is_detected() {
+    fn stale_torn_or_misplaced_sector_detected() {
         let mut books = Books::new(4);
         let all = 0..4;
         let zeros = vec![0; 4 * SECTOR];

@@ -46,7 +46,7 @@ pub struct Victim<'a> {
     pub format: Format,
     /// Options of the disk's cache, if it has one.
     pub cache: Option<CacheChoice>,
-    /// Whether all layers are stacked: read-ahead over the cache over qcow2 over NBD.
+    /// True if all layers are stacked: read-ahead over the cache over qcow2 over NBD.
     pub whole: bool,
 }
 

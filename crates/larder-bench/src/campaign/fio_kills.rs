@@ -306,7 +306,7 @@ fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow:
     Ok(())
 }
 
-/// Whether every 16 bytes of the sector hold the job's number and the offset of its request.
+/// Returns whether every 16 bytes of the sector hold the job's number and the offset of its request.
 fn is_of_job(at: u64, sector: &[u8], job: u64) -> bool {
     let (Some(stamp), Some(begin)) = (sector.first_chunk::<8>(), sector[8..].first_chunk::<8>()) else {
         return false;

@@ -47,7 +47,7 @@ pub struct GuestOptions {
     pub memory_kib: u64,
     /// Further properties of the disk: `num-queues=4,packed=on`.
     pub disk: String,
-    /// Whether QEMU reconnects to the disk's socket after a disconnect.
+    /// True if QEMU reconnects to the disk's socket after a disconnect.
     pub reconnects: bool,
     /// Further arguments for QEMU.
     pub qemu: Vec<String>,

@@ -109,7 +109,7 @@ fn stood_still(said: &str) -> Option<Duration> {
 pub struct Pager {
     /// The pager's process.
     pub process: Process,
-    /// How long a thread of the managed process was paused; `None` if the pager has taken over from another one.
+    /// Pause of the managed process during the attach; `None` if the pager has taken over from another one.
     pub stood_still: Option<Duration>,
     control: PathBuf,
 }

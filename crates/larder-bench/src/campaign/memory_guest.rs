@@ -100,9 +100,9 @@ pub struct Options {
     pub new_mib: u64,
     /// Disk of the guest, if it has one.
     pub disk: Option<DiskIo>,
-    /// Whether QEMU sandboxes itself.
+    /// True if QEMU sandboxes itself.
     pub sandbox: bool,
-    /// Whether memory can be hot-plugged, for which the guest uses about 64 MiB more.
+    /// True if memory can be hot-plugged, for which the guest uses about 64 MiB more.
     pub pluggable: bool,
 }
 

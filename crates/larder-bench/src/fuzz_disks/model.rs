@@ -22,7 +22,7 @@ pub(super) enum Effect {
 pub(super) struct Change {
     pub(super) range: Range<u64>,
     pub(super) effect: Effect,
-    /// Whether the request succeeded. Otherwise any of its sectors may be changed or not.
+    /// True if the request succeeded. Otherwise any of its sectors may be changed or not.
     pub(super) is_acknowledged: bool,
     pub(super) fua: bool,
 }
@@ -38,7 +38,7 @@ pub(super) struct Model {
     /// All former contents of a sector, under a write-back cache. A discard drops the cache's sectors, and the disk
     /// may have any older content.
     older: Option<BTreeMap<usize, Vec<Sector>>>,
-    /// Whether a read may see a sector of which a concurrent write has changed only some bytes.
+    /// True if a read may see a sector of which a concurrent write has changed only some bytes.
     has_torn_reads: bool,
 }
 
@@ -116,7 +116,7 @@ impl Model {
             let mut new = outcomes(sector, &changes, &old);
             if let Some(older) = &mut self.older {
                 let older = older.entry(sector).or_default();
-                // Of two concurrent changes, the disk may have one and the cache the other.
+                // If two changes are concurrent, the disk may have one and the cache the other.
                 old.iter().chain(&new).for_each(|value| add(older, *value));
                 if changes.iter().any(|change| matches!(change.effect, Effect::Discard)) {
                     older.iter().for_each(|value| add(&mut new, *value));

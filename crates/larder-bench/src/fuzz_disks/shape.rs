@@ -89,19 +89,19 @@ pub(super) struct Shape {
     pub(super) snapshots: u32,
     pub(super) bitmap: bool,
     pub(super) lazy: bool,
-    /// Whether QEMU was killed while it wrote with lazy refcounts.
+    /// True if QEMU was killed while it wrote with lazy refcounts.
     pub(super) dirty: bool,
-    /// Whether the incompatible feature bit "corrupt" is set: the image must be repaired before it is served.
+    /// True if the incompatible feature bit "corrupt" is set: the image must be repaired before it is served.
     pub(super) corrupt: bool,
-    /// Whether there are clusters of VM state in the active L1 table.
+    /// True if there are clusters of VM state in the active L1 table.
     pub(super) vm_state: bool,
-    /// Whether a version 2 image has an L2 entry with the zero flag of version 3.
+    /// True if a version 2 image has an L2 entry with the zero flag of version 3.
     pub(super) zero_flag: bool,
-    /// Whether the image fills an NBD export, which cannot grow.
+    /// True if the image fills an NBD export, which cannot grow.
     pub(super) device: bool,
-    /// Whether servers will be killed. The export then has room for leaks.
+    /// True if servers will be killed. The export then has room for leaks.
     pub(super) has_kills: bool,
-    /// Whether QEMU has written to the image before Larder.
+    /// True if QEMU has written to the image before Larder.
     pub(super) content: bool,
     pub(super) size: u64,
 }

@@ -32,11 +32,11 @@ pub(super) enum Kind {
 pub(super) struct Request {
     pub(super) kind: Kind,
     pub(super) range: Range<u64>,
-    /// Whether NBD's FUA flag is set.
+    /// NBD's FUA flag.
     pub(super) fua: bool,
-    /// Whether the request is sent over NBD, or else over vhost-user-blk.
+    /// True for a request over NBD, false for one over vhost-user-blk.
     pub(super) nbd: bool,
-    /// Whether the next step starts without waiting for the answer.
+    /// True if the next step starts without waiting for the answer.
     pub(super) later: bool,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Serve {
     pub(super) no_prefetch: bool,
     pub(super) little_memory: bool,
     pub(super) buffered: bool,
-    /// Whether the guest's driver uses packed rings.
+    /// True if the guest's driver uses packed rings.
     pub(super) packed: bool,
     pub(super) indirect: bool,
 }

@@ -38,14 +38,14 @@ pub(super) struct World<'a> {
     flight: Flight,
     /// The guest of a killed server, for the next one.
     orphan: Option<Guest>,
-    /// Whether the image lacks data until it is served for writing: because of a killed server's journal, or a killed
+    /// True if the image lacks data until it is served for writing, because of a killed server's journal or a killed
     /// QEMU's refcounts.
     needs_server: bool,
-    /// Whether a server was killed, so that leaks are allowed.
+    /// True if a server was killed, so that leaks are allowed.
     was_killed: bool,
-    /// Whether the cache may have writes that the image lacks.
+    /// True if the cache may have writes that the image lacks.
     is_cache_dirty: bool,
-    /// Whether the images are on tmpfs.
+    /// True if the images are on tmpfs.
     is_in_memory: bool,
     /// Events that occurred, counted as features.
     pub(super) events: BTreeSet<&'static str>,

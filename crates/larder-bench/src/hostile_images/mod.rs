@@ -47,7 +47,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Result of serving one image.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// Whether the image was served; otherwise it was refused.
+    /// True if the image was served, false if it was refused.
     pub served: bool,
     /// Time from the program's start until it served or exited.
     pub open: Duration,

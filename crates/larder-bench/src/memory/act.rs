@@ -235,7 +235,7 @@ mod tests {
         for _ in 0..1 << 16 {
             counts[rank(&mut random, 1 << 16) as usize] += 1;
         }
-        // Of the accesses, n in 16 go to ranks up to 2^n.
+        // A share of n/16 of the accesses goes to the ranks up to 2^n.
         let of_first = |ranks: usize| counts[..ranks].iter().sum::<u32>() / (1 << 12);
         assert_eq!([1 << 4, 1 << 8, 1 << 16].map(of_first), [4, 8, 16]);
     }

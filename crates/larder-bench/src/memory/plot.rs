@@ -13,7 +13,7 @@ pub(super) struct Line {
 pub(super) struct Panel {
     pub(super) title: &'static str,
     pub(super) lines: Vec<Line>,
-    /// Whether the vertical axis has numbers; without them the lines only show a shape.
+    /// True if the vertical axis has numbers; without them the lines only show a shape.
     pub(super) scale: bool,
 }
 

@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     /// Methods that can move the guest climb; the others start again from half the rate.
-    fn search_climbs_with_able_and_halves_for_others() {
+    fn search_climbs_or_halves_per_method() {
         use Method::{Larder, MultifdZlib, Qemu};
         let found = tried(40, 1e3, &[(Qemu, 40), (MultifdZlib, 30), (Larder, 60)]);
         let wanted = [

@@ -189,7 +189,7 @@ struct Served<'a> {
     image: &'a Path,
     format: &'a str,
     prefetch: &'a str,
-    /// Whether there is a write-through cache.
+    /// True if there is a write-through cache.
     is_cached: bool,
 }
 

@@ -13,7 +13,7 @@ pub(super) struct Disk<'a> {
     pub(super) image: &'a str,
     pub(super) format: &'a str,
     pub(super) read_only: bool,
-    /// Whether the client spins for completions: a local disk leaves it a processor.
+    /// True if the client spins for completions: a local disk leaves it a processor.
     pub(super) client_spins: bool,
 }
 

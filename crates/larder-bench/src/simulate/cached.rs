@@ -24,7 +24,7 @@ pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
     pub(super) modes: Modes,
-    /// Whether the cache is exchanged at run time for the same one, opened again.
+    /// True if the cache is exchanged at run time for the same one, opened again.
     pub(super) is_replaced: bool,
 }
 

@@ -68,15 +68,15 @@ pub(super) struct Life {
 /// Expected behaviour of a stack.
 #[derive(Clone, Copy)]
 pub(super) struct Expectations {
-    /// Whether its size follows that of its first disk.
+    /// True if the stack's size follows that of its first disk.
     pub(super) resizable: bool,
-    /// Whether it can grow.
+    /// True if the stack can grow.
     pub(super) growable: bool,
-    /// Whether a request fails only if a disk's request has failed.
+    /// True if a request fails only if a disk's request has failed.
     pub(super) fails_only_with_a_disk: bool,
     /// Number of disks that may fail, counted from the first.
     pub(super) failing: usize,
-    /// Whether the disks have little room for new allocations. Acknowledged data can be flushed all the same.
+    /// True if the disks have little room for new allocations. Acknowledged data can be flushed all the same.
     pub(super) room_is_short: bool,
 }
 

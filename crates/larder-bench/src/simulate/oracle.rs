@@ -129,9 +129,9 @@ struct Entry {
     gone: Option<Moment>,
     /// Moment from which the call of a flush ensures that the change does not return after a crash.
     replaced: Option<Moment>,
-    /// Whether a crash cannot bring the change back.
+    /// True if a crash cannot bring the change back.
     lost: bool,
-    /// Whether the change is from before the last power loss. The sector durably holds one of those changes.
+    /// True if the change is from before the last power loss. The sector durably holds one of those changes.
     settled: bool,
 }
 
@@ -469,7 +469,7 @@ mod tests {
 
     #[test]
     /// A failed write leaves the old or the new content; the first read decides which.
-    fn first_read_fixes_outcome_of_failed_write() {
+    fn read_fixes_outcome_of_failed_write() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Unsure);
         assert!(reads(&mut oracle, 0));
@@ -481,7 +481,7 @@ mod tests {
 
     #[test]
     /// Once a read has returned a write in flight, later reads return it too.
-    fn write_in_flight_once_seen_stays_visible() {
+    fn in_flight_write_once_seen_stays() {
         let mut oracle = Oracle::new(1);
         let change = oracle.start_change(ALL, Effect::Holds(Stamp(1)));
         let early = oracle.start_read();
@@ -495,7 +495,7 @@ mod tests {
 
     #[test]
     /// After a power loss a sector holds the last flushed write or any later one, durably.
-    fn power_loss_keeps_flushed_or_later_write() {
+    fn power_loss_keeps_flushed_write() {
         for survivor in 0..4 {
             let mut oracle = Oracle::new(1);
             write(&mut oracle, 1, Ending::Done);
@@ -553,7 +553,7 @@ mod tests {
 
     #[test]
     /// A kill that loses the host's memory keeps flushed writes or later ones; the survivor is durable once flushed.
-    fn kill_without_host_memory_keeps_flushed_writes() {
+    fn lost_host_memory_keeps_flushed_writes() {
         for (survivor, after_power_loss) in [(1, 2), (2, 1)] {
             for flushed in [false, true] {
                 let mut oracle = Oracle::new(1);

@@ -20,7 +20,7 @@ pub(super) struct Qcow2Stack {
     pub(super) name: &'static str,
     /// Block size of the disks, in bytes.
     pub(super) block_size: u32,
-    /// Whether all images have version 3, and thus a journal. Without a journal, a kill may undo an incomplete or
+    /// True if all images have version 3, and thus a journal. Without a journal, a kill may undo an incomplete or
     /// failed request even after a read has seen its effect.
     pub(super) journaled: bool,
 }

@@ -12,7 +12,7 @@ pub(super) struct Sizes {
     durable: ByteLen,
     /// All possible sizes.
     possible: Vec<ByteLen>,
-    /// Whether power was lost since the disk was last opened.
+    /// True if power was lost since the disk was last opened.
     settled: bool,
 }
 
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     /// A stop during a growth leaves the old or the new size.
-    fn interrupted_growth_leaves_old_or_new_size() {
+    fn interrupted_growth_leaves_either_size() {
         for (how, size) in [(Stop::Kill, SMALL), (Stop::Kill, LARGE), (Stop::PowerLoss, LARGE)] {
             let mut sizes = Sizes::new(SMALL);
             sizes.start_growth(LARGE);
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     /// No kill undoes a growth that was reported, and no power loss one that was flushed.
-    fn reported_growth_survives_kill_and_flushed_power_loss() {
+    fn reported_growth_survives_stop() {
         for (how, flushed, comes_back) in [
             (Stop::Kill, false, false),
             (Stop::PowerLoss, false, true),

@@ -44,7 +44,7 @@ pub(super) struct Mix {
     follows_per_mille: u32,
     /// Maximum pause between two requests.
     pause_max: Duration,
-    /// Whether faults are injected.
+    /// True if faults are injected.
     faults: bool,
 }
 

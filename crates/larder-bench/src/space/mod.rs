@@ -80,7 +80,7 @@ pub struct Case {
 /// Result of filling a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Filled {
-    /// Whether the disk began empty; otherwise all its clusters were mapped.
+    /// True if the disk began empty, false if all its clusters were mapped.
     pub from_empty: bool,
     /// Clusters that were allocated.
     pub allocated: u64,

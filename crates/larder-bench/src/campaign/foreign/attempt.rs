@@ -44,7 +44,7 @@ const OVERTAKEN: &str = "the image has been changed since by another program";
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub(super) number: u32,
-    /// Whether this is a control, in which no other program writes.
+    /// True for a control, in which no other program writes.
     pub(super) is_control: bool,
     pub(super) format: Format,
     pub(super) mode: CacheMode,

@@ -19,7 +19,7 @@ const MAGIC: u64 = 0x6672_6e67_0000_0000;
 struct Known {
     /// Versions that a read may return.
     allowed: Vec<u64>,
-    /// Whether another program has written the last version.
+    /// True if another program has written the last version.
     is_foreign: bool,
 }
 
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     /// Stale, lost and misplaced sectors are each reported as what they are.
-    fn stale_lost_or_misplaced_sector_is_detected() {
+    fn stale_lost_or_misplaced_sector_detected() {
         let (all, other) = (0..1024, 512..1024);
         let mut model = Model::new(2048);
         let (first, old) = model.new_version(&all);

@@ -62,7 +62,7 @@ const EXPORT_BYTES: u64 = 96 << 20;
 pub struct DiskChoice {
     /// Format of the images; by default both in turn.
     pub format: Option<Format>,
-    /// Whether the images are behind an NBD server, where no lock keeps two hosts from writing to one.
+    /// True if the images are behind an NBD server, where no lock keeps two hosts from writing to one.
     pub nbd: bool,
     /// Directory of the images and caches.
     pub folder: PathBuf,
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn fdinfo_flags_show_files_open_for_writing() {
+    fn fdinfo_shows_file_open_for_writing() {
         assert!(is_writable("pos:\t0\nflags:\t02140002\n") && is_writable("flags:\t0100001\n"));
         assert!(!is_writable("pos:\t0\nflags:\t0100000\n") && !is_writable(""));
     }

@@ -58,9 +58,9 @@ struct State {
     carried: u64,
     /// Limit for `carried`, if any.
     hold_at: Option<u64>,
-    /// Whether a lane has more bytes than the limit permits.
+    /// True if a lane has more bytes than the limit permits.
     held: bool,
-    /// Whether all connections are stalled: nothing is read or written.
+    /// True if all connections are stalled: nothing is read or written.
     stalled: bool,
     /// Connections with a lower number carry nothing any more, by direction.
     frozen: [usize; 2],
@@ -72,7 +72,7 @@ struct State {
 struct Lane {
     number: usize,
     way: Way,
-    /// Whether it carries frames, which count.
+    /// True if the connection carries frames in this direction, whose bytes count in `carried`.
     counts: bool,
 }
 

@@ -325,13 +325,13 @@ const ENDS: [&str; 4] = [
 pub struct Settings {
     /// Number of multifd channels for pages; 0: multifd is off.
     pub multifd: u8,
-    /// Whether the migration may switch to post-copy.
+    /// True if the migration may switch to post-copy.
     pub postcopy: bool,
-    /// Whether post-copy sends requested pages over a channel of their own.
+    /// True if post-copy sends requested pages over a channel of their own.
     pub preempt: bool,
-    /// Whether the source waits before the switchover.
+    /// True if the source waits before the switchover.
     pub pause_before_switchover: bool,
-    /// Whether there is no return path from the destination.
+    /// True if there is no return path from the destination.
     pub no_return_path: bool,
 }
 

@@ -35,11 +35,11 @@ struct Page {
 /// A mapping of a file.
 pub(super) struct Area {
     pub(super) region: Region,
-    /// Whether it is registered with userfaultfd.
+    /// True if the area is registered with userfaultfd.
     pub(super) is_registered: bool,
-    /// Whether it is still mapped.
+    /// True if the area is still mapped.
     pub(super) is_mapped: bool,
-    /// Whether the pager has closed its file, after the notification that it was unmapped.
+    /// True if the pager has closed the area's file, after the notification that it was unmapped.
     pub(super) is_forgotten: bool,
 }
 
@@ -74,7 +74,7 @@ pub(super) struct Kernel {
     changing: usize,
     /// Threads whose event was read.
     heard: Vec<usize>,
-    /// Whether memory allocations fail.
+    /// True if memory allocations fail.
     pub(super) is_short: bool,
 }
 

@@ -5,7 +5,7 @@ use larder_memory::units::PageIndex;
 
 use super::content::{self, Stamp, Words};
 
-/// Whether a page may be unreadable.
+/// Reason for which a page may be unreadable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Damage {
     /// The page must be readable.
@@ -20,9 +20,9 @@ pub(super) enum Damage {
 struct Truth {
     /// Allowed contents.
     may: Vec<Stamp>,
-    /// Whether the page is being discarded.
+    /// True if the page is being discarded.
     is_given_up: bool,
-    /// Whether the discard goes unnoticed because the pager has detached. The page may then keep its content.
+    /// True if the discard goes unnoticed because the pager has detached. The page may then keep its content.
     is_unheard: bool,
     /// Last write since the discard began.
     written: Option<Stamp>,

@@ -68,7 +68,7 @@ pub(super) struct Process {
     threads: Vec<Thread>,
     pub(super) oracle: Oracle,
     io: Vec<DeviceIo>,
-    /// Whether no new operation is begun.
+    /// True if no new operation may begin.
     pub(super) is_quiet: bool,
     pub(super) accesses: u64,
 }

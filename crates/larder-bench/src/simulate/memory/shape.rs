@@ -35,7 +35,7 @@ pub(super) struct Shape {
     pub(super) filled_per_mille: u32,
     pub(super) quarantine: Duration,
     pub(super) prefetch: bool,
-    /// Whether faults of the first thread have priority.
+    /// True if faults of the first thread have priority.
     pub(super) has_first_thread: bool,
     /// Kinds of content to write; repeated ones are more frequent.
     pub(super) kinds: Vec<Kind>,
@@ -43,7 +43,7 @@ pub(super) struct Shape {
     pub(super) writes_per_mille: u32,
     /// Operations in 1000 that discard pages.
     pub(super) give_ups_per_mille: u32,
-    /// Whether `MADV_DONTNEED` also removes the poison of a page.
+    /// True if `MADV_DONTNEED` also removes the poison of a page.
     pub(super) drops_poison: bool,
     /// Calls of the pager in 1000 during which other actors run.
     pub(super) meanwhile_per_mille: u32,

@@ -22,9 +22,9 @@ pub(super) struct Medium {
     finished: VecDeque<Finished>,
     /// Number of failures of each read for the current pager.
     failures: BTreeMap<(u64, usize), u32>,
-    /// Whether all writes fail.
+    /// True if all writes fail.
     pub(super) is_dead: bool,
-    /// Whether requests no longer fail, except on a dead disk.
+    /// True if requests no longer fail, except on a dead disk.
     pub(super) is_healed: bool,
     pub(super) writes: u64,
 }
