@@ -10,7 +10,7 @@ use super::process::Process;
 pub struct Server {
     /// The process.
     pub process: Process,
-    /// Path of its socket.
+    /// Path of the server's socket.
     pub socket: PathBuf,
 }
 

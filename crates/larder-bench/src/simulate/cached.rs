@@ -18,8 +18,8 @@ use larder_cache::{
 
 use super::stack::{Disk, Opened, Outcome, Poke, Stack};
 
-/// The cache stack. Its last disk but one holds the cache. The last one is the failure log, which records that the
-/// cache must not be trusted, and never fails.
+/// The cache stack. Its last disk but one holds the cache. The last one is the failure log (`witness`), which records
+/// that the cache must not be trusted, and never fails.
 pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
@@ -49,7 +49,7 @@ impl Modes {
         ],
     };
 
-    /// Mostly this mode. Write-back occurs only if it is this mode.
+    /// Returns a distribution in which this mode dominates. Write-back occurs only if it is this mode.
     pub(super) const fn mostly(mode: Mode) -> Self {
         let any_of = match mode {
             Mode::WriteBack => Self::ANY.any_of,

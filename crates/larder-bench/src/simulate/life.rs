@@ -37,7 +37,7 @@ pub(super) struct Record {
 
 /// State that the workers of one life share.
 pub(super) struct Life {
-    /// The loop, which this must not keep alive.
+    /// The loop, held weakly so that the life does not keep it alive.
     pub(super) on: WeakLoop,
     /// The top of the stack.
     pub(super) opened: Opened,

@@ -150,7 +150,7 @@ impl ImageBytes {
     }
 
     /// Checks that the refcounts cover all references, that no tree refers to a cluster twice, that clusters marked
-    /// as used once are, and that snapshots have kept their content.
+    /// as used once have one reference, and that snapshots have kept their content.
     pub(super) fn check(&self) -> Result<(), String> {
         let bits = self.cluster_bits();
         let mut counts: HashMap<u64, u64> = HashMap::new();

@@ -78,7 +78,7 @@ pub type Poke = Rc<dyn Fn(&mut Random)>;
 pub struct Opened {
     /// Top of the stack.
     pub device: Rc<dyn BlockDevice>,
-    /// Changes its settings at random, if there are any.
+    /// Changes the stack's settings at random, if there are any.
     pub poke: Option<Poke>,
 }
 
@@ -92,20 +92,20 @@ impl Opened {
 /// A stack of layers. One value serves every seed, on every thread. All differences come from random numbers, and all
 /// state that outlives a stop must be on the disks.
 pub trait Stack: Sync {
-    /// Returns its name on the command line.
+    /// Returns the stack's name on the command line.
     fn name(&self) -> &'static str;
 
-    /// Returns the stack below its own layer, if there is one. The default methods delegate to that stack.
+    /// Returns the stack below this one's own layer, if there is one. The default methods delegate to that stack.
     fn below(&self) -> Option<&'static dyn Stack> {
         None
     }
 
-    /// Returns the number of disks of its own layer, which are the last ones.
+    /// Returns how many of the stack's disks, the last ones, belong to its own layer.
     fn own_disks(&self) -> usize {
         0
     }
 
-    /// Returns its disks, at least one.
+    /// Returns the stack's disks, at least one.
     fn disks(&self, random: &mut Random) -> Vec<Disk>;
 
     /// Formats new disks, once, without faults and stops.
@@ -141,7 +141,7 @@ pub trait Stack: Sync {
         }
     }
 
-    /// Returns how many of its disks, counted from the first, may fail requests.
+    /// Returns how many of the stack's disks, counted from the first, may fail requests.
     fn failing(&self, disks: usize) -> usize {
         self.below()
             .map_or(disks, |below| below.failing(disks - self.own_disks()))
@@ -153,17 +153,17 @@ pub trait Stack: Sync {
         self.below().and_then(|below| below.may_hang(disks - self.own_disks()))
     }
 
-    /// Returns whether its size follows that of its first disk.
+    /// Returns whether the stack's size follows that of its first disk.
     fn is_resizable(&self) -> bool {
         self.below().is_none_or(Stack::is_resizable)
     }
 
-    /// Returns whether it can grow ([`BlockDevice::grow`]).
+    /// Returns whether the stack can grow ([`BlockDevice::grow`]).
     fn is_growable(&self) -> bool {
         self.below().is_some_and(Stack::is_growable)
     }
 
-    /// Returns whether its content outlives a stop. If not, it is run once, and verified before it ends.
+    /// Returns whether the stack's content outlives a stop. If not, it is run once, and verified before it ends.
     fn is_persistent(&self) -> bool {
         true
     }
@@ -173,8 +173,8 @@ pub trait Stack: Sync {
         self.below().is_none_or(Stack::survives_kill)
     }
 
-    /// Returns whether it keeps state in the host's memory for the case of a kill. If so, that state is sometimes
-    /// lost with the process; flushed data must survive without it.
+    /// Returns whether the stack keeps state in the host's memory for the case of a kill. If so, that state is
+    /// sometimes lost with the process; flushed data must survive without it.
     fn keeps_host_memory(&self) -> bool {
         self.below().is_some_and(Stack::keeps_host_memory)
     }

@@ -26,7 +26,7 @@ pub(super) enum Unreadable {
     Misplaced {
         /// Sector that the bytes belong to.
         sector: u32,
-        /// Change that wrote them.
+        /// Change that wrote the bytes.
         stamp: Stamp,
     },
 }

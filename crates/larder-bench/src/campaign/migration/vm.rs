@@ -53,11 +53,11 @@ pub fn put_before(words: &[&str], command: Command) -> Command {
 pub struct Load {
     /// Pattern: `constant`, `sequence`, `random`, `partial` or `mixed`.
     pub kind: &'static str,
-    /// Memory that it changes, in MiB.
+    /// Size of the memory that is changed, in MiB.
     pub mib: u64,
     /// Rate of changes, in 10^6 bytes per second; 0: unlimited.
     pub rate: u64,
-    /// One in this number of pages is verified before it is changed.
+    /// Pages per verified page: one in this number is verified before it is changed.
     pub check: u64,
 }
 

@@ -16,7 +16,7 @@ pub(crate) enum Variant {
     Ssd,
     /// Compressed RAM, a swap cache, and a slow store.
     Tiers,
-    /// Any of these tiers, with device I/O that bypasses the page tables.
+    /// Any combination of tiers, with device I/O that bypasses the page tables.
     Io,
 }
 
