@@ -1,4 +1,4 @@
-//! Fuzzes the header of a swap disk, and requests for limits on the control socket.
+//! Fuzzes the header of a swap disk, and the body of `PATCH /v1/memory`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| larder_vm::memory::read_any(data));

@@ -31,7 +31,7 @@ pub(super) struct Model {
     pub(super) units: usize,
     /// Time for which a read occupies a unit.
     pub(super) read: Nanos,
-    /// Further time of a read, or of a write in place, that occupies no unit: bus, controller, host.
+    /// Latency in addition to the time in a unit, for a read or a write in place: bus, controller, host.
     pub(super) overhead: Nanos,
     pub(super) writes: Writes,
 }

@@ -244,7 +244,7 @@ fn occupancy(larder: &Larder) -> anyhow::Result<u64> {
 struct Filled {
     /// Bytes that the cache can hold.
     capacity: u64,
-    /// Bytes of the lines that it holds.
+    /// Bytes of the lines in the cache.
     bytes: u64,
     took: Duration,
 }

@@ -200,7 +200,8 @@ impl<'a> Disk<'a> {
         self.store.is_some()
     }
 
-    /// Returns whether reads of the disk bypass the cache: pass-through, or read-ahead reads first.
+    /// Returns whether reads of the disk may bypass the cache: in pass-through mode, or with read-ahead above the
+    /// cache.
     pub fn is_passed_by(&self) -> bool {
         self.victim.whole || self.cache.is_some_and(|cache| cache.mode == CacheMode::Pt)
     }

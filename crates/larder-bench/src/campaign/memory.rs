@@ -109,7 +109,8 @@ fn stood_still(said: &str) -> Option<Duration> {
 pub struct Pager {
     /// The pager's process.
     pub process: Process,
-    /// Pause of the managed process during the attach; `None` if the pager has taken over from another one.
+    /// Duration for which the attach paused a thread of the managed process; `None` if the pager has taken over from
+    /// another one.
     pub stood_still: Option<Duration>,
     control: PathBuf,
 }

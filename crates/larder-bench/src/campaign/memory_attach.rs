@@ -40,7 +40,7 @@ pub struct Arguments {
 /// Result of the campaign.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Pause of the process at each attach.
+    /// Duration for which each attach paused a thread of the process.
     pub pauses: Pauses,
     /// Times from each start of the pager until it had attached.
     pub attaches: Pauses,

@@ -503,14 +503,14 @@ impl<'a> Move<'a> {
         if self.runs_here()? {
             return Ok(Place::Source);
         }
-        // In post-copy the guest cannot be taken back. A destination's QEMU that lacks part of the device state
-        // exits.
+        // In post-copy there is no way back, and a destination's QEMU without the whole device state exits.
         let switched = self.words.contains(&"--postcopy");
         ensure!(switched || fault.ends_destination(), "it cannot be taken back");
         Ok(Place::Lost)
     }
 
-    /// Waits until a receiver without a source has finished, or reports that it waits for the source.
+    /// Waits until a receiver without a source has finished, waits for the source, or reports that the source may not
+    /// know its last message.
     fn wait_for_receiver(&mut self) {
         let until = Instant::now() + ASKS_IN_VAIN_FOR;
         let said = |of: &Process, what: &str| of.output().contains(what);
@@ -589,7 +589,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let all = match (&disk, release) {
         (None, _) => Fault::ALL.to_vec(),
         (Some(_), Release::Debian13) => Fault::WITH_DISKS.to_vec(),
-        // With QEMU 7.2, a killed server's QEMU that waits for its guest never notices the server's successor.
+        // QEMU 7.2 never again notices a server's exit once one has exited while QEMU waited for its guest.
         (Some(_), Release::Host) => {
             let faults = Fault::WITH_DISKS.into_iter();
             faults.filter(|fault| *fault != Fault::KillServerThere).collect()

@@ -178,7 +178,7 @@ struct Worker {
     compressible: bool,
     incompressible: bool,
     expected: [u64; WORDS],
-    /// File between which and the pages the kernel copies.
+    /// File that the kernel copies pages from and to.
     copied: File,
 }
 

@@ -297,7 +297,8 @@ impl Experiment<'_> {
         LEAST + all.saturating_sub(LEAST * count as u64) / sum.max(1) * weight(kind)
     }
 
-    /// Divides among the VMs what the unmanaged memory of VMs and pagers leaves. Returns false if that is too little.
+    /// Sets the budgets so that they fit into the limit together with the unmanaged memory of VMs and pagers. Returns
+    /// false if that leaves too little.
     fn settle(&self, pagers: &[(Attached, PathBuf)], vms: &Vms) -> anyhow::Result<bool> {
         let all = self.arguments.density_ram.get();
         let give_up = Instant::now() + PATIENCE;

@@ -75,7 +75,7 @@ impl Memory {
         self.write_words(page, random, [WORDS, WORDS, 3, 3, 3, 3, 1, 1][page / 64 % 8]);
     }
 
-    /// Writes a page: its number, then words of which one in `every` is random.
+    /// Writes a page: its number, then words of which one in `every` is random and the others are zero.
     fn write_words(&self, page: usize, random: &mut Random, every: usize) {
         // SAFETY: in the mapping.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };

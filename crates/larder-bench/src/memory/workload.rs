@@ -146,7 +146,7 @@ impl fmt::Display for Pass {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resident {
     pub(super) all: u64,
-    /// Part of it that is in the memfd.
+    /// Part of the resident memory that is in the memfd.
     pub(super) inside: u64,
 }
 

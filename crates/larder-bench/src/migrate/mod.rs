@@ -70,7 +70,7 @@ pub(crate) struct Arguments {
     /// compressed, within the downtime: that much can be moved at any rate
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     size: u64,
-    /// One in this number of pages is checked before it is changed
+    /// Number of pages of which one is checked before it is changed
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     check: u64,
     /// Channels for pages of QEMU's multifd methods; Larder has its own default

@@ -43,7 +43,7 @@ impl Access {
 pub(super) enum L2Cache {
     /// QEMU's default.
     Default,
-    /// This number of bytes.
+    /// A fixed size in bytes.
     Of(u64),
     /// Size that `larder disk tune` recommends for the image.
     Advised { bytes: u64 },

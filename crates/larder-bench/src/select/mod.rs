@@ -183,7 +183,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
     (done, (cpu_time() - begun).as_nanos() as u64)
 }
 
-/// Returns a method's size of a batch, and its encoding time; unencoded batches take no time.
+/// Returns a batch's size as encoded by a method, and the encoding time; `None` encodes nothing and takes no time.
 fn made(batch: &Batch, method: Option<Method>) -> (Option<usize>, u64) {
     match method {
         None => (None, 0),

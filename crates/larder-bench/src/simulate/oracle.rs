@@ -39,7 +39,7 @@ impl Sectors {
 /// Effect of a change on a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// The sector holds this content.
+    /// The sector holds the content with this stamp.
     Holds(Stamp),
     /// The sector holds zeros or any content that it once had, but always the same one.
     Forgets,

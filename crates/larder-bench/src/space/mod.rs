@@ -114,7 +114,7 @@ const DISCARDED: usize = 64;
 /// Bytes written after which the server is stopped and zeros are punched out.
 const BETWEEN_DIGGING: u64 = 512 << 20;
 
-/// One cluster in this number holds its number.
+/// Interval, in clusters, of those that hold their number.
 const STAMPED: u64 = 64;
 
 /// Limit above which `qemu-img check` takes too long.
