@@ -3,9 +3,9 @@
 //!
 //! The disk has four regions. One fio job writes a whole region in requests of 2, 4, 16 or 64 KiB in a random order,
 //! and puts its number and the offset into every 16 bytes. The same job, in verify-only mode, detects stale and
-//! misplaced data. (fio's own checksums do not: those of an earlier job are valid too.) In the region that was being
-//! written at the kill, each sector must hold the job's data or the previous data. All other sectors must not change,
-//! nor may these from then on: after each kill nbdcopy reads the whole disk.
+//! misplaced data. (fio's own checksums do not: those of an earlier job are valid too.) After each kill nbdcopy reads
+//! the whole disk. In the region that was being written, each sector must hold the job's data or the previous data.
+//! All other sectors must be unchanged, and later checks expect the content that this one found.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! The same discard without a server: the file system's own time, and the delay of concurrent requests.
+//! Discards of a whole file without a server: the file system's own time, and the delay of concurrent requests.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -77,7 +77,7 @@ impl Memory {
 
     /// Writes a page: its number, then words of which one in `every` is random and the others are zero.
     fn write_words(&self, page: usize, random: &mut Random, every: usize) {
-        // SAFETY: in the mapping.
+        // SAFETY: the page lies within the mapping, and no other reference to it exists.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
         for (index, word) in words.iter_mut().enumerate() {
             *word = match index {
@@ -91,7 +91,7 @@ impl Memory {
     /// Reads a page's first word. Returns the word and the latency.
     fn touch(&self, page: usize) -> (u64, Duration) {
         let started = Instant::now();
-        // SAFETY: in the mapping.
+        // SAFETY: the address lies within the mapping.
         let word = unsafe { self.base.add(page * WORDS).read_volatile() };
         (word, started.elapsed())
     }
@@ -99,7 +99,7 @@ impl Memory {
     /// Reads a page's first word, after writing to the page if `write` is set. Returns the word and the latency.
     pub(super) fn touch_to(&self, page: usize, write: bool) -> (u64, Duration) {
         let started = Instant::now();
-        // SAFETY: in the mapping.
+        // SAFETY: the addresses lie within the mapping.
         unsafe {
             let at = self.base.add(page * WORDS);
             if write {
@@ -178,7 +178,7 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
     // SAFETY: takes no pointers.
     let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     ensure!(descriptor >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
-    // SAFETY: a new descriptor.
+    // SAFETY: a new descriptor, which nothing else owns.
     let userfaultfd = Userfaultfd::new(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
     userfaultfd.enable(NEEDED_ALL)?;
     userfaultfd.register(Range {

@@ -1,5 +1,5 @@
-//! The part `long-reads`: the read size above which read-ahead is no use. A guest's kernel reads ahead itself, 128
-//! KiB at a time by default. Here a client without other work sends such reads, sequential and random.
+//! The part `long-reads`: the read size above which read-ahead brings no gain. A guest's kernel reads ahead itself,
+//! 128 KiB at a time by default. Here a client without other work sends such reads, sequential and random.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The simulator's sector content, which identifies the change that wrote it, and its sector.
+//! Content of the sectors that the simulator writes: it identifies the change that wrote the sector, and the sector.
 
 /// Granularity of the simulator's checks, in bytes.
 pub(super) const SECTOR: u64 = 512;

@@ -1,5 +1,5 @@
-//! Two QEMUs with Larder between them, and devices that disturb the link: shared by the tests of migration and its
-//! campaigns.
+//! Two QEMUs with Larder between them, and relays that record or disturb the link: shared by the tests of migration
+//! and its campaigns.
 //!
 //! ```text
 //! Vm --unix-- [Tap] --unix-- Sender --TCP-- [Relay] --TCP-- Receiver --unix-- [Tap] --unix-- Vm
