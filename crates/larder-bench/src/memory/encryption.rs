@@ -21,7 +21,7 @@ use crate::prefetch::place::Place;
 /// Memory that stays of the program's 256 MiB: nearly all of it is written to the disk.
 const BUDGET: &str = "40MiB";
 const COMPRESSED: &str = "6MiB";
-/// Large enough for all of it.
+/// Size of the swap cache, large enough for all of the program's memory.
 const ROOM: &str = "1GiB";
 /// Bytes written to the disk at the end of a round.
 const WRITTEN: u64 = 96 << 20;

@@ -24,7 +24,7 @@ use crate::prefetch::place::Place;
 /// The program's memory in MiB, and the budget for it while the rest is evicted.
 const MIB: u64 = 256;
 const BUDGET: &str = "40MiB";
-/// Large enough for all of it.
+/// Size of the swap cache, large enough for all of the program's memory.
 const ROOM: &str = "1GiB";
 /// Number of random accesses.
 const RANDOM: usize = 8000;

@@ -489,7 +489,8 @@ impl Run {
         ))
     }
 
-    /// Stops new operations and failures, and waits until none is in progress.
+    /// Stops new operations, damage and memory shortage, and waits until no operation is in progress. Disks and the
+    /// worker may still fail.
     fn come_to_rest(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
         world.log(|| "comes to rest".to_owned());
