@@ -65,8 +65,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 const ASKS_IN_VAIN_FOR: Duration = Duration::from_secs(30);
 /// Time after which an answer of QEMU's is not expected any more.
 const HUNG_AFTER: Duration = Duration::from_secs(10);
-/// Range of the random moments. A move takes about 2 s, at the bandwidth that `words` sets; some faults come after
-/// its end.
+/// Range of the random moments. A move takes about 2 s at `words`'s bandwidth; some faults come after its end.
 const MOMENTS_MS: u64 = 2_500;
 /// Range of random moments after the source stops.
 const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
@@ -509,8 +508,7 @@ impl<'a> Move<'a> {
         Ok(Place::Lost)
     }
 
-    /// Waits until a receiver without a source has finished, waits for the source, or reports that the source may not
-    /// know its last message.
+    /// Waits until a receiver without a source has finished, or reports that the source is absent or uninformed.
     fn wait_for_receiver(&mut self) {
         let until = Instant::now() + ASKS_IN_VAIN_FOR;
         let said = |of: &Process, what: &str| of.output().contains(what);
