@@ -1,4 +1,4 @@
-//! What is answered to a request.
+//! Request handlers of the HTTP server.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -29,17 +29,17 @@ use crate::metrics::{Format, render};
 use crate::migration_frames::of_migration;
 use crate::server::{Client, Site};
 
-/// The longest body of a request, in bytes, and how long it may take.
+/// Longest request body, in bytes, and the time within which it must arrive.
 const BODY_BYTES_MAX: usize = 8 << 10;
 const BODY_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// How long whoever follows may take nothing.
+/// Time after which an event-stream client that reads nothing is dropped.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// Events of a VM that are told at a time.
+/// Events of a VM that are queued for a client.
 const EVENTS_MAX: usize = 64;
 
-/// What browsers may do with all this: nothing but show it.
+/// Content security policy: a browser may only display the pages.
 const POLICY: &str =
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
 
@@ -61,10 +61,10 @@ pub(crate) async fn answer(request: Request<Incoming>, site: &Site, client: &Cli
     answer
 }
 
-/// What whoever may not look is told.
+/// Returns the response to a client that may not see the page, or `None` if it may.
 fn refuse(request: &Request<Incoming>, site: &Site) -> Option<Answer> {
     let path = request.uri().path();
-    // With TLS a browser compares the name with the certificate.
+    // With TLS a browser checks the name against the certificate.
     let address = match &site.listen {
         ListenAddress::Tcp(address) => Some(address),
         ListenAddress::Unix(_) => None,
@@ -128,7 +128,7 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
     }
 }
 
-/// A browser shows the token, and gets a cookie for it.
+/// Checks the token that a browser sends, and sets a cookie for it.
 async fn log_in(request: Request<Incoming>, site: &Site) -> Answer {
     let Some(token) = &site.access.token else {
         return plain(StatusCode::NOT_FOUND, "no token is needed here");
@@ -156,7 +156,7 @@ async fn log_in(request: Request<Incoming>, site: &Site) -> Answer {
     }
 }
 
-/// What a percent-encoded text means (RFC 3986, 2.1); `None` if it means no text.
+/// Decodes percent-encoding (RFC 3986, 2.1); returns `None` if the result is not UTF-8.
 fn decoded(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -174,7 +174,7 @@ fn decoded(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Events, as `tell` has them.
+/// Streams the events that the callback sends.
 fn stream<F>(site: &Site, client: &Client, tell: impl FnOnce(Arc<Fleet>, Follower) -> F) -> Answer
 where
     F: Future<Output = ()> + Send + 'static,
@@ -191,14 +191,14 @@ where
     event_stream(receiver)
 }
 
-/// A browser that follows what happens.
+/// Browser that receives an event stream.
 struct Follower {
     sender: mpsc::Sender<Bytes>,
     _room: OwnedSemaphorePermit,
 }
 
 impl Follower {
-    /// Tells it of something; whether it takes it.
+    /// Sends an event; returns false if the browser does not accept it in time.
     async fn hears(&self, event: &str, data: &str) -> bool {
         let text = format!("event: {event}\ndata: {data}\n\n");
         matches!(timeout(STUCK, self.sender.send(text.into())).await, Ok(Ok(())))
@@ -227,7 +227,7 @@ async fn tell_migration(fleet: Arc<Fleet>, key: String, client: Follower) {
     }
 }
 
-/// A server that is followed, as long as this is kept.
+/// Subscription to the events of a server; dropping it ends the subscription.
 struct Following {
     path: PathBuf,
     task: AbortHandle,
@@ -276,7 +276,8 @@ async fn tell_vm(fleet: Arc<Fleet>, name: String, client: Follower) {
     }
 }
 
-/// Follows what a VM's server tells, unless so many do already that others would hear nothing.
+/// Subscribes to the events of a VM's server, unless it already has so many subscribers that other clients would be
+/// refused.
 fn begin_following(fleet: &Fleet, path: PathBuf, events: mpsc::Sender<Event>) -> Option<Following> {
     let listeners = fleet.vms().get(&path).map(|vm| Arc::clone(&vm.listeners))?;
     let room = listeners.try_acquire_owned().ok()?;

@@ -1,4 +1,4 @@
-//! A question to a control socket.
+//! HTTP client of control sockets.
 
 use std::io;
 use std::path::Path;
@@ -14,10 +14,10 @@ use larder_vm::read_group::READ_GROUP;
 use tokio::net::UnixStream;
 use tokio::task::AbortHandle;
 
-/// The longest answer, in bytes.
+/// Longest response, in bytes.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// Why there is no answer.
+/// Reason why a control socket gives no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AskError {
     #[error("the socket is gone")]
@@ -59,10 +59,10 @@ impl From<hyper::Error> for AskError {
     }
 }
 
-/// A connection for one question. It ends with this.
+/// Connection for one request; dropping it closes it.
 pub(crate) struct Connection {
     sender: http1::SendRequest<Full<Bytes>>,
-    /// The process that has made the socket a listening one.
+    /// Process that called `listen` on the socket.
     pub(crate) listener: Option<i32>,
     driver: AbortHandle,
 }
@@ -80,7 +80,7 @@ impl Connection {
         })
     }
 
-    /// The head of the answer to `GET resource`; the body comes as long as this lives.
+    /// Sends `GET resource` and returns the response head; the body can be read while the connection lives.
     pub(crate) async fn get(
         &mut self,
         resource: &str,
@@ -96,7 +96,7 @@ impl Connection {
         Ok(self.sender.send_request(request).await?)
     }
 
-    /// The same of `PATCH resource` with a body of JSON.
+    /// Sends `PATCH resource` with a JSON body and returns the response head.
     async fn patch(&mut self, resource: &str, body: String) -> Result<Response<Incoming>, AskError> {
         let request = Request::patch(resource)
             .header(HOST, "localhost")
@@ -113,7 +113,7 @@ impl Drop for Connection {
     }
 }
 
-/// What a server answers to `GET resource`.
+/// Response of a control socket, with its whole body.
 pub(crate) struct Told {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
@@ -126,7 +126,7 @@ pub(crate) async fn ask(path: &Path, resource: &str) -> Result<Told, AskError> {
     whole(response, &connection).await
 }
 
-/// What a server answers to `PATCH resource`.
+/// Sends `PATCH resource` to the control socket at `path`.
 pub(crate) async fn patch(path: &Path, resource: &str, body: String) -> Result<Told, AskError> {
     let mut connection = Connection::open(path).await?;
     let response = connection.patch(resource, body).await?;

@@ -1,6 +1,6 @@
-//! The files of the dashboard, which are a part of the program.
+//! Files of the dashboard, compiled into the program.
 
-/// A file, and what a browser is to take it for.
+/// Static file with its content type.
 pub(crate) struct Asset {
     pub(crate) content_type: &'static str,
     pub(crate) bytes: &'static [u8],
@@ -23,7 +23,7 @@ macro_rules! asset {
 pub(crate) const INDEX: Asset = asset!(HTML, "index.html");
 pub(crate) const LOGIN: Asset = asset!(HTML, "login.html");
 
-/// What the pages consist of besides; there is nothing in it that is not for everybody.
+/// Returns the other files of the pages. They contain nothing secret and need no token.
 pub(crate) fn asset(path: &str) -> Option<Asset> {
     Some(match path {
         "/assets/style.css" => asset!(CSS, "style.css"),

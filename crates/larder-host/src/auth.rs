@@ -1,5 +1,5 @@
-//! Authentication: over TCP a client must present the token. A request that names the host as another site may have named it
-//! (DNS rebinding) is refused.
+//! Authentication: over TCP a client must present the token. A request that names the host by a name that another
+//! site may have chosen (DNS rebinding) is refused.
 
 use std::io::{self, Read};
 use std::net::IpAddr;
@@ -12,24 +12,25 @@ use ring::hmac;
 
 use crate::listen::is_loopback;
 
-/// The shortest token, in bytes: it can be tried as often as one likes.
+/// Shortest token, in bytes; it is long because attempts are not limited.
 const TOKEN_BYTES_MIN: usize = 16;
 
-/// The longest one.
+/// Longest token, in bytes.
 const TOKEN_BYTES_MAX: u64 = 4096;
 
-/// The first part of a cookie's name. The second part depends on the token, so that a browser that reaches several hosts by
-/// one name, as through `ssh -L`, keeps a cookie of each.
+/// First part of the cookie's name. The second part depends on the token, so that a browser that reaches several
+/// hosts by one name, as through `ssh -L`, keeps a cookie for each.
 const COOKIE_NAME: &str = "larder-host-";
 
-/// The text whose signature is the second part, and the characters of the signature that are used.
+/// Text whose signature is the second part of the cookie's name, and the number of characters of the signature that
+/// are used.
 const COOKIE_NAME_SUBJECT: &[u8] = b"larder host: the name of the cookie";
 const COOKIE_NAME_CHARACTERS: usize = 8;
 
-/// What that cookie vouches for.
+/// Text whose signature is the cookie's value.
 const COOKIE_SUBJECT: &[u8] = b"larder host: a browser whose user has shown the token";
 
-/// Why there is no token.
+/// Reason why there is no token.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenError {
@@ -53,7 +54,7 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// A word that clients must know.
+/// Shared secret that clients must present.
 pub struct Token {
     key: hmac::Key,
     cookie_name: String,
@@ -93,7 +94,7 @@ impl Token {
 
     fn new(word: &[u8]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, word);
-        // It opens what the token opens, does not tell it, and is void once the token is another one.
+        // The signature authenticates like the token, does not reveal it, and becomes invalid when the token changes.
         let signed = |subject| -> String {
             let signature = hmac::sign(&key, subject);
             signature.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
@@ -107,13 +108,13 @@ impl Token {
         }
     }
 
-    /// Whether a word is the token, in a time that tells nothing.
+    /// Returns whether `word` is the token, in constant time.
     pub(crate) fn is(&self, word: &[u8]) -> bool {
         let said = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, word), COOKIE_SUBJECT);
         hmac::verify(&self.key, COOKIE_SUBJECT, said.as_ref()).is_ok()
     }
 
-    /// The cookie that a browser gets for the token.
+    /// Returns the `Set-Cookie` value for a browser that has presented the token.
     pub(crate) fn cookie(&self, is_over_tls: bool) -> String {
         let secure = if is_over_tls { "; Secure" } else { "" };
         format!(
@@ -122,7 +123,7 @@ impl Token {
         )
     }
 
-    /// Whether a request may be answered.
+    /// Returns whether a request carries the token or a valid cookie.
     pub(crate) fn lets_in(&self, headers: &HeaderMap) -> bool {
         let text = |name| headers.get_all(name).iter().filter_map(|value| value.to_str().ok());
         let mut bearers = text(AUTHORIZATION).filter_map(|value| {
@@ -142,8 +143,8 @@ impl Token {
     }
 }
 
-/// Returns whether a request names this host as no other site can: as `localhost`, or by an address of loopback or the one
-/// that is listened on.
+/// Returns whether a request names this host in a way that no other site can: as `localhost`, by a loopback address,
+/// or by the address that is listened on.
 pub(crate) fn is_own_name(headers: &HeaderMap, listen: Option<IpAddr>) -> bool {
     let mut all = headers.get_all(HOST).iter();
     let (Some(host), None) = (all.next(), all.next()) else {
@@ -176,8 +177,9 @@ mod tests {
         all.collect()
     }
 
+    /// The token and a cookie made from it are accepted; anything else is not.
     #[test]
-    fn who_knows_the_token_gets_in_and_so_does_his_browser() {
+    fn token_and_its_cookie_authenticate() {
         let token = Token::new(b"0123456789abcdef");
         let cookie = token.cookie(true);
         let cookie = cookie.split(';').next().expect("a cookie");
@@ -201,8 +203,9 @@ mod tests {
         }
     }
 
+    /// A token that is short, or readable by every user, is refused.
     #[test]
-    fn a_token_is_long_and_not_for_everybody() {
+    fn unsafe_token_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("token");
         let read = |text: &str, mode: u32| {
@@ -221,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_this_host_are_its_own() {
+    fn only_own_host_names_are_accepted() {
         let listen = Some("192.0.2.7".parse().expect("an address"));
         for (is_own, host) in [
             (true, "localhost:9178"),

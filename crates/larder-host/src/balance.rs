@@ -1,90 +1,92 @@
-//! How the host's memory is shared among VMs: what is seen of them goes in, moves of their budgets come out. Nothing here
-//! asks or changes anything.
+//! Policy that shares the host's memory among VMs: observations of VMs go in, changes of their budgets come out.
+//! Nothing here queries or changes a VM.
 //!
-//! It follows Senpai, the controller of Meta's TMO ("TMO: Transparent Memory Offloading in Datacenters", ASPLOS 2022): how
-//! much memory a VM needs is found by taking a little as long as nothing is lost by that, and the measure of what is lost is
-//! the time in which somebody in the VM waits for memory.
+//! The policy follows Senpai, the controller of Meta's TMO ("TMO: Transparent Memory Offloading in Datacenters",
+//! ASPLOS 2022). It finds how much memory a VM needs by taking a little for as long as that costs nothing. The cost
+//! is measured as the share of the time in which some thread of the VM waits for memory: the stall.
 //!
 //! # Rules
-//! - *Short* is a VM that has lost more than [`Policy::stall`] of the time since the last look. Nothing is ever taken from it.
-//! - It gets memory from what the host has free above the reserve, up to its `high`; beyond that, up to `max`, if no other one
-//!   is short below its own. What it lacks yet is taken from VMs that are not short, down to their `low`; they release it by
-//!   and by, and it is given once it is free. So **no budget grows into the reserve**: what other budgets may take yet counts
-//!   as taken.
-//! - If less than the reserve is free, memory is taken at once from those who are not short, the least stalled first: down to
-//!   `low`, and only when all of them are there, down to `min`. Nobody gets any meanwhile.
-//! - Otherwise a VM that has been calm for some looks gives up a little at a time, down to `low`: what it does not need is
-//!   free for others and for the host.
-//! - What does not answer is left alone. Its budget counts as used.
+//! - A VM is *short* if its stall since the last poll exceeds [`Policy::stall`]. Memory is never taken from a short
+//!   VM.
+//! - A short VM gets memory from the host's free memory above the reserve, up to its `high`; beyond that, up to
+//!   `max`, if no other VM is short below its own `high`. The rest of its demand is taken from VMs that are not
+//!   short, down to their `low`. They release it gradually, and it is given once it is free. Therefore **no budget
+//!   grows into the reserve**: memory that other budgets may still claim counts as used.
+//! - If less than the reserve is free, memory is taken at once from VMs that are not short, the least stalled first:
+//!   down to `low`, and only when all of them are there, down to `min`. No VM gets memory meanwhile.
+//! - Otherwise a VM that has been calm for some polls gives up a little at a time, down to `low`: memory that it does
+//!   not need is free for other VMs and for the host.
+//! - A VM that does not answer is left alone. Its budget counts as used.
 //!
 //! # Why it does not oscillate
-//! Between calm and short there is a gap, in which nothing is done. Memory whose loss made a VM short is given back, and then
-//! that VM is left alone, for twice as long each time that this happens again, and less is taken next time, until much more was
-//! taken without harm. So its budget comes to rest where its loss is in the gap. What is taken
-//! must be out of memory before more is. A VM is left alone for a while also after it was given memory for another reason.
+//! Between calm and short there is a gap, in which nothing is done. Memory whose loss made a VM short is given back.
+//! That VM is then left alone, twice as long each time that this happens, and the next step is smaller, until much
+//! more was taken without harm. Its budget therefore converges to a size at which its stall is in the gap. Memory
+//! that was taken must be released before more is taken. A VM is also left alone for a while after it was given
+//! memory for another reason.
 
 use std::collections::HashMap;
 
 use larder_vm::memory::range::Bounds;
 
-/// What is to be kept to.
+/// Goals of the balancing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Policy {
-    /// How much of the host's memory is to stay free, in bytes.
+    /// Host memory that is to stay free, in bytes.
     pub reserve: u64,
-    /// For which share of the time a VM may wait for memory.
+    /// Share of the time for which a VM may wait for memory.
     pub stall: f64,
 }
 
-/// What is seen of a VM whose memory is managed.
+/// Observation of a VM with managed memory.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Seen {
-    /// Of no other VM.
+    /// Name, unique among all VMs.
     pub(crate) name: String,
-    /// It answers; otherwise this is what it said last.
+    /// False if the VM gave no answer; the other fields are then those of its last answer.
     pub(crate) answers: bool,
-    /// Where its budget may be moved to; nowhere without.
+    /// Bounds of its budget; `None` if the budget is fixed.
     pub(crate) bounds: Option<Bounds>,
-    /// All of its memory, in bytes.
+    /// Size of its memory, in bytes.
     pub(crate) size: u64,
-    /// Its budget, in bytes.
+    /// Budget, in bytes.
     pub(crate) budget: u64,
-    /// What of that is used, in bytes.
+    /// Used part of the budget, in bytes.
     pub(crate) used: u64,
-    /// For which share of the time since the last look it waited for want of memory; `None`: it was not seen then.
+    /// Share of the time since the last poll for which it waited for lack of memory; `None` at the first poll.
     pub(crate) stall: Option<f64>,
-    /// It cannot send pages away, or has just refused.
+    /// The pager cannot evict pages, or it has just refused a budget.
     pub(crate) is_stuck: bool,
 }
 
-/// A budget is to be another one.
+/// Change of a VM's budget.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Move {
     pub(crate) name: String,
     pub(crate) from: u64,
     pub(crate) to: u64,
     pub(crate) why: Why,
-    /// The VM's, as it was seen.
+    /// Stall of the VM when the change was decided.
     pub(crate) stall: f64,
 }
 
-/// Why a budget is moved.
+/// Reason for a change of a budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     /// The VM is short of memory.
     Short,
-    /// It has become short by what was taken.
+    /// The VM became short because memory was taken from it.
     GiveBack,
-    /// It is calm, and may need less.
+    /// The VM is calm, and may need less.
     Calm,
-    /// Another one is short.
+    /// Another VM is short.
     ForOthers,
-    /// The host's reserve is broken.
+    /// Less than the reserve is free.
     Reserve,
 }
 
 impl Why {
-    /// For people.
+    /// Returns the reason as text for people.
     pub(crate) fn words(self) -> &'static str {
         match self {
             Self::Short => "it is short of memory",
@@ -96,61 +98,61 @@ impl Why {
     }
 }
 
-/// Looks at which a VM has been calm before anything is taken.
+/// Polls for which a VM must have been calm before memory is taken from it.
 const CALM_MIN: u32 = 2;
 
-/// It is calm while it loses less than this part of what it may.
+/// Share of [`Policy::stall`] below which a VM is calm.
 const CALM_PART: f64 = 0.5;
 
-/// What is taken from a calm VM at a time, in parts of its memory: 1/100 at most, 1/1600 at least.
+/// Step by which memory is taken from a calm VM, as a fraction of its memory: 1/1600 to 1/100.
 const TAKE_MIN: f64 = 1.0 / 1600.0;
 const TAKE_MAX: f64 = 1.0 / 100.0;
-/// At first.
+/// First step by which memory is taken from a calm VM.
 const TAKE_FIRST: f64 = 1.0 / 400.0;
 
-/// The same for another one that is short, and for the reserve.
+/// Steps by which memory is taken for another VM that is short, and for the reserve.
 const TAKE_FOR_OTHERS: f64 = 1.0 / 50.0;
 const TAKE_FOR_RESERVE: f64 = 1.0 / 16.0;
 
-/// What a VM that is short gets at a time, in parts of its memory, for each time that it loses what it may; so many times at
-/// most.
+/// Step by which a short VM gets memory, as a fraction of its memory, for each multiple of the allowed stall; and the
+/// largest multiple that counts.
 const GIVE: f64 = 1.0 / 64.0;
 const GIVE_TIMES_MAX: f64 = 4.0;
 
-/// Looks after which it is not for what was taken any more that a VM is short.
+/// Polls after which a shortage is no longer attributed to memory that was taken.
 const BLAME_LOOKS: u32 = 1;
 
-/// Looks for which nothing is taken after memory was given.
+/// Polls for which nothing is taken after memory was given: the first and the longest duration.
 const HOLD_MIN: u32 = 4;
 const HOLD_MAX: u32 = 128;
 
-/// So many times what was given back has to be taken in vain no more before less caution is needed.
+/// Multiple of the returned memory that must be taken without harm before the steps grow again.
 const OWED_TIMES: u64 = 4;
 
-/// Looks for which a VM that has refused a budget is left alone.
+/// Polls for which a VM that has refused a budget is left alone.
 const REFUSED_LOOKS: u32 = 16;
 
-/// What a pager keeps free of its budget for pages that come: not used is only what is beyond that.
+/// Free part of the budget that a pager keeps for incoming pages; only memory beyond it counts as idle.
 const SLACK_PART: u64 = 32;
 const SLACK_MIN: u64 = 2 << 20;
 
-/// Moves of less are not worth it.
+/// Smallest change that is worth making, in bytes.
 const MOVE_MIN: u64 = 64 << 10;
 
-/// What is remembered of a VM.
+/// History of a VM.
 #[derive(Clone, Copy, Debug)]
 struct History {
-    /// Looks at which it has been calm without a break.
+    /// Consecutive polls at which it was calm.
     calm: u32,
-    /// Looks for which nothing is taken yet.
+    /// Polls for which nothing is taken yet.
     hold: u32,
-    /// How long that is next time.
+    /// Duration of the next hold, in polls.
     hold_next: u32,
-    /// Which part of its memory is taken next.
+    /// Fraction of its memory that is taken next.
     take: f64,
-    /// What was taken last of what it may have used, and how many looks ago.
+    /// Used memory that was taken last, in bytes, and the number of polls since.
     taken: Option<(u64, u32)>,
-    /// What is to be taken without harm yet before it is left alone for less long, and more is taken at a time.
+    /// Bytes still to be taken without harm before the hold becomes shorter and the step larger.
     owed: u64,
 }
 
@@ -167,19 +169,19 @@ impl Default for History {
     }
 }
 
-/// Decides; see the module's description.
+/// Decision maker; the module's documentation has the rules.
 #[derive(Debug)]
 pub(crate) struct Balancer {
     policy: Policy,
     vms: HashMap<String, History>,
 }
 
-/// A VM, what is remembered of it, and what becomes of its budget.
+/// VM during one decision: its observation, its history, and its new budget.
 struct Party<'a> {
     seen: &'a Seen,
     bounds: Bounds,
     stall: f64,
-    /// To give back, as it was taken shortly before.
+    /// Bytes to give back, because they were taken shortly before.
     give_back: Option<u64>,
     history: History,
     to: u64,
@@ -191,18 +193,18 @@ impl Party<'_> {
         (self.seen.size as f64 * part) as u64
     }
 
-    /// What of its budget nobody would miss.
+    /// Returns the bytes of the budget that the VM does not use, beyond the pager's slack.
     fn idle(&self) -> u64 {
         let slack = (self.seen.budget / SLACK_PART).max(SLACK_MIN);
         self.seen.budget.saturating_sub(self.seen.used.saturating_add(slack))
     }
 
-    /// What was taken is out of memory.
+    /// Returns whether the memory that was taken has been released.
     fn has_released(&self) -> bool {
         self.seen.used <= self.seen.budget
     }
 
-    /// Takes so much at most, not below `floor`; what it takes.
+    /// Takes at most `most` bytes, not below `floor`, and returns the bytes taken.
     fn take(&mut self, most: u64, floor: u64, why: Why) -> u64 {
         let took = most.min(self.to.saturating_sub(floor));
         if took == 0 {
@@ -222,7 +224,7 @@ impl Balancer {
         }
     }
 
-    /// A budget was refused.
+    /// Records that a pager has refused a budget.
     pub(crate) fn is_refused(&mut self, name: &str) {
         if let Some(history) = self.vms.get_mut(name) {
             history.hold = history.hold.max(REFUSED_LOOKS);
@@ -230,22 +232,22 @@ impl Balancer {
         }
     }
 
-    /// What is to be done, now that the host has `available` bytes free.
+    /// Returns the changes to make, given that the host has `available` bytes free.
     pub(crate) fn decide(&mut self, available: u64, seen: &[Seen]) -> Vec<Move> {
         self.vms.retain(|name, _| seen.iter().any(|vm| vm.name == *name));
         let mut parties: Vec<Party<'_>> = seen.iter().filter_map(|vm| self.look(vm)).collect();
-        // What budgets that are lowered already have yet to release.
+        // Memory that budgets lowered earlier have yet to release.
         let leaving = |vm: &Seen| vm.used.saturating_sub(vm.budget);
         let leaving: u64 = seen.iter().filter(|vm| vm.answers).map(leaving).sum();
         let missing = self.policy.reserve.saturating_sub(available.saturating_add(leaving));
         if missing > 0 {
             self.restore(missing, &mut parties);
         } else if available >= self.policy.reserve {
-            // What others may take yet is theirs.
+            // Memory that other budgets may still claim belongs to them.
             let promised: u64 = seen.iter().map(|vm| vm.budget.saturating_sub(vm.used)).sum();
             let spare = (available - self.policy.reserve).saturating_sub(promised);
             let lacking = self.give(spare, &mut parties);
-            // What is on its way is for them.
+            // Memory on its way to being released is for the short VMs.
             let lacking = lacking.saturating_sub(leaving);
             if lacking > 0 {
                 self.take_for_others(lacking, &mut parties);
@@ -263,10 +265,10 @@ impl Balancer {
         party.stall > self.policy.stall
     }
 
-    /// Takes up what is seen of a VM; nothing if its budget cannot be moved now.
+    /// Evaluates the observation of a VM; returns `None` if its budget cannot be changed now.
     fn look<'a>(&mut self, seen: &'a Seen) -> Option<Party<'a>> {
         if !seen.answers {
-            // What it does meanwhile is not known.
+            // Its behaviour while it does not answer is unknown.
             self.vms.remove(&seen.name);
             return None;
         }
@@ -291,7 +293,7 @@ impl Balancer {
             history.hold = history.hold.max(history.hold_next);
         } else if stall < self.policy.stall * CALM_PART || self.policy.stall == 0.0 {
             history.calm += 1;
-            // It did not need that.
+            // The VM did not need the memory that was taken.
             if let (Some((bytes, _)), None) = (taken, history.taken) {
                 history.owed = history.owed.saturating_sub(bytes);
                 if history.owed == 0 {
@@ -313,7 +315,7 @@ impl Balancer {
         })
     }
 
-    /// Takes what is missing in the reserve.
+    /// Takes the memory that is missing from the reserve.
     fn restore(&self, missing: u64, parties: &mut [Party<'_>]) {
         let mut missing = missing;
         let mut order: Vec<&mut Party<'_>> = parties
@@ -328,7 +330,7 @@ impl Balancer {
             let most = party.part(TAKE_FOR_RESERVE).max(party.idle()).min(missing);
             missing -= party.take(most, party.bounds.low, Why::Reserve);
         }
-        // Below `low` only if nobody has anything above it any more.
+        // Below `low` only if no VM has anything left above its own.
         if order.iter().any(|party| party.to > party.bounds.low) {
             return;
         }
@@ -339,15 +341,15 @@ impl Balancer {
         }
     }
 
-    /// Gives to those who are short; what they lack yet.
+    /// Gives memory to the short VMs, and returns the bytes that they still lack.
     fn give(&self, mut spare: u64, parties: &mut [Party<'_>]) -> u64 {
         let mut lacking = 0;
         let mut order: Vec<&mut Party<'_>> = parties
             .iter_mut()
-            // Who has not used up what he has needs something else.
+            // A VM that has idle memory is not helped by more.
             .filter(|party| self.is_short(party) && party.idle() == 0)
             .collect();
-        // Who is below `low` first, then who has lost the most.
+        // VMs below `low` come first, then those with the largest stall.
         order.sort_by(|one, other| {
             let is_low = |party: &Party<'_>| party.seen.budget < party.bounds.low;
             is_low(other).cmp(&is_low(one)).then(other.stall.total_cmp(&one.stall))
@@ -374,7 +376,7 @@ impl Balancer {
                     party.why = Some(why);
                     spare -= given;
                 }
-                // What is beyond `high` is nobody's due.
+                // No VM is entitled to memory beyond `high`.
                 if !is_beyond_high {
                     lacking += wanted - given;
                 }
@@ -386,7 +388,7 @@ impl Balancer {
         lacking
     }
 
-    /// Takes what others lack.
+    /// Takes from other VMs the memory that short VMs lack.
     fn take_for_others(&self, mut lacking: u64, parties: &mut [Party<'_>]) {
         let mut order: Vec<&mut Party<'_>> = parties
             .iter_mut()
@@ -399,7 +401,7 @@ impl Balancer {
                 .then(one.stall.total_cmp(&other.stall))
         });
         for party in order {
-            // What is above its `high` was its own only as long as nobody else had use for it.
+            // A VM is not entitled to memory above its `high` while another VM needs it.
             let above = party.seen.budget.saturating_sub(party.bounds.high);
             let is_settled = party.history.calm >= CALM_MIN && party.history.hold == 0;
             let most = match is_settled {
@@ -411,7 +413,7 @@ impl Balancer {
         }
     }
 
-    /// Takes a little of what may not be needed.
+    /// Takes a little memory from each calm VM.
     fn take_from_calm(&self, parties: &mut [Party<'_>]) {
         for party in parties {
             let history = party.history;
@@ -424,7 +426,7 @@ impl Balancer {
     }
 }
 
-/// The move that has come out, if it is worth it.
+/// Returns the resulting change, if it is worth making.
 fn finish(party: &mut Party<'_>) -> Option<Move> {
     let (from, to, why) = (party.seen.budget, party.to, party.why?);
     let is_at_bound = [party.bounds.min, party.bounds.low, party.bounds.high, party.bounds.max].contains(&to);
@@ -432,7 +434,7 @@ fn finish(party: &mut Party<'_>) -> Option<Move> {
         return None;
     }
     if to < from {
-        // For what it did not use it is not to blame.
+        // Idle memory is excluded: taking it cannot make the VM short.
         let used = (from - to).saturating_sub(party.idle());
         party.history.taken = (used > 0).then_some((used, 0));
     }

@@ -1,6 +1,6 @@
-//! Moves the budgets of VMs, as [`crate::balance`] decides: looks at all VMs again and again, and tells their pagers.
+//! Applies the decisions of [`crate::balance`]: polls all VMs periodically, and sets the budgets of their pagers.
 //!
-//! Killed at any moment it leaves each budget as it is. What it remembers of VMs is gone then, and found out anew.
+//! Killing it at any moment leaves each budget as it is. Its history of VMs is then lost, and learned anew.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,38 +19,38 @@ use crate::balance::{Balancer, Move, Policy, Seen};
 use crate::fleet::{FRESH, Fleet};
 use crate::joined::joined;
 
-/// How long a pager may take to set its budget.
+/// Time within which a pager must set its budget.
 const PATCH_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// VMs that have moved and are gone are remembered in the figures, so many at most.
+/// Bound on the VMs, stopped ones included, whose budget changes are counted.
 const MOVED_MAX: usize = 4096;
 
-/// How budgets are moved.
+/// Configuration of the balancing of memory budgets.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BalanceConfig {
-    /// What is kept to.
+    /// Policy to apply.
     pub policy: Policy,
-    /// From one look to the next.
+    /// Interval between two polls.
     pub period: Duration,
 }
 
-/// What has been done, to be told.
+/// Budget changes that were made, for metrics and the dashboard.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Balance {
-    /// By the VM's name.
+    /// Budget changes, by the VM's name.
     moved: HashMap<String, Moved>,
-    /// Nothing, unless budgets are moved.
+    /// Memory of the host; `None` unless budgets are balanced.
     pub(crate) host: Option<HostMemory>,
 }
 
-/// The host's memory, in bytes.
+/// Memory of the host, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostMemory {
     pub(crate) available: u64,
     pub(crate) reserve: u64,
 }
 
-/// Moves of a VM's budget.
+/// Changes of a VM's budget.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Moved {
     pub(crate) up: u64,
@@ -58,14 +58,14 @@ pub(crate) struct Moved {
     pub(crate) last: Option<LastMove>,
 }
 
-/// The last one.
+/// Last change of a VM's budget.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct LastMove {
-    /// In milliseconds since 1970 (UTC).
+    /// Time of the change, in milliseconds since 1970 (UTC).
     pub(crate) time_ms: u64,
     pub(crate) from: u64,
     pub(crate) to: u64,
-    /// For people.
+    /// Reason, as text for people.
     pub(crate) why: String,
 }
 
@@ -93,7 +93,7 @@ impl Balance {
     }
 }
 
-/// A VM as it was at the last look.
+/// State of a VM at the previous poll.
 struct Before {
     path: PathBuf,
     seen: Seen,
@@ -103,10 +103,10 @@ struct Before {
     pid: i32,
 }
 
-/// How long faults took together, in nanoseconds.
+/// Total duration of faults, in nanoseconds.
 #[derive(Clone, Copy)]
 struct Waits {
-    /// Those that there would be fewer of with a larger budget.
+    /// Faults of the kinds that a larger budget would make fewer.
     for_want: u64,
     all: u64,
 }
@@ -121,7 +121,7 @@ impl Waits {
             write,
         } = faults;
         let sum = |all: &[&Latency]| all.iter().map(|it| it.sum_ns).fold(0, u64::saturating_add);
-        // Pages that were never there, or were given up, come as they do with any budget.
+        // Zero-filled pages, never written or discarded, fault with any budget.
         let for_want = sum(&[uniform, compressed, disk, write]);
         Self {
             for_want,
@@ -129,16 +129,17 @@ impl Waits {
         }
     }
 
-    /// Of the time in which somebody waited, which share was for want of memory; `None`: this is no later one.
+    /// Returns the share of the stall time since `before` that was due to a lack of memory, or `None` if the counters
+    /// went backwards.
     fn share_since(self, before: Self) -> Option<f64> {
         let all = self.all.checked_sub(before.all)?;
         let for_want = self.for_want.checked_sub(before.for_want)?;
-        // Who waits and has got nothing yet waits for a disk, or for room.
+        // A waiter that has not got its page yet waits for a disk, or for free memory.
         Some(if all == 0 { 1.0 } else { for_want as f64 / all as f64 })
     }
 }
 
-/// Moves budgets again and again; dropped to end.
+/// Balances budgets periodically, until it is dropped.
 pub(crate) async fn run(fleet: Arc<Fleet>, config: BalanceConfig) {
     let mut balancer = Balancer::new(config.policy);
     let mut before: HashMap<String, Before> = HashMap::new();
@@ -170,7 +171,8 @@ pub(crate) async fn run(fleet: Arc<Fleet>, config: BalanceConfig) {
     }
 }
 
-/// What is seen of all VMs whose memory is managed, and of those that were seen before and give no answer.
+/// Returns the observations of all VMs with managed memory, including those that answered before and do not answer
+/// now.
 fn look(fleet: &Fleet, before: &mut HashMap<String, Before>) -> Vec<Seen> {
     let vms = fleet.vms();
     let mut now = HashMap::new();
@@ -229,7 +231,7 @@ impl Before {
     }
 }
 
-/// Tells the pager; why the budget stays as it is.
+/// Sets the pager's budget; the error says why the budget is unchanged.
 async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> Result<(), String> {
     let path = &vms.get(&it.name).ok_or("it is gone")?.path;
     let body = json!(MemoryPatch {
@@ -255,10 +257,10 @@ async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> R
     Ok(())
 }
 
-/// What the host can still give, in bytes.
+/// Returns the memory that the host can still give, in bytes.
 ///
 /// # Errors
-/// It is not told.
+/// `/proc/meminfo` cannot be read or has no `MemAvailable`.
 pub(crate) fn available() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
     available_in(&text).ok_or_else(|| io::Error::other("there is no MemAvailable in it"))
@@ -275,7 +277,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_for_pages_that_were_never_there_is_no_want() {
+    /// Faults on pages that were never written do not count as a lack of memory.
+    fn zero_faults_are_no_shortage() {
         let of = |sum_ns| Latency {
             sum_ns,
             ..Latency::default()
@@ -297,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn meminfo_is_understood() {
+    fn meminfo_is_parsed() {
         let text = "MemTotal:       16307956 kB\nMemAvailable:   12345678 kB\n";
         assert_eq!(available_in(text), Some(12_345_678 * 1024));
         for none in [

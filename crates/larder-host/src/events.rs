@@ -1,4 +1,4 @@
-//! What a VM's server tells of what happens there, followed for a browser.
+//! Subscription to the events of a VM's server, on behalf of a browser.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,23 +10,23 @@ use tokio::time::sleep;
 
 use crate::ask::{AskError, Connection};
 
-/// The longest line of an event, in bytes.
+/// Longest line of an event stream, in bytes.
 const LINE_BYTES_MAX: usize = 64 << 10;
 
-/// From one try to the next where there is no server, or it tells nothing.
+/// Pause before the next attempt when there is no server, or when its stream ends.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// Tells `events` of all that happens at the server on the socket `path`, whichever server that is; dropped to end.
+/// Forwards all events of whichever server listens on the socket `path` to `events`, until it is dropped.
 pub(crate) async fn follow(path: &Path, events: &mpsc::Sender<Event>) {
     let mut last = None;
     while !events.is_closed() {
-        // It is told where its VM is what is the matter.
+        // Errors are ignored: the state of the VM is reported elsewhere.
         let _ = follow_one(path, &mut last, events).await;
         sleep(PAUSE).await;
     }
 }
 
-/// Follows one server until it ends.
+/// Forwards the events of one server until its stream ends.
 async fn follow_one(path: &Path, last: &mut Option<String>, events: &mpsc::Sender<Event>) -> Result<(), AskError> {
     let mut connection = Connection::open(path).await?;
     let response = connection.get("/v1/events", last.as_deref()).await?;
@@ -54,12 +54,12 @@ async fn follow_one(path: &Path, last: &mut Option<String>, events: &mpsc::Sende
     Ok(())
 }
 
-/// Lines of what comes in pieces.
+/// Splitter of a byte stream into lines.
 #[derive(Default)]
 struct Lines(Vec<u8>);
 
 impl Lines {
-    /// The lines that are whole now.
+    /// Adds bytes, and returns the lines that are now complete.
     fn add(&mut self, bytes: &[u8]) -> Result<Vec<String>, AskError> {
         self.0.extend_from_slice(bytes);
         let mut lines = Vec::new();
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_put_together_and_have_an_end() {
+    fn lines_are_joined_and_bounded() {
         let mut lines = Lines::default();
         assert_eq!(lines.add(b"id: 1\r\nda").expect("short"), ["id: 1"]);
         assert_eq!(lines.add(b"ta: x\n\ny").expect("short"), ["data: x", ""]);

@@ -1,4 +1,4 @@
-//! Where VMs may be: what they have noted, what their files say, and the sockets of the runtime folder.
+//! Discovery of VMs: from their run records, from VM files, and from the sockets in the runtime directory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
@@ -10,13 +10,13 @@ use larder_vm::control::migration::Direction;
 use larder_vm::vm::config::VmConfig;
 use larder_vm::vm::find::{moved_of, noted_in};
 
-/// Places that are watched; the rest is left out ([`LeftOut`]).
+/// Control sockets that are watched; the rest is counted in [`LeftOut`].
 const PLACES_MAX: usize = 1024;
 
-/// Files of VMs that are read, in the order of their names. A VM that runs is found without its file, too.
+/// Bound on VM files that are read, in the order of their names. A running VM is found without its file, too.
 const FILES_MAX: usize = 16_384;
 
-/// A socket by what it is, which tells a new one in an old one's place.
+/// Identity of a socket, which distinguishes a new socket at an old one's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SocketId {
     device: u64,
@@ -24,12 +24,12 @@ pub(crate) struct SocketId {
     made: (i64, i64),
 }
 
-/// Counts of places beyond [`PLACES_MAX`], which are not watched.
+/// Counts of control sockets beyond [`PLACES_MAX`], which are not watched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LeftOut {
-    /// Places with a socket: something runs there, or was killed.
+    /// Paths with a socket: a server runs there, or was killed.
     pub(crate) sockets: usize,
-    /// Places without one, and files of VMs that are not read.
+    /// Paths without a socket, and VM files that are not read.
     pub(crate) stopped: usize,
 }
 
@@ -44,42 +44,42 @@ impl SocketId {
     }
 }
 
-/// A place where a VM's server may listen.
+/// Path at which a VM's server may listen.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
-    /// The VM whose file says that this is its control socket.
+    /// VM whose file names this path as its control socket.
     pub(crate) vm: Option<VmName>,
-    /// The VM whose memory is managed there, and nothing else, as its folder says.
+    /// VM whose memory, and nothing else, is managed by this process, derived from the directory of the socket.
     pub(crate) memory_of: Option<String>,
-    /// The VM that is moved there, and nothing else, as its name says.
+    /// VM that this process migrates, and nothing else, derived from the name of the socket.
     pub(crate) moved: Option<(String, Direction)>,
-    /// The socket, if one is there.
+    /// Socket at the path, if there is one.
     pub(crate) socket: Option<SocketId>,
 }
 
-/// What a VM's file says of it.
+/// Name and UUID of a VM according to its file.
 #[derive(Clone, Debug)]
 pub(crate) struct VmName {
     pub(crate) name: String,
     pub(crate) uuid: Option<String>,
 }
 
-/// All that was found.
+/// Result of one discovery.
 #[derive(Default)]
 pub(crate) struct Found {
-    /// By the path of the socket.
+    /// Control sockets, by path.
     pub(crate) places: BTreeMap<PathBuf, Place>,
-    /// Sockets of disks, as the files of VMs say.
+    /// Sockets of disks, according to the VM files.
     pub(crate) of_disks: HashSet<PathBuf>,
-    /// Places that are not watched.
+    /// Paths that are not watched.
     pub(crate) beyond: HashSet<PathBuf>,
-    /// Counts of places that are not watched.
+    /// Counts of control sockets that are not watched.
     pub(crate) left_out: LeftOut,
 }
 
 impl Found {
-    /// Keeps [`PLACES_MAX`] places, the same at each look: VMs that run before other sockets, these before VMs that do not
-    /// run, and among equals by path.
+    /// Keeps [`PLACES_MAX`] paths, the same at each discovery: running VMs before other sockets, those before stopped
+    /// VMs, and equals by path.
     fn bound(&mut self) {
         if self.places.len() <= PLACES_MAX {
             return;
@@ -102,25 +102,26 @@ impl Found {
     }
 }
 
-/// Looks for VMs; remembers the files that have not changed.
+/// Finds VMs; caches parsed VM files until they change.
 pub(crate) struct Finder {
     sockets: Vec<PathBuf>,
-    /// Folders of sockets of processes that manage memory.
+    /// Directories of the sockets of memory pagers.
     memories: Vec<PathBuf>,
-    /// Folders of sockets of processes that move VMs.
+    /// Directories of the sockets of migration processes.
     moves: Vec<PathBuf>,
     files: PathBuf,
-    /// A socket that belongs to no VM.
+    /// Socket to be ignored, because it belongs to no VM.
     left_out: Option<PathBuf>,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
-    /// Counts at the last log line about them.
+    /// Counts that were last logged.
     logged: LeftOut,
 }
 
 type Stamp = (u64, u64, Option<SystemTime>);
 
 impl Finder {
-    /// Looks for sockets in some folders, for those of memory and of moves in others, for files of VMs in another one.
+    /// Creates a finder. The arguments are the directories of control sockets, of memory sockets, of migration
+    /// sockets, and of VM files.
     pub(crate) fn new(sockets: Vec<PathBuf>, memories: Vec<PathBuf>, moves: Vec<PathBuf>, files: PathBuf) -> Self {
         Self {
             sockets,
@@ -133,12 +134,12 @@ impl Finder {
         }
     }
 
-    /// Ignores the socket at `path`, on which this process listens itself.
+    /// Ignores the socket at `path`, on which this process itself listens.
     pub(crate) fn leave_out(&mut self, path: &Path) {
         self.left_out = Some(path.to_owned());
     }
 
-    /// What there is now.
+    /// Returns the VMs that exist now.
     pub(crate) fn find(&mut self) -> Found {
         let mut found = Found::default();
         found.left_out.stopped = self.read_files();
@@ -215,7 +216,7 @@ impl Finder {
         found
     }
 
-    /// Reads the files that have changed; returns the number of files beyond the bound.
+    /// Reads the files that have changed, and returns the number of files beyond the bound.
     fn read_files(&mut self) -> usize {
         let mut paths = paths(&self.files, "toml");
         let beyond = paths.iter().nth(FILES_MAX).cloned();
@@ -230,7 +231,7 @@ impl Finder {
             if self.read.get(&path).is_some_and(|(before, _)| *before == stamp) {
                 continue;
             }
-            // A file that is wrong is its VM's to complain of; its server, if there is one, is found by its socket.
+            // An invalid file is reported by its VM's server; a running server is found by its socket anyway.
             let config = VmConfig::read(&path).ok();
             self.read.insert(path, (stamp, config));
         }
@@ -238,7 +239,7 @@ impl Finder {
     }
 }
 
-/// What in a folder has that extension; nothing if it cannot be read.
+/// Returns the entries of a directory with the given extension, or nothing if the directory cannot be read.
 fn paths(folder: &Path, extension: &str) -> BTreeSet<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
@@ -253,13 +254,13 @@ mod tests {
 
     use super::*;
 
-    /// Running VMs are watched before others, and each look chooses the same places.
+    /// Running VMs are watched before others, and each discovery chooses the same paths.
     #[test]
     fn running_vms_are_watched_first() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = |name: &str| folder.path().join(name);
         let file = |name: &str| format!("control = \"{name}.sock\"\n[[disk]]\nimage = \"/dev/null\"\n");
-        // By their names the running ones are last.
+        // Sorted by name, the running VMs are last.
         let stopped = (0..PLACES_MAX + 100).map(|number| format!("a{number:05}"));
         let running: Vec<String> = (0..50).map(|number| format!("z{number}")).collect();
         for name in stopped.chain(running.iter().cloned()) {
@@ -291,8 +292,9 @@ mod tests {
         assert_eq!(watched(&other.find()), watched(&found));
     }
 
+    /// VMs are found by sockets and by files, and a socket that a VM file names as a disk's is ignored.
     #[test]
-    fn sockets_and_files_tell_of_vms_and_sockets_of_disks_are_left_alone() {
+    fn finder_ignores_disk_sockets() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = |name: &str| folder.path().join(name);
         let _sockets =

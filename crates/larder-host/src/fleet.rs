@@ -1,4 +1,4 @@
-//! All VMs of the host, asked while somebody watches.
+//! State of all VMs of the host, which are polled while there is a watcher.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -18,61 +18,62 @@ use crate::balancing::Balance;
 use crate::find::{Finder, Found, LeftOut};
 use crate::vm::{Health, Sample, Vm};
 
-/// From one look at all VMs to the next.
+/// Interval between two polls of all VMs.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What was seen so lately is new enough for whoever asks.
+/// Age up to which the results of a poll count as fresh.
 pub(crate) const FRESH: Duration = Duration::from_millis(900);
 
-/// A VM that does not answer for so long is stuck.
+/// Time after which a VM that gives no answer counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
 
-/// How long a look is waited for before what it has brought so far is told; VMs that are stuck are not waited for.
+/// Time for which a poll waits for answers before its results so far are published; VMs that are stuck are not waited
+/// for.
 const SETTLE_TIME_MAX: Duration = Duration::from_millis(700);
 
-/// How long folders are looked through.
+/// Time within which the directories must be scanned.
 const FIND_TIME_MAX: Duration = Duration::from_millis(500);
 
-/// VMs that are asked at a time; a stuck one leaves its place to the next.
+/// Requests that are in flight at a time; a stuck VM gives up its permit to the next.
 const QUESTIONS_MAX: usize = 64;
 
-/// So many times it is asked again of a server that hangs up, which it does with too many clients.
+/// Attempts at a server that hangs up, as a server with too many clients does.
 const TRIES_MAX: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// After so many answers a server is asked about itself again.
+/// Answers after which a server is asked for its own description again.
 const ANSWERS_MAX: u32 = 30;
 
-/// A VM without a file is told of for so long after its server has gone.
+/// Time for which a VM without a VM file is still shown after its server has ended.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
-/// The VMs of the host.
+/// All VMs of the host.
 pub(crate) struct Fleet {
     vms: Mutex<BTreeMap<PathBuf, Vm>>,
-    /// `None` while folders are looked through.
+    /// Finder of VMs; `None` while directories are scanned.
     finder: Mutex<Option<Finder>>,
-    /// Looks so far.
+    /// Number of polls so far.
     looks: watch::Sender<u64>,
     watchers: watch::Sender<usize>,
     last_look: tokio::sync::Mutex<Option<Instant>>,
     questions: Arc<Semaphore>,
     answered: Notify,
-    /// What was done with their budgets.
+    /// Changes of the VMs' memory budgets.
     balance: Mutex<Balance>,
-    /// Counts of places that are not watched.
+    /// Counts of control sockets that are not watched.
     left_out: Mutex<LeftOut>,
 }
 
-/// Somebody who watches; VMs are looked at as long as there is one.
+/// Watcher of the fleet; VMs are polled as long as there is one.
 pub(crate) struct Watcher {
     fleet: Arc<Fleet>,
     looks: watch::Receiver<u64>,
 }
 
 impl Watcher {
-    /// Waits for the next look at all VMs.
+    /// Waits for the next poll of all VMs.
     pub(crate) async fn next(&mut self) {
-        // The fleet is there as long as this is.
+        // The sender lives in the fleet, which this watcher keeps alive.
         let _ = self.looks.changed().await;
     }
 }
@@ -106,7 +107,7 @@ impl Fleet {
         }
     }
 
-    /// Looks at all VMs again and again while somebody watches; dropped to end.
+    /// Polls all VMs periodically while there is a watcher; dropped to end.
     pub(crate) async fn run(self: Arc<Self>) {
         let mut watchers = self.watchers.subscribe();
         loop {
@@ -119,12 +120,12 @@ impl Fleet {
         }
     }
 
-    /// Sees to it that what is known of all VMs is fresh, but for those that are stuck.
+    /// Makes the state of all VMs fresh, except of those that are stuck.
     pub(crate) async fn refresh(self: &Arc<Self>) {
         self.refresh_after(FRESH).await;
     }
 
-    /// The same, where what is older than `age` is not fresh.
+    /// Makes the state of all VMs no older than `age`, except of those that are stuck.
     pub(crate) async fn refresh_after(self: &Arc<Self>, age: Duration) {
         let mut last = self.last_look.lock().await;
         if last.is_none_or(|last| last.elapsed() > age) {
@@ -143,7 +144,7 @@ impl Fleet {
         self.looks.send_modify(|looks| *looks += 1);
     }
 
-    /// What there is; `None` if folders take too long.
+    /// Scans for VMs; returns `None` if directories take too long.
     async fn find(self: &Arc<Self>) -> Option<Found> {
         let mut finder = self.finder.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let fleet = Arc::clone(self);
@@ -155,7 +156,7 @@ impl Fleet {
         timeout(FIND_TIME_MAX, finding).await.ok()?.ok()
     }
 
-    /// Waits until no VM is waited for but stuck ones.
+    /// Waits until every VM has answered or is stuck.
     async fn settled(&self) {
         loop {
             let changed = self.answered.notified();
@@ -188,7 +189,7 @@ impl Fleet {
         }
     }
 
-    /// Asks a VM, however long that takes.
+    /// Polls a VM, however long that takes.
     async fn question(self: Arc<Self>, path: PathBuf) {
         let asked = async {
             let permit = Arc::clone(&self.questions).acquire_owned().await;
@@ -278,7 +279,7 @@ impl Fleet {
         }
     }
 
-    /// Asks a server about itself.
+    /// Requests a server's own description.
     async fn ask_server(&self, path: &Path) -> Result<(), AskError> {
         let told = ask_repeatedly(path, "/v1").await?;
         let server: ServerState = understand(&told)?;
@@ -307,11 +308,11 @@ impl Fleet {
 }
 
 enum Answer {
-    /// The disks, and the memory, if there is any.
+    /// Disks, and memory if the process manages any.
     Told(Disks, Option<Box<MemoryState>>),
-    /// The move.
+    /// Migration.
     Migration(Box<MigrationState>),
-    /// Why there is none, for people.
+    /// Reason why there is no answer, as text for people.
     Failure(String),
 }
 
@@ -330,7 +331,7 @@ fn understand<T: DeserializeOwned>(told: &Told) -> Result<T, AskError> {
         .map_err(|error| AskError::Foreign(format!("its answer ({}): {error}", told.status)))
 }
 
-/// Takes up what was found.
+/// Merges the result of a discovery into the known VMs.
 fn update(vms: &mut BTreeMap<PathBuf, Vm>, mut found: Found) {
     vms.retain(|path, _| !found.of_disks.contains(path) && !found.beyond.contains(path));
     for (path, vm) in vms.iter_mut() {
@@ -357,7 +358,7 @@ fn update(vms: &mut BTreeMap<PathBuf, Vm>, mut found: Found) {
     }
 }
 
-/// Where VMs say that their disks are served.
+/// Returns the sockets on which VMs report that their disks are served.
 fn sockets_of_disks(vms: &BTreeMap<PathBuf, Vm>) -> HashSet<PathBuf> {
     let samples = vms.values().filter_map(|vm| vm.sample.as_ref());
     let exports = samples.flat_map(|sample| sample.disks.iter().map(|disk| &disk.state.exports));
@@ -365,7 +366,7 @@ fn sockets_of_disks(vms: &BTreeMap<PathBuf, Vm>) -> HashSet<PathBuf> {
     sockets.map(|export| PathBuf::from(&export.socket)).collect()
 }
 
-/// Whether a question does no harm there and may be answered.
+/// Returns whether a request to this socket does no harm and may get an answer.
 fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
     if vm.socket.is_none() || vm.asked.is_some() {
         return false;
@@ -373,11 +374,11 @@ fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
     if vm.is_vm() || vm.moved.is_some() {
         return true;
     }
-    // What has turned out to be something else is not asked again, as long as it is that socket.
+    // A socket that turned out not to be Larder's is not asked again, as long as it is the same socket.
     if matches!(vm.health, Health::Foreign) {
         return false;
     }
-    // `web-vda.sock` is a disk's of `web.sock`, as a rule; that will tell, once it answers.
+    // `web-vda.sock` usually is a disk's socket of `web.sock`, whose answer will decide.
     let name = vm.path.file_stem().unwrap_or_default().to_string_lossy();
     let owners = name.match_indices('-').map(|(at, _)| format!("{}.sock", &name[..at]));
     !owners

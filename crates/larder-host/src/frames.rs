@@ -1,4 +1,5 @@
-//! What a browser is told each second, as JSON. Bytes, seconds and shares, as in [`larder_vm::control::rates`].
+//! Frames for the dashboard, sent each second as JSON. Units are bytes, seconds and shares, as in
+//! [`larder_vm::control::rates`].
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,21 +15,21 @@ use crate::memory_frames::{MemoryFrame, MemoryTotals};
 use crate::migration_frames::{self, MigrationRow, moving};
 use crate::vm::{Health, Sample};
 
-/// Points of a miss-ratio curve that are told.
+/// Points of a miss-ratio curve that are sent.
 const CURVE_POINTS_MAX: usize = 256;
 
-/// Of all VMs.
+/// List of all VMs.
 #[derive(Serialize)]
 struct FleetFrame {
     vms: Vec<VmRow>,
-    /// VMs that are moved, or were lately.
+    /// Migrations that are running, or ended lately.
     migrations: Vec<MigrationRow>,
-    /// Sockets that are no VM's as far as is known.
+    /// Sockets that are not known to be VMs'.
     others: Vec<OtherRow>,
     left_out: LeftOutFrame,
 }
 
-/// Places that are not watched, because there are too many.
+/// Counts of control sockets that are not watched, because there are too many.
 #[derive(Serialize)]
 struct LeftOutFrame {
     sockets: usize,
@@ -42,20 +43,20 @@ struct VmRow {
     disks: usize,
     size: u64,
     totals: Option<Totals>,
-    /// Of the VM's memory, if that is managed.
+    /// Memory of the VM, if it is managed.
     memory: Option<MemoryTotals>,
-    /// How it moves, if it does now.
+    /// Description of the running migration, if there is one.
     moving: Option<String>,
 }
 
-/// What a VM is, and how.
+/// Identity and health of a VM.
 #[derive(Clone, Serialize)]
 struct About {
     name: String,
     health: Health,
     why: Option<String>,
     socket: String,
-    /// Of the process that manages the memory, if it is another one.
+    /// Socket of the process that manages the memory, if it is a separate one.
     memory_socket: Option<String>,
     uuid: Option<String>,
     version: Option<String>,
@@ -64,7 +65,7 @@ struct About {
     time_ms: Option<u64>,
 }
 
-/// Of all disks of a VM together.
+/// Sums over all disks of a VM.
 #[derive(Default, Serialize)]
 struct Totals {
     reads_s: f64,
@@ -72,9 +73,9 @@ struct Totals {
     read_bytes_s: f64,
     write_bytes_s: f64,
     errors_s: f64,
-    /// Reads and writes.
+    /// Mean latency of reads and writes, in seconds.
     mean: Option<f64>,
-    /// Of the disk where it is longest.
+    /// 99th percentile of the latency, of the disk where it is longest.
     p99: Option<f64>,
     cache_hit_ratio: Option<f64>,
     cache: Option<CacheTotals>,
@@ -96,13 +97,13 @@ struct OtherRow {
     why: Option<String>,
 }
 
-/// Of one VM.
+/// Data of a VM's own page.
 #[derive(Serialize)]
 struct VmFrame<'a> {
     vm: About,
-    /// Whether the server of its disks answers.
+    /// True if the server of the disks answers.
     disks_up: bool,
-    /// When they said what is told of them.
+    /// Time of the disks' sample, in milliseconds since 1970 (UTC).
     disks_time_ms: Option<u64>,
     disks: Vec<DiskFrame<'a>>,
     memory: Option<MemoryFrame<'a>>,
@@ -119,7 +120,7 @@ struct DiskFrame<'a> {
     exports: &'a ExportsState,
     limits: &'a LimitsState,
     in_flight: u64,
-    /// Since the start of the server.
+    /// Counts since the start of the server.
     counts: Counts,
     rates: Option<&'a Rates>,
     prefetch: Option<PrefetchFrame>,
@@ -220,7 +221,7 @@ impl Totals {
     }
 }
 
-/// All VMs now.
+/// Returns the frame with all VMs.
 pub(crate) fn of_fleet(fleet: &Fleet) -> String {
     let vms = fleet.vms();
     let all = joined(&vms);
@@ -263,10 +264,10 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
     serde_json::to_string(&frame).unwrap_or_default()
 }
 
-/// What the page of a VM needs: its sockets, and what is told of it now.
+/// Data of a VM's page: its sockets and its state.
 pub(crate) struct OfVm {
     pub(crate) paths: Vec<PathBuf>,
-    /// Whether those who serve its disks answer.
+    /// True if the server of its disks answers.
     is_up: bool,
     about: About,
     sample: Option<Arc<Sample>>,
@@ -275,7 +276,7 @@ pub(crate) struct OfVm {
     migrations: Vec<MigrationRow>,
 }
 
-/// The VM of that name.
+/// Returns the data of the VM with this name.
 pub(crate) fn of_vm(fleet: &Fleet, name: &str) -> Option<OfVm> {
     let vms = fleet.vms();
     let all = joined(&vms);
@@ -316,7 +317,7 @@ impl OfVm {
                     write_bytes: state.requests.write.bytes,
                     errors: errors(state),
                 },
-                // What was true of a server that does not answer any more is not told as if it were now.
+                // Rates of a server that no longer answers are stale, so they are not sent.
                 rates: disk.rates.as_ref().filter(|_| self.is_up),
                 prefetch: state.prefetch.as_ref().map(|it| PrefetchFrame {
                     memory: it.memory,

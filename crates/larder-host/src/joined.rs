@@ -1,4 +1,4 @@
-//! VMs put together of the processes that serve them: one for the disks, another one for the memory, or one for both.
+//! VMs assembled from the processes that serve them: one for the disks and one for the memory, or one for both.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,17 +7,18 @@ use std::sync::Arc;
 use crate::metrics::names_of;
 use crate::vm::{Health, Sample, Vm};
 
-/// A VM.
+/// VM with the processes that serve it.
 pub(crate) struct Joined<'a> {
-    /// Of no other VM.
+    /// Name, unique among all VMs.
     pub(crate) name: String,
-    /// The process that serves its disks; if there is none, that which manages its memory.
+    /// Process that serves the disks; if there is none, the one that manages the memory.
     pub(crate) main: &'a Vm,
-    /// The process that manages its memory, if it is another one.
+    /// Process that manages the memory, if it is a separate one.
     pub(crate) beside: Option<&'a Vm>,
 }
 
-/// All that are known to be VMs, without those that only move one, those with disks first. A process that manages memory only belongs to the VM of its name.
+/// Assembles all known VMs, those with disks first. Processes that only migrate a VM are left out. A process that
+/// only manages memory belongs to the VM of its name.
 pub(crate) fn joined(vms: &BTreeMap<PathBuf, Vm>) -> Vec<Joined<'_>> {
     let (of_memory, of_disks): (Vec<&Vm>, Vec<&Vm>) = vms
         .values()
@@ -33,7 +34,7 @@ pub(crate) fn joined(vms: &BTreeMap<PathBuf, Vm>) -> Vec<Joined<'_>> {
         let name = memory.name();
         let fits = |vm: &&mut Joined<'_>| vm.beside.is_none() && !vm.has_memory_itself() && vm.main.name() == name;
         match all.iter_mut().find(fits) {
-            // That the memory is managed no more is no matter of the disks.
+            // That the memory is no longer managed says nothing about the disks.
             Some(_) if memory.health == Health::Stopped => {}
             Some(vm) => vm.beside = Some(memory),
             None => all.push(alone(memory)),
@@ -49,12 +50,12 @@ impl<'a> Joined<'a> {
         self.main.is_of_memory || self.main.sample.as_ref().is_some_and(|sample| sample.memory.is_some())
     }
 
-    /// How the VM is: as that of its processes which is worst off.
+    /// Returns the health of the VM, which is the worst of its processes'.
     pub(crate) fn health(&self) -> Health {
         self.worst().health
     }
 
-    /// What is to be said of that, for people.
+    /// Returns an explanation of the health, as text for people.
     pub(crate) fn why(&self) -> Option<String> {
         let worst = self.worst();
         let why = worst.why.clone()?;
@@ -72,7 +73,7 @@ impl<'a> Joined<'a> {
             Health::Up => 3,
             Health::New => 2,
             Health::Foreign => 1,
-            // What runs beside it tells how it is.
+            // A stopped process does not determine the health while the other one runs.
             Health::Stopped => 0,
         };
         match self.beside {
@@ -81,7 +82,7 @@ impl<'a> Joined<'a> {
         }
     }
 
-    /// The process that tells what the VM is.
+    /// Returns the process that describes the VM.
     pub(crate) fn head(&self) -> &'a Vm {
         match self.beside {
             Some(beside) if self.main.server.is_none() || self.main.health == Health::Stopped => beside,
@@ -89,17 +90,17 @@ impl<'a> Joined<'a> {
         }
     }
 
-    /// The process that manages the memory.
+    /// Returns the process that manages the memory.
     pub(crate) fn of_memory(&self) -> Option<&'a Vm> {
         self.beside.or_else(|| self.has_memory_itself().then_some(self.main))
     }
 
-    /// What its disks said, if their server answers.
+    /// Returns the latest sample of the disks, if their server answers.
     pub(crate) fn disks_now(&self) -> Option<&'a Arc<Sample>> {
         self.main.now()
     }
 
-    /// A sample with its memory, if the process that manages it answers.
+    /// Returns the latest sample that includes the memory, if the process that manages it answers.
     pub(crate) fn memory_now(&self) -> Option<&'a Arc<Sample>> {
         self.of_memory()?.now().filter(|sample| sample.memory.is_some())
     }
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_belongs_to_the_vm_of_its_name() {
+    fn memory_joins_vm_by_name() {
         let all = told([
             vm("/run/db.sock", Health::Up, Some("db"), false),
             vm("/run/web.sock", Health::Up, Some("web"), false),
@@ -157,8 +158,9 @@ mod tests {
         assert_eq!(all, wanted);
     }
 
+    /// The health of a VM is the worst of its processes', and a stopped process does not count.
     #[test]
-    fn a_vm_is_as_that_of_its_processes_which_is_worst_off() {
+    fn vm_health_is_worst_of_processes() {
         for (disks, memory, wanted) in [
             (Health::Up, Health::Killed, Health::Killed),
             (Health::Stuck, Health::Up, Health::Stuck),

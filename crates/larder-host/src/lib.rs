@@ -1,16 +1,17 @@
-//! All VMs of a host, looked at from outside: Prometheus' metrics, and a dashboard for browsers.
+//! Host-wide view of all VMs: Prometheus metrics, a dashboard for browsers, and the balancing of memory budgets.
 //!
-//! Each VM's process tells of itself on its control socket ([`larder_vm::control`]); this crate finds those sockets, asks,
-//! and tells on. It is on no way of the data: killing it harms nothing. It changes nothing but the budgets of VMs' memory, if
-//! it is told to, and of those VMs that allow it ([`balance`]). `docs/metrics.md` and
-//! `docs/guide/watching.md` describe it for users.
+//! Each VM's process reports its state on its control socket ([`larder_vm::control`]). This crate finds those
+//! sockets, polls them, and republishes the answers. It is not on the data path: killing it harms nothing. It changes
+//! only the budgets of VMs' memory, and only if that is enabled and the VM allows it ([`balance`]). `docs/metrics.md`
+//! and `docs/guide/watching.md` describe it for users.
 //!
 //! Invariants:
-//! - While nobody watches, nobody is asked. While somebody does, each VM is asked once a second, by one connection at a
-//!   time, which stays until it is answered: a VM that is stuck costs a descriptor, and delays no other one.
-//! - Nothing is asked of a socket that may be a disk's: a question would take a front-end's place there.
-//! - Every text from a VM is taken for hostile, every number of things is bounded.
-//! - Over TCP, on loopback too, a client without the token gets no data of a VM. On a unix socket the file's mode decides.
+//! - Without a watcher, no VM is polled. With one, each VM is polled once a second over one connection, which stays
+//!   open until it is answered: a stuck VM costs one descriptor and delays no other VM.
+//! - A socket that may be a disk's is never queried: a query would occupy the slot of a front-end there.
+//! - Every text from a VM is treated as hostile, and the number of things of each kind is bounded.
+//! - Over TCP, on loopback too, a client without the token gets no data of a VM. On a unix socket the file's mode
+//!   decides.
 
 mod answers;
 mod ask;

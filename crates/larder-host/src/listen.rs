@@ -1,4 +1,4 @@
-//! Where is listened, and for whom.
+//! Listening address of `larder host`, and its access control.
 
 use std::fmt;
 use std::io;
@@ -13,15 +13,15 @@ use crate::auth::{Token, TokenError};
 use crate::balancing::BalanceConfig;
 use crate::token_file::{TokenFileError, usual_token};
 
-/// Where is listened unless something else is said. 9177 is libvirt exporters'.
+/// Default listening address. Port 9177 belongs to libvirt exporters.
 pub const LISTEN_DEFAULT: ListenAddress = ListenAddress::Tcp(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9178));
 
-/// An address to listen on.
+/// Address to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
-    /// An address and a port. Clients must present the token.
+    /// TCP address and port. Clients must present the token.
     Tcp(SocketAddr),
-    /// A unix socket. The mode of its file decides which users can connect.
+    /// Path of a unix socket. The mode of its file decides which users can connect.
     Unix(PathBuf),
 }
 
@@ -49,22 +49,22 @@ impl fmt::Display for ListenAddress {
     }
 }
 
-/// What is served, to whom.
+/// Configuration of `larder host`.
 #[derive(Clone, Debug)]
 pub struct HostConfig {
-    /// The address.
+    /// Address to listen on.
     pub listen: ListenAddress,
-    /// The mode, owner and group of a unix socket.
+    /// Mode, owner and group of a unix socket.
     pub socket: listen::Access,
-    /// The folder of `server-cert.pem` and `server-key.pem`.
+    /// Directory of `server-cert.pem` and `server-key.pem`.
     pub tls_certificates: Option<PathBuf>,
-    /// The file with the token that clients must present. Without this file TCP uses a token that is created once.
+    /// File with the token that clients must present. Without this file TCP uses a token that is created once.
     pub token_file: Option<PathBuf>,
-    /// How budgets of VMs' memory are moved, if they are.
+    /// Configuration of the balancing of memory budgets; `None` disables it.
     pub balance: Option<BalanceConfig>,
 }
 
-/// Why nothing is served.
+/// Error that prevents `larder host` from starting.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HostError {
@@ -96,16 +96,16 @@ pub enum HostError {
     Start(io::Error),
 }
 
-/// Who may look.
+/// Credentials that control access.
 pub(crate) struct Access {
     pub(crate) tls: Option<ServerTls>,
     pub(crate) token: Option<Token>,
-    /// The file of the token.
+    /// File of the token.
     pub(crate) token_file: Option<PathBuf>,
 }
 
 impl HostConfig {
-    /// Reads what is needed to keep others out.
+    /// Loads the certificates and the token that access control needs.
     pub(crate) fn access(&self) -> Result<Access, HostError> {
         match &self.listen {
             ListenAddress::Tcp(listen) if self.socket != listen::Access::default() => {
@@ -148,7 +148,7 @@ mod tests {
 
     /// A path has a slash, and an address has none.
     #[test]
-    fn addresses_and_paths_are_told_apart() {
+    fn addresses_and_paths_are_distinguished() {
         let unix = |path: &str| Ok(ListenAddress::Unix(path.into()));
         assert_eq!("unix:/run/x.sock".parse(), unix("/run/x.sock"));
         assert_eq!("/run/x.sock".parse(), unix("/run/x.sock"));

@@ -1,4 +1,5 @@
-//! What a browser is told of memory each second. Bytes, seconds and shares, as in [`larder_vm::control::memory_rates`].
+//! Frames about memory for the dashboard, sent each second. Units are bytes, seconds and shares, as in
+//! [`larder_vm::control::memory_rates`].
 
 use larder_vm::control::memory::{MemoryProblem, SwapState};
 use larder_vm::control::memory_rates::MemoryRates;
@@ -8,25 +9,25 @@ use serde::Serialize;
 use crate::balancing::{LastMove, Moved};
 use crate::vm::{Memory, Sample};
 
-/// Of a VM among others.
+/// Memory of a VM, as a row of the list of VMs.
 #[derive(Serialize)]
 pub(crate) struct MemoryTotals {
     size: u64,
     budget: u64,
     used: u64,
-    /// Of the time since the last look, in which somebody waited.
+    /// Share of the time since the previous poll for which at least one thread waited.
     some: Option<f64>,
-    /// Of the last minute.
+    /// Share of the last minute for which at least one thread waited.
     some_60s: f64,
     lost_pages: u64,
     failed: usize,
     problem: Option<&'static str>,
 }
 
-/// Of one VM.
+/// Memory of a VM, for its own page.
 #[derive(Serialize)]
 pub(crate) struct MemoryFrame<'a> {
-    /// When it was so, in milliseconds since 1970 (UTC).
+    /// Time of the sample, in milliseconds since 1970 (UTC).
     time_ms: u64,
     process: &'a str,
     pid: i32,
@@ -73,12 +74,12 @@ struct DiskFrame<'a> {
     live: u64,
     limit: u64,
     written: u64,
-    /// At the rate since the pager attached.
+    /// Bytes written per day, at the average rate since the pager attached.
     written_per_day: f64,
     failed: bool,
 }
 
-/// Shares of the time.
+/// Shares of the time that were lost to stalls.
 #[derive(Serialize)]
 struct LostFrame {
     avg10: f64,

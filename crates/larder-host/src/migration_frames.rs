@@ -1,5 +1,5 @@
-//! What a browser is told of VMs that are moved, each second: the last that the process said that moves one, which is kept
-//! for a while when it has ended.
+//! Frames about migrations for the dashboard, sent each second. The latest state that the migrating process reported
+//! is kept for a while after the process has ended.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,13 +10,13 @@ use serde::Serialize;
 use crate::fleet::Fleet;
 use crate::vm::{Health, Vm, shortened};
 
-/// The most of anything that is a list.
+/// Longest list in a frame.
 const LIST_MAX: usize = 64;
 
-/// A move among others.
+/// Migration, as a row of the list.
 #[derive(Clone, Serialize)]
 pub(crate) struct MigrationRow {
-    /// Of no other move.
+    /// Key, unique among all migrations.
     key: String,
     vm: String,
     direction: Direction,
@@ -26,14 +26,14 @@ pub(crate) struct MigrationRow {
     words: String,
     reason: Option<String>,
     verdict: Option<String>,
-    /// 0 to 1 of the memory that was to go over in this round.
+    /// Share of this round's memory that was sent, from 0 to 1.
     share: Option<f64>,
     ratio: Option<f64>,
     stream_bytes_per_s: Option<u64>,
     expected_seconds: Option<f64>,
 }
 
-/// One move.
+/// Migration, for its own page.
 #[derive(Serialize)]
 struct MigrationFrame<'a> {
     migration: Option<OneMove<'a>>,
@@ -43,19 +43,19 @@ struct MigrationFrame<'a> {
 struct OneMove<'a> {
     health: Health,
     why: Option<&'a str>,
-    /// When it was so, in milliseconds since 1970 (UTC).
+    /// Time of the state, in milliseconds since 1970 (UTC).
     time_ms: u64,
     words: String,
     ratio: Option<f64>,
     state: MigrationState,
 }
 
-/// What a move is called.
+/// Returns the key of a migration.
 pub(crate) fn key_of(vm: &Vm) -> String {
     shortened(vm.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// How a move is, which has ended without a word if its process was killed.
+/// Returns the state of a migration as text, including that its process was killed or is stuck.
 pub(crate) fn words(vm: &Vm, state: &MigrationState) -> String {
     match vm.health {
         Health::Killed => format!("killed, {}", state.words()),
@@ -64,7 +64,7 @@ pub(crate) fn words(vm: &Vm, state: &MigrationState) -> String {
     }
 }
 
-/// Those that have said something, with what they said.
+/// Returns the migrations that have reported a state, with that state.
 pub(crate) fn moves(vms: &BTreeMap<PathBuf, Vm>) -> impl Iterator<Item = (&Vm, &str, &MigrationState)> {
     vms.values().filter_map(|vm| {
         let (name, _) = vm.moved.as_ref()?;
@@ -73,7 +73,7 @@ pub(crate) fn moves(vms: &BTreeMap<PathBuf, Vm>) -> impl Iterator<Item = (&Vm, &
     })
 }
 
-/// The moves of all VMs, or of one.
+/// Returns the migrations of all VMs, or of the VM `of`.
 pub(crate) fn rows(vms: &BTreeMap<PathBuf, Vm>, of: Option<&str>) -> Vec<MigrationRow> {
     let of_vm = moves(vms).filter(|(_, name, state)| of.is_none_or(|of| of == *name || of == state.vm));
     of_vm
@@ -100,7 +100,7 @@ pub(crate) fn rows(vms: &BTreeMap<PathBuf, Vm>, of: Option<&str>) -> Vec<Migrati
         .collect()
 }
 
-/// How the VM moves, if it does now, in a few words.
+/// Describes the VM's migration in a few words, if one is running.
 pub(crate) fn moving(vms: &BTreeMap<PathBuf, Vm>, name: &str) -> Option<String> {
     let (vm, _, state) =
         moves(vms).find(|(vm, of, state)| *of == name && !state.phase.is_over() && vm.health != Health::Stopped)?;
@@ -112,13 +112,13 @@ pub(crate) fn moving(vms: &BTreeMap<PathBuf, Vm>, name: &str) -> Option<String> 
     Some(format!("{} {way}", words(vm, state)))
 }
 
-/// The move of that key.
+/// Returns the frame of the migration with this key.
 pub(crate) fn of_migration(fleet: &Fleet, key: &str) -> String {
     let vms = fleet.vms();
     let found = moves(&vms).find(|(vm, ..)| key_of(vm) == key);
     let migration = found.map(|(vm, _, state)| {
         let mut state = state.clone();
-        // They are a few, of a process that is what it says.
+        // A genuine process has only a few of each; the bound is for a hostile one.
         if let Some(sent) = &mut state.sent {
             sent.methods.truncate(LIST_MAX);
         }

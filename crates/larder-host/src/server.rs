@@ -1,4 +1,4 @@
-//! Listens, and serves whoever comes.
+//! HTTP server: accepts connections and serves them.
 
 use std::convert::Infallible;
 use std::io;
@@ -26,28 +26,28 @@ use crate::find::Finder;
 use crate::fleet::Fleet;
 use crate::listen::{Access, HostConfig, HostError, ListenAddress};
 
-/// Connections at a time. A further one takes the place of the one that has asked nothing for the longest time.
+/// Connections at a time. A further one replaces the connection that has been idle for the longest time.
 const CLIENTS_MAX: usize = 128;
 
-/// Clients that follow what happens, at a time; they are among those.
+/// Clients that receive event streams at a time; they count as connections, too.
 const STREAMS_MAX: usize = 64;
 
-/// How long a client may take for a request, and for saying who it is.
+/// Time within which a client must send a request head or finish its TLS handshake.
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// How long a client may take for its answer.
+/// Time within which a client must receive its response.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// The longest request line with all headers, in bytes.
+/// Longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
 
-/// The mode of a unix socket without `--socket-mode`.
+/// Mode of a unix socket without `--socket-mode`.
 const SOCKET_MODE_DEFAULT: u32 = 0o600;
 
-/// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
+/// Pause after a connection cannot be accepted because the process, or the host, is out of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves metrics and the dashboard.
+/// Server of the metrics and the dashboard.
 pub struct Host {
     runtime: Runtime,
     listener: Listener,
@@ -56,17 +56,17 @@ pub struct Host {
     stop: Arc<Notify>,
 }
 
-/// A listening socket.
+/// Listening socket.
 enum Listener {
     Tcp(TcpListener),
-    /// The file is removed with the listener.
+    /// Unix socket, whose file is removed with the listener.
     Unix {
         listener: UnixListener,
         _file: SocketFile,
     },
 }
 
-/// A client's connection.
+/// Connection of a client.
 enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
@@ -81,18 +81,18 @@ impl Listener {
     }
 }
 
-/// Ends [`Host::run`].
+/// Handle that ends [`Host::run`].
 #[derive(Clone)]
 pub struct Stop(Arc<Notify>);
 
 impl Stop {
-    /// Ends it now, or as soon as it runs.
+    /// Ends [`Host::run`] now, or as soon as it runs.
     pub fn stop(&self) {
         self.0.notify_one();
     }
 }
 
-/// What is served.
+/// State that all requests share.
 pub(crate) struct Site {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) access: Access,
@@ -101,7 +101,7 @@ pub(crate) struct Site {
 }
 
 impl Host {
-    /// Listens.
+    /// Creates the server and listens.
     ///
     /// # Errors
     /// See [`HostError`].
@@ -113,7 +113,7 @@ impl Host {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // They look through folders, of which one may be stuck.
+            // Blocking threads scan directories, and one of those may be on a stuck file system.
             .max_blocking_threads(1)
             .build()
             .map_err(HostError::Start)?;
@@ -141,7 +141,7 @@ impl Host {
         })
     }
 
-    /// Returns the address at which clients reach it.
+    /// Returns the address at which clients reach the server.
     pub fn address(&self) -> Address<'_> {
         let scheme = if self.site.access.tls.is_some() {
             "https"
@@ -159,7 +159,7 @@ impl Host {
         self.site.access.token_file.as_deref()
     }
 
-    /// What ends it.
+    /// Returns a handle that ends [`Host::run`].
     pub fn stop(&self) -> Stop {
         Stop(Arc::clone(&self.stop))
     }
@@ -188,17 +188,17 @@ impl Host {
                 () = stop.notified() => {}
             }
         });
-        // A folder that is stuck is not waited for.
+        // Does not wait for a directory scan that is stuck.
         runtime.shutdown_background();
     }
 }
 
-/// The address of a [`Host`].
+/// Address of a [`Host`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address<'a> {
-    /// The URL of the dashboard.
+    /// URL of the dashboard.
     Url(String),
-    /// The path of a unix socket.
+    /// Path of a unix socket.
     Socket(&'a Path),
 }
 
@@ -228,9 +228,9 @@ fn bind(runtime: &Runtime, config: &HostConfig) -> Result<(Listener, ListenAddre
     }
 }
 
-/// What a client is doing.
+/// Activity of a client.
 pub(crate) struct Client {
-    /// When it came, or last asked.
+    /// Time of its connection, or of its latest request.
     asked: std::sync::Mutex<Instant>,
     streams: AtomicBool,
 }
@@ -247,7 +247,7 @@ impl Client {
         *self.asked.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
     }
 
-    /// It follows what happens from now on.
+    /// Marks the client as receiving an event stream.
     pub(crate) fn follows(&self) {
         self.streams.store(true, Ordering::Relaxed);
     }
@@ -261,7 +261,7 @@ impl Client {
         asked.elapsed()
     }
 
-    /// Completes when its answer, or its next question, takes too long.
+    /// Completes when the client's response, or its next request, takes too long.
     async fn is_late(&self) {
         loop {
             sleep(REQUEST_TIME_MAX).await;
@@ -310,7 +310,7 @@ async fn accept(listener: Listener, site: Arc<Site>) {
         let (tls, site) = (tls.clone(), Arc::clone(&site));
         let task = match stream {
             Stream::Tcp(stream) => {
-                // Answers are written at once.
+                // Responses are written at once, so Nagle's algorithm would only delay them.
                 let _ = stream.set_nodelay(true);
                 tasks.spawn(meet(stream, tls, site, Arc::clone(&client)))
             }

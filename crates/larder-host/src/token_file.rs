@@ -1,10 +1,10 @@
-//! The token that `larder host` creates where `--token-file` is not given.
+//! Token that `larder host` creates where `--token-file` is not given.
 //!
 //! Invariants:
-//! - The file is readable by its user only (0600), in a folder that no other user can write to.
-//! - Processes that start at the same time end up with one token: the file is written under a temporary name, and `link`
-//!   gives it the final name with its whole content, or fails because another process was first. A crash before that leaves
-//!   a temporary file without effect.
+//! - The file is readable by its user only (0600), in a directory that no other user can write to.
+//! - Processes that start at the same time end up with one token: the file is written under a temporary name, and
+//!   `link` gives it the final name with its whole content, or fails because another process was first. A crash
+//!   before that leaves a temporary file without effect.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -17,16 +17,16 @@ use ring::rand::{SecureRandom, SystemRandom};
 
 use crate::auth::{Token, TokenError};
 
-/// The file name.
+/// File name of the token.
 const FILE: &str = "host-token";
 
-/// Root's folder: `/var/lib/larder` may belong to another user, and `/var/lib/larder-host` belongs to the service.
+/// Root's directory. `/var/lib/larder` may belong to another user, and `/var/lib/larder-host` belongs to the service.
 const FOLDER_OF_ROOT: &str = "/var/lib/larder-root";
 
-/// The random bytes of a token, each of which is two characters.
+/// Random bytes of a token, each of which is two hexadecimal characters.
 const RANDOM_BYTES: usize = 32;
 
-/// Reasons for which there is no token.
+/// Reason why there is no token.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenFileError {
@@ -42,9 +42,10 @@ pub enum TokenFileError {
     Random,
 }
 
-/// Returns this user's token, which is created if it does not exist, and the path of its file: `host-token` in systemd's
-/// `$STATE_DIRECTORY`, for root in `/var/lib/larder-root`, for other users in `$XDG_STATE_HOME/larder` or
-/// `~/.local/state/larder`.
+/// Returns this user's token and the path of its file; creates the token if it does not exist.
+///
+/// The file is `host-token` in systemd's `$STATE_DIRECTORY`, for root in `/var/lib/larder-root`, for other users in
+/// `$XDG_STATE_HOME/larder` or `~/.local/state/larder`.
 ///
 /// # Errors
 /// See [`TokenFileError`].
@@ -84,10 +85,10 @@ fn create(path: &Path) -> Result<(), TokenFileError> {
         .map_err(|_| TokenFileError::Random)?;
     let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let new = path.with_file_name(format!(".{FILE}.{}", std::process::id()));
-    // A killed process of the same number may have left one.
+    // A killed process with the same PID may have left one.
     let _ = fs::remove_file(&new);
     let written = write(&new, &text).and_then(|()| fs::hard_link(&new, path));
-    // The final name stays.
+    // The link under the final name stays.
     let _ = fs::remove_file(&new);
     match written {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
@@ -133,7 +134,7 @@ mod tests {
         assert_eq!(names, 1, "nothing else is left");
     }
 
-    /// A folder that others can write to and a token that is too short are refused, with what to do.
+    /// A directory that others can write to and a token that is too short are refused, with advice.
     #[test]
     fn unsafe_folder_and_weak_token_are_refused() {
         let folder = tempfile::tempdir().expect("a folder");

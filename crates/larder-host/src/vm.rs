@@ -1,4 +1,4 @@
-//! A place where a VM's server is, was, or may be, and what is known of it.
+//! State of one control socket at which a VM's server is, was, or may be.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -18,32 +18,32 @@ use tokio::task::AbortHandle;
 use crate::ask::AskError;
 use crate::find::{Place, SocketId, VmName};
 
-/// Whoever follows one VM's events, at a time: its server tells them to 16.
+/// Event subscriptions to one VM at a time; its server accepts 16 in all.
 const LISTENERS_MAX: usize = 4;
 
-/// Disks of a VM that are looked at.
+/// Disks of a VM that are polled.
 const DISKS_MAX: usize = 256;
 
-/// The longest name that is told on, in bytes.
+/// Longest name that is republished, in bytes.
 const NAME_BYTES_MAX: usize = 200;
 
-/// How a place is.
+/// Health of a VM's server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Health {
-    /// Not known yet.
+    /// Not polled yet.
     New,
-    /// Its server answers.
+    /// The server answers.
     Up,
-    /// It takes long, or a disk of it does.
+    /// The server or one of its disks is slow to answer.
     Stuck,
-    /// Its server was killed, or has gone without a word.
+    /// The server was killed, or ended without removing its socket.
     Killed,
-    /// It has a file, and no server.
+    /// The VM has a VM file and no server.
     Stopped,
-    /// This user may not ask.
+    /// This user may not connect.
     Denied,
-    /// It is something else.
+    /// The socket is not a Larder control socket.
     Foreign,
 }
 
@@ -59,23 +59,23 @@ impl Health {
     ];
 }
 
-/// What all disks of a VM, and its memory, said at a time.
+/// State of all disks of a VM, and of its memory, at one time.
 #[derive(Debug)]
 pub(crate) struct Sample {
-    /// In milliseconds since 1970 (UTC).
+    /// Time of the sample, in milliseconds since 1970 (UTC).
     pub(crate) time_ms: u64,
-    /// Each has a name that no other one has.
+    /// Disks, each with a unique name.
     pub(crate) disks: Vec<NamedDisk>,
-    /// The memory that the process manages, if it does.
+    /// Memory, if the process manages any.
     pub(crate) memory: Option<Memory>,
-    /// The VM that the process moves, if it does.
+    /// Migration, if the process runs one.
     pub(crate) migration: Option<MigrationState>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) state: MemoryState,
-    /// What it did since the last sample.
+    /// Rates since the previous sample.
     pub(crate) rates: Option<MemoryRates>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Memory {
 pub(crate) struct NamedDisk {
     pub(crate) name: String,
     pub(crate) state: DiskState,
-    /// What it did since the last sample.
+    /// Rates since the previous sample.
     pub(crate) rates: Option<Rates>,
 }
 
@@ -114,7 +114,7 @@ impl Sample {
         }
     }
 
-    /// Of a process that moves a VM, and does nothing else.
+    /// Creates a sample of a process that only migrates a VM.
     pub(crate) fn of_migration(state: MigrationState) -> Self {
         Self {
             migration: Some(state),
@@ -122,7 +122,7 @@ impl Sample {
         }
     }
 
-    /// Whether a disk's clock has gone back, as in a server that was started anew.
+    /// Returns whether a clock of the process went backwards, which shows that the server was restarted.
     pub(crate) fn is_of_another_server_than(&self, before: &Self) -> bool {
         let clocks: HashMap<&str, u64> = before.clocks().collect();
         let of_memory = |sample: &Self| sample.memory.as_ref().map(|memory| memory.state.time_ns);
@@ -140,7 +140,7 @@ impl Sample {
     }
 }
 
-/// A name that is not too long.
+/// Returns the name, truncated to the longest length.
 pub(crate) fn shortened(mut name: String) -> String {
     if name.len() > NAME_BYTES_MAX {
         let end = (0..=NAME_BYTES_MAX).rev().find(|at| name.is_char_boundary(*at));
@@ -150,36 +150,36 @@ pub(crate) fn shortened(mut name: String) -> String {
     name
 }
 
-/// A place.
+/// Control socket, with the state of its server.
 pub(crate) struct Vm {
-    /// The socket.
+    /// Path of the socket.
     pub(crate) path: PathBuf,
-    /// What its file says, if it has one.
+    /// VM according to the VM file, if there is one.
     pub(crate) named: Option<VmName>,
-    /// The socket that is there.
+    /// Socket that exists at the path.
     pub(crate) socket: Option<SocketId>,
     pub(crate) health: Health,
-    /// What is to be said of that, for people.
+    /// Explanation of the health, as text for people.
     pub(crate) why: Option<String>,
-    /// The VM whose memory is managed there, as its folder says.
+    /// VM whose memory is managed by this process, derived from the directory of the socket.
     pub(crate) memory_of: Option<String>,
-    /// The VM that is moved there, and nothing else, as the socket's name says.
+    /// VM that this process migrates, and nothing else, derived from the socket's name.
     pub(crate) moved: Option<(String, Direction)>,
-    /// Whether the server manages memory; not known before it was asked.
+    /// True if the server manages memory; `None` until it was asked.
     pub(crate) has_memory: Option<bool>,
-    /// It does, and serves no disks, as far as is known.
+    /// The server manages memory and serves no disks, as far as is known.
     pub(crate) is_of_memory: bool,
-    /// What its server has said of itself.
+    /// Description that the server gave of itself.
     pub(crate) server: Option<ServerState>,
-    /// The process that listened then.
+    /// Process that listened when the description was given.
     pub(crate) listener: Option<i32>,
-    /// The last that its disks have said.
+    /// Latest sample of the disks.
     pub(crate) sample: Option<Arc<Sample>>,
-    /// The question that is under way, and since when.
+    /// Request in flight, and its start.
     pub(crate) asked: Option<(Instant, AbortHandle)>,
-    /// Answers since the server was last asked about itself.
+    /// Answers since the server last described itself.
     pub(crate) answers: u32,
-    /// When it last answered, if ever.
+    /// Time of the latest answer, if there was one.
     pub(crate) seen: Option<Instant>,
     pub(crate) listeners: Arc<Semaphore>,
 }
@@ -206,13 +206,13 @@ impl Vm {
         }
     }
 
-    /// It is known to be a VM's, or to have been one.
+    /// Returns whether the socket is known to be a VM's, or to have been one.
     pub(crate) fn is_vm(&self) -> bool {
         self.named.is_some() || self.server.is_some()
     }
 
-    /// What it is called: libvirt's name of the domain where it is a VM's. The process that manages a VM's memory is called
-    /// as the VM.
+    /// Returns the VM's name, which is libvirt's name of the domain if it has one. The process that manages a VM's
+    /// memory is named after the VM.
     pub(crate) fn name(&self) -> String {
         let told = self.server.as_ref().and_then(|server| server.vm.clone());
         let named = || {
@@ -234,7 +234,7 @@ impl Vm {
         told.or_else(|| self.named.as_ref()?.uuid.as_deref())
     }
 
-    /// Takes up what was found there now.
+    /// Updates the state from the result of a discovery.
     pub(crate) fn is_found(&mut self, place: Place) {
         self.named = place.vm;
         self.memory_of = place.memory_of;
@@ -252,7 +252,7 @@ impl Vm {
         }
     }
 
-    /// The socket is gone.
+    /// Records that the socket does not exist any more.
     pub(crate) fn is_gone(&mut self) {
         self.give_up();
         self.socket = None;
@@ -265,7 +265,7 @@ impl Vm {
         self.forget_disks();
     }
 
-    /// Ends the question that is under way.
+    /// Aborts the request in flight.
     fn give_up(&mut self) {
         if let Some((_, question)) = self.asked.take() {
             question.abort();
@@ -292,13 +292,13 @@ impl Vm {
         (self.health, self.why) = (Health::Up, None);
     }
 
-    /// There is no answer.
+    /// Records that a request failed.
     pub(crate) fn has_failed(&mut self, error: &AskError) {
         match error {
             AskError::Gone => return self.is_gone(),
             AskError::Killed => self.is(Health::Killed, error.to_string()),
             AskError::Denied => self.is(Health::Denied, error.to_string()),
-            // What has answered before is Larder.
+            // A server that has answered before is Larder's.
             AskError::Foreign(_) if self.server.is_none() => self.is(Health::Foreign, error.to_string()),
             AskError::HungUp if !self.is_vm() => {
                 self.is(Health::Foreign, format!("it is no control socket of Larder: {error}"));
@@ -308,14 +308,14 @@ impl Vm {
         self.forget_disks();
     }
 
-    /// What a server that is gone has said is true no more. How a move was at last is what there is to know of it.
+    /// Drops the sample of a server that has ended, which is stale. The last state of a migration stays valid.
     fn forget_disks(&mut self) {
         if self.moved.is_none() {
             self.sample = None;
         }
     }
 
-    /// What its disks said, if its server answers.
+    /// Returns the latest sample, if the server answers.
     pub(crate) fn now(&self) -> Option<&Arc<Sample>> {
         self.sample.as_ref().filter(|_| self.health == Health::Up)
     }

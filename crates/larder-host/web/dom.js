@@ -1,6 +1,6 @@
-// Elements, made without markup: texts come from VMs, and are never read as HTML.
+// Creates elements without markup: texts come from VMs, and are never parsed as HTML.
 
-/** An element with attributes (a function listens), and children: elements, or texts. */
+/** Creates an element with attributes (a function is an event listener) and children: elements or texts. */
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,12 +12,12 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Sets a text, if it is another one. */
+/** Sets the text of an element, if it differs. */
 export function text(element, value) {
   if (element.textContent !== value) element.textContent = value;
 }
 
-/** Shows or hides. */
+/** Shows or hides an element. */
 export function show(element, isShown) {
   if (element.hidden === isShown) element.hidden = !isShown;
 }
@@ -32,7 +32,7 @@ const WORDS = {
   foreign: 'not Larder',
 };
 
-/** How a VM is, as a word with a mark. */
+/** Creates a badge that shows the health of a VM: a word with a mark. */
 export function badge() {
   const element = el('span', { class: 'badge' });
   return {

@@ -1,4 +1,4 @@
-// All VMs of the host.
+// Page with all VMs of the host.
 
 import { badge, el, show, text } from './dom.js';
 import { moveLinks } from './migration.js';
@@ -11,7 +11,7 @@ const add = (a, b) => (a === undefined ? b : a + b);
 const iops = (vm) => (vm.totals ? vm.totals.reads_s + vm.totals.writes_s : null);
 const rate = (vm) => (vm.totals ? vm.totals.read_bytes_s + vm.totals.write_bytes_s : null);
 
-/** Columns: a key, a name, what it is sorted by, and how it is told. */
+/** Columns: key, name, function that returns the sort value, and function that formats it. */
 const COLUMNS = [
   ['name', 'VM', (vm) => vm.name],
   ['health', 'State', (vm) => vm.health],
@@ -33,7 +33,7 @@ function compare(a, b, by, sign) {
   return order === 0 ? a.name.localeCompare(b.name) : sign * order;
 }
 
-/** What is wrong with a VM that is up. */
+/** Describes the problem of a VM that is up, if it has one. */
 function trouble({ totals, memory }) {
   if (totals?.cache?.failed) return 'its cache has failed';
   if (memory?.lost_pages) return 'pages of its memory are lost';
@@ -99,7 +99,7 @@ function makeTotals() {
   };
 }
 
-/** The page of all VMs. */
+/** Creates the page with all VMs. */
 export function fleetPage() {
   const rows = new Map();
   const totals = makeTotals();
@@ -161,7 +161,7 @@ export function fleetPage() {
     const fits = (vm) => [vm.name, vm.uuid || '', vm.health].some((it) => it.toLowerCase().includes(wanted));
     const shown = frame.vms.filter(fits).sort((a, b) => compare(a, b, by, sign));
     const elements = shown.map((vm) => rows.get(vm.name).element);
-    // Rows that stay where they are keep their focus.
+    // Rows are replaced only if the order changed, so that an unchanged row keeps its focus.
     if (elements.length !== body.children.length || elements.some((row, at) => row !== body.children[at])) {
       const focused = document.activeElement;
       body.replaceChildren(...elements);

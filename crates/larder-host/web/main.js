@@ -1,4 +1,4 @@
-// Which page is shown, and the stream of what it shows.
+// Routing between the pages, and the event stream of the current page.
 
 import { el, text } from './dom.js';
 import { fleetPage } from './fleet.js';
@@ -26,7 +26,7 @@ function route() {
   }
 }
 
-/** Leaves the page that is shown, and shows the one that the address names. */
+/** Closes the current page, and opens the one that the URL names. */
 function open() {
   if (location.hash === '#page' && current) return;
   current?.stream.close();
@@ -39,7 +39,7 @@ function open() {
   stream.onerror = () => {
     say('lost', 'no connection');
     shown.lost?.();
-    // The browser tries again by itself, but for an answer that is no stream.
+    // The browser reconnects by itself, unless the response was not an event stream.
     if (stream.readyState === EventSource.CLOSED) setTimeout(() => current?.stream === stream && reopen(), 3000);
   };
   for (const [name, hear] of Object.entries(shown.hears)) {
@@ -51,7 +51,7 @@ function open() {
   current = { stream, shown };
 }
 
-/** Opens the page again, or the login form where the token has changed. */
+/** Opens the page again, or the login form if the token has changed. */
 async function reopen() {
   const answer = await fetch('/api/fleet', { method: 'HEAD' }).catch(() => undefined);
   if (answer?.status === 401) location.assign('/login');

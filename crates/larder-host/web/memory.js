@@ -1,4 +1,4 @@
-// The memory of a VM over time.
+// Memory of a VM over time.
 
 import { el, show, text } from './dom.js';
 import { facts, timeline } from './parts.js';
@@ -64,7 +64,7 @@ const lostText = (lost) => `${percent(lost.avg10)} of 10 s, ${percent(lost.avg60
 
 const boundsText = (bounds) => (bounds ? Object.entries(bounds).map(([name, value]) => `${name} ${bytes(value)}`).join(', ') : 'the budget is not moved');
 
-/** The part of a VM's page that is of its memory. */
+/** Creates the memory section of a VM's page. */
 export function memoryPart(spanOf) {
   const about = facts(['Process', 'Size', 'Used', 'Budget', 'Budget moves', 'Moved', 'Compressed', TIERS['swap-cache'], TIERS['slow-store'], 'Lost, some', 'Lost, full', 'Refaults', 'Lost pages', 'Stalled']);
   const past = timeline(PLOTS, spanOf);

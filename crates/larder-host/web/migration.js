@@ -1,14 +1,14 @@
-// A VM that is moved: how it goes over time, within which limits, and which methods its pages go by, and why.
+// Page of a migration: its progress over time, its limits, and the methods that encode its pages, with the reasons.
 
 import { el, show, text } from './dom.js';
 import { facts, timeline } from './parts.js';
 import { NONE, age, bandwidth, bytes, count, percent, seconds } from './units.js';
 
 const SPANS = [[120, '2 min'], [300, '5 min'], [900, '15 min'], [1800, '30 min']];
-/** Ways in which pages go that are no method of encoding. */
+/** Ways to send a page that are not an encoding method. */
 const PLAIN = ['zero', 'same', 'delta', 'plain'];
 const WAYS = { zero: 'zeros', same: 'of one word', delta: 'differences', plain: 'as they are' };
-/** Where a VM is after a move. */
+/** State of a VM after a failed migration. */
 const PLACES = { here: 'it goes on here', there: 'it runs at the destination', 'in doubt': 'nobody knows whether it runs at the destination', between: 'a half of it is on either host', lost: 'it is lost, unless it runs at the destination', unknown: 'that was not found out' };
 
 const number = (value) => (value === null || value === undefined ? NONE : value.toFixed(2));
@@ -45,7 +45,7 @@ const PLOTS = [
   ]],
 ];
 
-/** What was done between two states. */
+/** Returns the rates between two states. */
 function between(before, now) {
   const sums = (state) => (state.sent ? [state.sent.raw_bytes, state.sent.wire_bytes] : [state.delivered?.raw_bytes ?? 0, state.delivered?.wire_bytes ?? 0]);
   const time = (now.time_ns - (before?.time_ns ?? now.time_ns)) / 1e9;
@@ -64,7 +64,7 @@ function between(before, now) {
   return { stream: raw / time, wire: wire / time, ways };
 }
 
-/** What is plotted of a state. */
+/** Returns the plotted values of a state. */
 function sample(before, state, ratioInAll) {
   const done = between(before, state);
   const { course, rates, limits } = state;
@@ -96,7 +96,7 @@ function limitsText(limits) {
   return all.filter(Boolean).join(', ') || 'none';
 }
 
-/** A table with a head, whose rows are set anew. */
+/** Creates a table with a head, whose rows are replaced by each `set`. */
 function table(name, heads) {
   const body = el('tbody');
   const head = el('tr', {}, ...heads.map(([words, isNumber]) => el('th', { scope: 'col', class: isNumber ? 'number' : null }, words)));
@@ -111,7 +111,7 @@ function table(name, heads) {
   };
 }
 
-/** The page of a move. */
+/** Creates the page of a migration. */
 export function migrationPage(key) {
   let span = 300;
   let before = null;
@@ -193,7 +193,7 @@ export function migrationPage(key) {
       before = null;
       return;
     }
-    // One that was begun anew has nothing to do with the one before.
+    // A restarted migration cannot be compared with the one before.
     if (before && (before.started_ms !== it.started_ms || before.time_ns > it.time_ns)) before = null;
     if (past.add(migration.time_ms / 1000, sample(before, it, ratio), {})) before = it;
   }
@@ -209,7 +209,7 @@ export function migrationPage(key) {
   };
 }
 
-/** Links to moves, each with how it goes; `of` is what each is told of: its VM, or where it goes. */
+/** Creates links to migrations, each with its progress. `of` selects the label: `vm` for the VM and the peer, otherwise the peer alone. */
 export function moveLinks(of) {
   const list = el('ul', { class: 'moves' });
   const links = new Map();

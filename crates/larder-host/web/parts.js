@@ -1,4 +1,4 @@
-// What the parts of a VM's page have in common: facts, and plots over the time that is shown.
+// Elements that the sections of a VM's page share: facts, and plots over the time that is shown.
 
 import { el, text } from './dom.js';
 import { timePlot } from './plot.js';
@@ -6,7 +6,7 @@ import { timePlot } from './plot.js';
 const SAMPLES_MAX = 1800;
 const SHOWN_MIN = 60;
 
-/** Names and what is to be said of each. */
+/** Creates a list of names, each with a value. */
 export function facts(names) {
   const values = new Map(names.map((name) => [name, el('dd')]));
   const element = el('dl', { class: 'facts' });
@@ -14,7 +14,7 @@ export function facts(names) {
   return { element, set: (name, value) => text(values.get(name), value) };
 }
 
-/** Plots over time, each: title, kind, how values are told, and series: name, colour, how it is taken of a sample, whether it is dashed. */
+/** Creates plots over time. Each has: title, kind, function that formats values, and series: name, colour, function of a sample, whether the line is dashed. */
 export function timeline(all, spanOf) {
   const plots = all.map(([title, kind, tell, series]) => ({
     series,
@@ -25,7 +25,7 @@ export function timeline(all, spanOf) {
 
   function draw() {
     if (!times.length) return;
-    // What is young has no empty half hour before it.
+    // A short history is not preceded by an empty half hour.
     const length = Math.min(spanOf(), Math.max(SHOWN_MIN, times.at(-1) - times[0]));
     const range = [times.at(-1) - length, times.at(-1)];
     const first = Math.max(0, times.findIndex((time) => time >= range[0]) - 1);
@@ -39,7 +39,7 @@ export function timeline(all, spanOf) {
 
   return {
     plots: plots.map(({ plot }) => plot),
-    /** A sample: rates, and what else is plotted; whether it is a new one. */
+    /** Adds a sample: rates, and other plotted values. Returns whether it is newer than the last one. */
     add(time, rates, rest) {
       if (times.length && time <= times.at(-1)) return false;
       times.push(time);
@@ -52,10 +52,10 @@ export function timeline(all, spanOf) {
       return true;
     },
     draw,
-    /** Nothing is known from now on. */
+    /** Begins a gap: there are no data from now on. */
     gap() {
       if (!times.length || samples.at(-1)[0] === null) return;
-      // By the host's clock, which need not be the browser's.
+      // Uses the host's clock, which may differ from the browser's.
       times.push(times.at(-1) + 0.001);
       samples.push([null, {}]);
       draw();

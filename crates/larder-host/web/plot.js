@@ -1,4 +1,4 @@
-// Plots: uPlot with the page's colours, a legend of our own, and one cursor for all.
+// Plots: uPlot with the page's colours, a custom legend, and one shared cursor.
 
 import uPlot from './vendor/uPlot.esm.js';
 import { el, text } from './dom.js';
@@ -9,7 +9,7 @@ const SYNC = 'larder';
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A small line without axes; `points` wide. */
+/** Creates a small line without axes, `points` samples wide. */
 export function sparkline(points) {
   const canvas = el('canvas', { width: 240, height: 56, 'aria-hidden': 'true' });
   return {
@@ -40,7 +40,7 @@ export function sparkline(points) {
   };
 }
 
-/** A figure with a title, a legend of `series` ([name, colour, dashed]), and a plot below. */
+/** Creates a figure with a title, a legend of `series` ([name, colour, dashed]), and a plot below. */
 function figure(title, series, tell) {
   const values = series.map(() => el('b', {}, NONE));
   const legend = el('ul', { class: 'legend' });
@@ -60,10 +60,10 @@ function figure(title, series, tell) {
   };
 }
 
-/** As it is told elsewhere, without zeros behind the point. */
+/** Removes trailing zeros after the decimal point. */
 const short = (words) => words.replace(/\.(\d*?)0+(?=\s|$)/, (_, rest) => (rest ? `.${rest}` : ''));
 
-/** Powers of two from `low` to `high`, no more than five. */
+/** Returns the powers of two from `low` to `high`, thinned out to five. */
 function powersOfTwo(low, high) {
   const [first, last] = [Math.ceil(Math.log2(low)), Math.floor(Math.log2(high))];
   const step = Math.max(1, Math.ceil((last - first + 1) / 5));
@@ -84,7 +84,7 @@ function axes(tell, isTime, tellX) {
   } else {
     x.values = (_, all) => all.map((value) => (value === null ? null : short(tellX(value))));
     x.splits = (_, __, low, high) => powersOfTwo(low, high);
-    // uPlot would tell only some of them.
+    // Without a filter uPlot would label only some of them.
     x.filter = (_, all) => all;
   }
   return [x, { ...common, size: 70, gap: 4, space: 34, values: (_, all) => all.map((value) => (value === null ? null : short(tell(value)))) }];
@@ -92,7 +92,7 @@ function axes(tell, isTime, tellX) {
 
 const wide = (element) => Math.max(200, Math.floor(element.clientWidth));
 
-/** Bounds of the y axis, and where it has lines: from 0, in round steps of the unit; a ratio's from 0 to 1. */
+/** Returns the bounds and grid lines of the y axis: from 0, in round steps of the unit; for a ratio, from 0 to 1. */
 function yScale(kind) {
   switch (kind) {
     case 'ratio':
@@ -106,7 +106,7 @@ function yScale(kind) {
           log: 10,
           range: (_, low, high) => (low === null || high === null || !(high > 0) ? [1e-6, 1e-2] : [10 ** Math.floor(Math.log10(Math.max(low, 1e-9))), 10 ** Math.ceil(Math.log10(high * 1.01))]),
         },
-        // A line for each power of ten.
+        // One grid line for each power of ten.
         splits: (_, __, low, high) => {
           const [first, last] = [low, high].map((it) => Math.round(Math.log10(it)));
           return Array.from({ length: last - first + 1 }, (___, at) => 10 ** (first + at));
@@ -155,7 +155,7 @@ const line = ([name, colourName, isDashed]) => ({
   spanGaps: false,
 });
 
-/** What happens over time; `kind` is count, bytes, time, share or ratio. */
+/** Creates a plot over time; `kind` is count, bytes, time, share or ratio. */
 export function timePlot(title, series, kind, tell) {
   const shape = figure(title, series, tell);
   const y = yScale(kind);
@@ -175,7 +175,7 @@ export function timePlot(title, series, kind, tell) {
   shape.element.larder = () => data;
   return {
     element: shape.element,
-    /** Rows: times in seconds, then a list for each series; shown from the first to the second of `range`. */
+    /** Sets the data: a row of times in seconds, then a row for each series. `range` is the first and last time shown. */
     set(rows, range) {
       [data, bounds] = [rows, range];
       if (!drawn && shape.place.isConnected) drawn = draw(shape, options, data);
@@ -187,7 +187,7 @@ export function timePlot(title, series, kind, tell) {
   };
 }
 
-/** Misses by the size of the cache, and where the size is now. */
+/** Creates a plot of the miss ratio by cache size, with a mark at the current size. */
 export function curvePlot(title, series, tell, tellX, mark) {
   const shape = figure(title, [series], tell);
   shape.place.setAttribute('aria-label', `${title}, by size of the cache`);
@@ -231,7 +231,7 @@ export function curvePlot(title, series, tell, tellX, mark) {
   shape.element.larder = () => [...data, at];
   return {
     element: shape.element,
-    /** The curve, and the size now. */
+    /** Sets the curve and the current size. */
     set(rows, now) {
       const isSame = at === now && rows.every((row, place) => row.length === data[place].length && row.every((value, it) => value === data[place][it]));
       if (isSame && drawn) return;

@@ -1,4 +1,4 @@
-// Light, dark, or as the system is. Not a module: it runs before anything is drawn.
+// Theme: light, dark, or as the system. This script is not a module, so it runs before anything is drawn.
 'use strict';
 
 (() => {
@@ -9,7 +9,7 @@
   try {
     now = localStorage.getItem('larder-theme') || now;
   } catch {
-    // A browser that stores nothing has the system's.
+    // Without local storage the theme is the system's.
   }
   const show = () => {
     const system = dark.matches ? 'dark' : 'light';
@@ -26,7 +26,7 @@
       try {
         localStorage.setItem('larder-theme', now);
       } catch {
-        // As above.
+        // Without local storage the choice lasts until the page is closed.
       }
       show();
     });

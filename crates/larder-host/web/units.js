@@ -1,4 +1,4 @@
-// Numbers for people.
+// Formats numbers for people.
 
 const BINARY = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB'];
 
@@ -34,7 +34,7 @@ export function seconds(value) {
 
 export const percent = (value) => (value === null || value === undefined ? NONE : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`);
 
-/** How long ago, roughly. */
+/** Formats an age roughly. */
 export function age(since, now) {
   const all = Math.max(0, Math.round((now - since) / 1000));
   const parts = [[86400, 'd'], [3600, 'h'], [60, 'min'], [1, 's']];

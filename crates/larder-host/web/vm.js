@@ -1,4 +1,4 @@
-// One VM: its disks and its memory over time, and what has happened.
+// Page of a VM: its disks and memory over time, and its events.
 
 import { badge, el, show, text } from './dom.js';
 import { memoryPart } from './memory.js';
@@ -10,7 +10,7 @@ import { NONE, age, bandwidth, bytes, clock, count, percent, seconds } from './u
 const EVENTS_MAX = 200;
 const SPANS = [[120, '2 min'], [300, '5 min'], [900, '15 min'], [1800, '30 min']];
 
-/** A plot: title, kind, how values are told, and series: name, colour, how it is taken, and whether it is dashed. */
+/** Plots of a disk: title, kind, function that formats values, and series: name, colour, function of the rates, whether the line is dashed. */
 const PLOTS = [
   ['Requests per second', 'count', count, [
     ['read', '--read', (it) => it.read.per_second],
@@ -120,7 +120,7 @@ function eventList() {
   };
 }
 
-/** The page of the VM of that name. */
+/** Creates the page of the VM with this name. */
 export function vmPage(name) {
   let span = 300;
   const disks = new Map();
@@ -184,7 +184,7 @@ export function vmPage(name) {
       about.set('Larder', vm.version || NONE);
       about.set('Socket', [vm.socket, vm.memory_socket].filter(Boolean).join(', '));
     }
-    // Where one of its processes answers no more, the other one's figures go on.
+    // If one of the VM's processes stops answering, the values of the other one are still updated.
     hearMemory(toldMemory);
     if (!areDisksUp) {
       disks.forEach((disk) => disk.gap());

@@ -1,5 +1,5 @@
-//! VMs with working sets, simulated: a VM waits the more, the more of its working set it has no room for; and a while after
-//! something was taken, since what goes is not always what is not needed.
+//! Simulated VMs with working sets. A VM stalls in proportion to the part of its working set that exceeds its budget.
+//! It also stalls for a while after memory was taken, because evicted pages are not always unneeded ones.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use super::*;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// Of the whole of a VM's working set being away.
+/// Stall of a VM whose whole working set is evicted.
 const STALL_OF_ALL: f64 = 0.9;
 
 #[derive(Clone, Debug)]
@@ -18,7 +18,7 @@ struct Vm {
     budget: u64,
     used: u64,
     wanted: u64,
-    /// It is waited for what was taken in vain.
+    /// Stall from pages that were taken although they were needed.
     disturbed: f64,
     answers: bool,
 }
@@ -46,12 +46,12 @@ impl Vm {
     }
 }
 
-/// A host.
+/// Simulated host with its VMs.
 struct Sim {
     balancer: Balancer,
     policy: Policy,
     total: u64,
-    /// What others use.
+    /// Bytes that other processes use.
     others: u64,
     vms: Vec<Vm>,
     moves: Vec<(usize, Move)>,
@@ -91,7 +91,7 @@ impl Sim {
         self.vms.iter().enumerate().map(of).collect()
     }
 
-    /// A look, after which all that is promised of decisions is checked.
+    /// Polls once, and checks every promise about the decisions.
     fn look(&mut self) {
         let (seen, available) = (self.seen(), self.available());
         let moves = self.balancer.decide(available, &seen);
@@ -141,7 +141,7 @@ impl Sim {
         for it in moves {
             let vm = &mut self.vms[place(&it)];
             if it.to < it.from {
-                // Some of what goes is wanted back at once.
+                // Some of the evicted pages are refaulted at once.
                 let idle = vm.budget.saturating_sub(vm.used);
                 let share = (it.from - it.to).saturating_sub(idle) as f64 / vm.size as f64;
                 vm.disturbed += share * vm.wanted.min(it.from) as f64 / it.from as f64;
@@ -160,7 +160,7 @@ impl Sim {
         (0..looks).for_each(|_| self.look());
     }
 
-    /// How often a VM's budget has turned from growing to shrinking, or the other way round, since a look.
+    /// Returns how often a VM's budget has turned from growing to shrinking or back since a poll.
     fn turns(&self, vm: usize, since: usize) -> usize {
         let of = self.moves.iter().filter(|(look, it)| *look >= since && place(it) == vm);
         let ups: Vec<bool> = of.map(|(_, it)| it.to > it.from).collect();
@@ -172,8 +172,9 @@ fn place(it: &Move) -> usize {
     it.name.parse().expect("a number")
 }
 
+/// Budgets converge to between 98 % and 110 % of the working sets, and then hardly change.
 #[test]
-fn budgets_come_to_what_vms_need() {
+fn budgets_converge_to_working_sets() {
     let vms = vec![
         Vm::free(4 * GIB, 4 * GIB, GIB),
         Vm::free(4 * GIB, GIB, 3 * GIB),
@@ -190,8 +191,9 @@ fn budgets_come_to_what_vms_need() {
     }
 }
 
+/// On a full host, budgets follow working sets that swap sizes.
 #[test]
-fn working_sets_that_swap_swap_budgets_on_a_full_host() {
+fn budgets_follow_swapped_working_sets() {
     let vms = vec![Vm::free(4 * GIB, 3 * GIB, 3 * GIB), Vm::free(4 * GIB, GIB, GIB)];
     let mut sim = Sim::new(5 * GIB, GIB / 2, vms);
     sim.run(300);
@@ -202,15 +204,16 @@ fn working_sets_that_swap_swap_budgets_on_a_full_host() {
     assert!(sim.vms[1].stall() <= 0.01, "{:?}", sim.vms);
 }
 
+/// Below the reserve, memory is taken from VMs that are not short: to `low`, then to `min`.
 #[test]
-fn a_broken_reserve_takes_from_the_least_stalled_to_low_then_to_min() {
+fn reserve_is_restored_from_unstalled_vms() {
     let bounds = [512 * MIB, GIB, 2 * GIB, 4 * GIB];
     let mut vms = vec![Vm::new(4 * GIB, bounds, 2 * GIB, GIB / 4); 3];
     vms[1].wanted = 3 * GIB;
     let mut sim = Sim::new(8 * GIB, GIB, vms);
     sim.others = 3 * GIB;
     sim.run(1);
-    // One that is short keeps what it has.
+    // A VM that is short keeps its budget.
     assert!(
         sim.moves.iter().all(|(_, it)| it.why == Why::Reserve && it.name != "1"),
         "{:?}",
@@ -230,8 +233,9 @@ fn a_broken_reserve_takes_from_the_least_stalled_to_low_then_to_min() {
     assert!(sim.vms[1].budget >= 2 * GIB, "{:?}", sim.vms);
 }
 
+/// A VM keeps memory beyond its `high` only while no other VM needs it.
 #[test]
-fn beyond_high_is_only_what_nobody_else_has_use_for() {
+fn memory_beyond_high_is_reclaimable() {
     let bounds = [GIB / 4, GIB / 2, 2 * GIB, 4 * GIB];
     let vms = vec![
         Vm::new(4 * GIB, bounds, GIB, 4 * GIB),
@@ -247,8 +251,9 @@ fn beyond_high_is_only_what_nobody_else_has_use_for() {
     assert!(sim.vms[1].budget >= 2 * GIB - 64 * MIB, "{:?}", sim.vms);
 }
 
+/// No budget changes if it is fixed, at the first poll of its VM, or while the VM gives no answer.
 #[test]
-fn nothing_moves_without_a_range_or_on_the_first_look_or_where_nobody_answers() {
+fn unadjustable_vms_keep_budgets() {
     let mut balancer = Balancer::new(Policy {
         reserve: 0,
         stall: 0.01,
@@ -288,8 +293,9 @@ fn nothing_moves_without_a_range_or_on_the_first_look_or_where_nobody_answers() 
     assert!(moves.len() == 1 && moves[0].why == Why::Short && moves[0].to > moves[0].from);
 }
 
+/// Unused budget is taken for another VM at once, but is not granted before it is free.
 #[test]
-fn a_budget_that_is_not_used_is_another_s_at_once_but_not_granted_twice() {
+fn idle_budget_is_not_granted_twice() {
     let mut vms = vec![Vm::free(4 * GIB, 4 * GIB, GIB), Vm::free(4 * GIB, GIB, 3 * GIB)];
     vms[0].used = GIB;
     let mut balancer = Balancer::new(Policy {
@@ -297,7 +303,7 @@ fn a_budget_that_is_not_used_is_another_s_at_once_but_not_granted_twice() {
         stall: 0.01,
     });
     let sim = Sim::new(5 * GIB, 0, vms);
-    // All that is free is promised to the first one.
+    // All free memory is promised to the first VM.
     let moves = balancer.decide(3 * GIB, &sim.seen());
     assert!(moves.iter().all(|it| it.to < it.from), "{moves:?}");
     assert!(
@@ -306,9 +312,10 @@ fn a_budget_that_is_not_used_is_another_s_at_once_but_not_granted_twice() {
     );
 }
 
+/// Memory that was taken although it was needed is given back, and is tried less and less often.
 #[test]
-fn what_was_taken_in_vain_is_given_back_and_tried_ever_less() {
-    // It needs exactly what it has.
+fn harmful_takes_are_returned_and_rarer() {
+    // The VM needs exactly its budget.
     let mut sim = Sim::new(16 * GIB, GIB, vec![Vm::free(4 * GIB, 2 * GIB, 2 * GIB)]);
     sim.run(200);
     let early = sim.moves.iter().filter(|(look, _)| *look < 200).count();
@@ -321,9 +328,9 @@ fn what_was_taken_in_vain_is_given_back_and_tried_ever_less() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
-    /// Whatever happens on a host, no promise is broken; [`Sim::look`] checks them at each look.
+    /// No sequence of events breaks a promise; [`Sim::look`] checks them at each poll.
     #[test]
-    fn no_promise_is_broken(
+    fn random_events_break_no_promise(
         vms in prop::collection::vec((1_u64..64, [0_u64..=16, 0..=16, 0..=16, 0..=16], 0_u64..=16, 0_u64..=16), 1..6),
         total in 8_u64..512,
         reserve in 0_u64..64,

@@ -1,4 +1,4 @@
-//! What there is to be told, and where it is taken from.
+//! Metric families about VMs and disks, and the sources of their values.
 
 use larder_vm::control::state::{CacheHealth, DiskState};
 
@@ -7,7 +7,7 @@ use super::write::Put;
 use super::{HostMetrics, MemoryMetrics, MigrationMetrics, VmMetrics};
 use crate::vm::Health;
 
-/// How a family is to be read.
+/// Type of a metric family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Counter,
@@ -27,7 +27,7 @@ impl Kind {
     }
 }
 
-/// What is told once for each what.
+/// Object that a family has one set of samples for.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
     Host(fn(&HostMetrics, &mut Put<'_>)),
@@ -37,13 +37,13 @@ pub(super) enum Of {
     Migration(fn(&MigrationMetrics, &mut Put<'_>)),
 }
 
-/// A name, what it means, and how its values are told.
+/// Metric family: its name, its description, and the function that writes its values.
 pub(super) struct Family {
-    /// Without the suffixes `_total` and `_info`.
+    /// Name without the suffixes `_total` and `_info`.
     pub(super) name: &'static str,
     pub(super) kind: Kind,
     pub(super) unit: Option<&'static str>,
-    /// Without the full stop.
+    /// Description without the full stop.
     pub(super) help: &'static str,
     pub(super) of: Of,
 }
@@ -64,7 +64,7 @@ pub(super) const fn family(
     }
 }
 
-/// All of them, in the order in which they are told.
+/// Families about VMs and disks, in the order in which they are written.
 pub(super) const FAMILIES: &[Family] = &[
     family(
         "larder_build",

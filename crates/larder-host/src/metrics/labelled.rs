@@ -1,4 +1,4 @@
-//! Families whose values have labels of their own.
+//! Metric families whose values have labels of their own.
 
 use larder_vm::control::state::DiskState;
 

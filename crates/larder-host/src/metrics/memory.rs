@@ -1,4 +1,4 @@
-//! What there is to be told of memory.
+//! Metric families about memory.
 
 use larder_vm::control::memory::{MemoryProblem, SwapState};
 
@@ -6,7 +6,7 @@ use super::MemoryMetrics;
 use super::families::{Family, Kind, Of, family};
 use super::write::Put;
 
-/// All of it, in the order in which it is told.
+/// Families about memory, in the order in which they are written.
 pub(super) const FAMILIES: &[Family] = &[
     family(
         "larder_host_memory_available_bytes",

@@ -1,4 +1,4 @@
-//! What there is to be told of VMs that are moved.
+//! Metric families about migrations.
 
 use larder_vm::control::migration::{CourseState, MigrationPhase, MigrationState, SentState};
 
@@ -8,7 +8,7 @@ use crate::fleet::Fleet;
 use crate::migration_frames::moves;
 use crate::vm::{Health, shortened};
 
-/// A move as it is told: how it was last, which is kept for a while when it has ended.
+/// Data of a migration for the metrics. The latest state is kept for a while after the migration has ended.
 pub(super) struct MigrationMetrics {
     domain: String,
     health: Health,
@@ -20,7 +20,7 @@ impl MigrationMetrics {
         Labels::new(&[("domain", &self.domain), ("direction", self.state.direction.name())])
     }
 
-    /// While it goes on.
+    /// Returns the progress while the migration runs.
     fn course(&self) -> Option<&CourseState> {
         let goes_on = self.health == Health::Up && !self.state.phase.is_over();
         self.state.course.as_ref().filter(|_| goes_on)
@@ -30,14 +30,14 @@ impl MigrationMetrics {
         self.state.sent.as_ref()
     }
 
-    /// The VM may be nowhere, or at a place that nobody knows.
+    /// Returns whether the migration failed and left the VM nowhere, or at an unknown place.
     fn is_in_doubt(&self) -> bool {
         let place = self.state.place.as_deref();
         self.state.phase == MigrationPhase::Failed && place.is_some_and(|place| place != "here" && place != "there")
     }
 }
 
-/// All moves, each with labels that no other one has.
+/// Collects all migrations, each with unique labels.
 pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
     let vms = fleet.vms();
     let mut all: Vec<MigrationMetrics> = moves(&vms)
@@ -47,7 +47,7 @@ pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
             state: state.clone(),
         })
         .collect();
-    // One of a name and a way in another folder is the same VM's, and older or younger.
+    // A migration of the same name and direction in another directory is the same VM's; only the newer one is kept.
     all.sort_by(|a, b| {
         let key = |of: &MigrationMetrics| (of.domain.clone(), of.state.direction, of.state.started_ms);
         key(b).cmp(&key(a))
@@ -56,7 +56,7 @@ pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
     all
 }
 
-/// All of it, in the order in which it is told.
+/// Families about migrations, in the order in which they are written.
 pub(super) const FAMILIES: &[Family] = &[
     family(
         "larder_migration",
@@ -249,7 +249,7 @@ fn course(of: &MigrationMetrics, put: &mut Put<'_>, value: fn(&CourseState) -> O
     }
 }
 
-/// A sum of the side that sends, or of that which receives: bytes of the stream, and on the link.
+/// Writes a counter of the sending side, or of the receiving side: (bytes of the stream, bytes on the wire).
 fn both(of: &MigrationMetrics, put: &mut Put<'_>, sent: fn(&SentState) -> u64, delivered: fn((u64, u64)) -> u64) {
     let received = of.state.delivered.map(|it| (it.raw_bytes, it.wire_bytes));
     if let Some(value) = of.sent().map(sent).or_else(|| received.map(delivered)) {

@@ -1,5 +1,5 @@
-//! What Prometheus is told: OpenMetrics 1.0, or the text format 0.0.4 that came before it. `docs/metrics.md` describes it
-//! for users.
+//! Prometheus exporter: OpenMetrics 1.0, or its predecessor, the text format 0.0.4. `docs/metrics.md` describes the
+//! metrics for users.
 
 mod families;
 mod labelled;
@@ -22,7 +22,7 @@ use families::{FAMILIES, Of};
 use migration::MigrationMetrics;
 use write::{Labels, Writer};
 
-/// How it is written.
+/// Exposition format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     OpenMetrics,
@@ -30,7 +30,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// What a client takes: the first of both that it names, or text.
+    /// Returns the format that the `Accept` headers ask for: OpenMetrics if they name it, otherwise text.
     pub(crate) fn accepted(headers: &HeaderMap) -> Self {
         let all = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
         let mut types = all.flat_map(|value| value.split(','));
@@ -48,16 +48,16 @@ impl Format {
     }
 }
 
-/// A VM as it is told.
+/// Data of a VM for the metrics.
 struct VmMetrics {
-    /// Of no other VM.
+    /// Name, unique among all VMs.
     domain: String,
     uuid: Option<String>,
     health: Health,
     server: Option<ServerState>,
-    /// If the server of its disks answers.
+    /// Sample of the disks, if their server answers.
     sample: Option<Arc<Sample>>,
-    /// If the process that manages its memory answers: what it said.
+    /// Sample of the memory, if the process that manages it answers.
     of_memory: Option<Arc<Sample>>,
     moved: Moved,
 }
@@ -68,23 +68,23 @@ impl VmMetrics {
     }
 }
 
-/// Memory as it is told.
+/// Data of a VM's memory for the metrics.
 struct MemoryMetrics<'a> {
     memory: &'a Memory,
     moved: &'a Moved,
 }
 
-/// What is told of the host.
+/// Data of the host for the metrics.
 struct HostMetrics {
-    /// Sockets by how they are.
+    /// Sockets by health.
     sockets: Vec<(&'static str, u64)>,
-    /// Counts of places that are not watched.
+    /// Counts of control sockets that are not watched.
     left_out: LeftOut,
-    /// Its memory, while budgets are moved.
+    /// Memory of the host, while budgets are balanced.
     memory: Option<HostMemory>,
 }
 
-/// All VMs as they are told: those that have a server, or whose server was killed.
+/// Collects the data of the host and of all VMs that have a server or whose server was killed.
 fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
     let vms = fleet.vms();
     let balance = fleet.balance();
@@ -111,7 +111,7 @@ fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
     (all.collect(), host)
 }
 
-/// Names of which no two are the same: the second `web` is `web#2`.
+/// Makes names unique: the second `web` becomes `web#2`.
 pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
     let mut seen: HashMap<String, u32> = HashMap::new();
     let unique = names.map(|name| {
@@ -125,7 +125,7 @@ pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
     unique.collect()
 }
 
-/// All that is known now.
+/// Renders all metrics.
 pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
     let (vms, host) = seen(fleet);
     let mut writer = Writer::new(format);
@@ -167,13 +167,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_vms_have_one_name() {
+    fn vm_names_are_made_unique() {
         let names = ["web", "db", "web", "web"].map(str::to_owned);
         assert_eq!(names_of(names.into_iter()), ["web", "db", "web#2", "web#3"]);
     }
 
     #[test]
-    fn openmetrics_is_for_who_wants_it() {
+    fn openmetrics_is_served_on_request() {
         let mut headers = HeaderMap::new();
         assert_eq!(Format::accepted(&headers), Format::Text);
         headers.insert(ACCEPT, "text/html, */*".parse().expect("a value"));

@@ -1,4 +1,4 @@
-//! The formats: <https://prometheus.io/docs/specs/om/open_metrics_spec/>, and
+//! Writer of the exposition formats: <https://prometheus.io/docs/specs/om/open_metrics_spec/>, and
 //! <https://prometheus.io/docs/instrumenting/exposition_formats/>.
 
 use std::fmt::{Display, Write};
@@ -8,11 +8,11 @@ use larder_vm::control::state::Latency;
 use super::Format;
 use super::families::{Family, Kind};
 
-/// Bounds of the buckets that are told: from 8 µs to 8.6 s, each twice the one before. They are bounds of the control
-/// socket's buckets, too, so that each of those is in one of these as a whole.
+/// Bucket bounds as powers of two of nanoseconds: from 8 µs to 8.6 s, each twice the one before. They are bounds of
+/// the control socket's buckets, too, so that each of those lies within one of these.
 const BOUNDS_NS: std::ops::RangeInclusive<u32> = 13..=33;
 
-/// Names and values, written once.
+/// Label names and values, formatted once.
 pub(super) struct Labels(String);
 
 impl Labels {
@@ -53,7 +53,7 @@ impl Writer {
         }
     }
 
-    /// Begins a family.
+    /// Begins a metric family.
     pub(super) fn family<'a>(&'a mut self, family: &'a Family) -> Put<'a> {
         let (name, kind) = match (self.format, family.kind) {
             (Format::OpenMetrics, kind) => (family.name.to_owned(), kind.name()),
@@ -87,7 +87,7 @@ impl Writer {
     }
 }
 
-/// Takes the samples of a family.
+/// Writer of the samples of one family.
 pub(super) struct Put<'a> {
     text: &'a mut String,
     name: &'a str,
@@ -96,7 +96,7 @@ pub(super) struct Put<'a> {
 }
 
 impl<'a> Put<'a> {
-    /// Samples from here on have these labels.
+    /// Sets the labels of the samples that follow.
     pub(super) fn of(&mut self, labels: &'a Labels) -> &mut Self {
         self.labels = &labels.0;
         self
@@ -172,8 +172,9 @@ mod tests {
         );
     }
 
+    /// Each observation is counted in exactly one bucket.
     #[test]
-    fn a_histogram_has_every_time_once() {
+    fn histogram_counts_each_time_once() {
         let bucket = |below_ns, count| LatencyBucket { below_ns, count };
         let times = Latency {
             count: 21,
