@@ -1,9 +1,12 @@
-//! What follows from what was measured: the three practices of the study of memory over-commit (Intel IT, 2016): give VMs
-//! the size that they use, over-commit memory up to 80 % of active memory with CPUs busy to about 80 %, and look whether the
-//! disks are slow, which looks like a want of CPUs or memory. It saw no more degradation at 150 % over-subscription with a
-//! swap cache on SSDs than without: more than that is not advised either, however little is active now.
+//! Advice from measurements. It applies the three practices of the study of memory over-commit (Intel IT, 2016):
+//! - Give VMs the size that they use.
+//! - Over-commit memory up to 80 % of active memory, with CPUs busy to about 80 %.
+//! - Check whether the disks are slow, which looks like a lack of CPUs or memory.
 //!
-//! No system call is made here, and no clock read: the same numbers have the same sentences.
+//! The study saw no more degradation at 150 % over-subscription with a swap cache on SSDs than without. More than
+//! that is not advised, however little memory is active now.
+//!
+//! No system call is made here, and no clock is read: the same numbers give the same sentences.
 
 mod fit;
 mod over_commit;
@@ -20,30 +23,30 @@ pub use fit::{Fit, WouldFit};
 pub use room::{More, Room, Typical};
 pub use words::{percent, size, time};
 
-/// Shorter looks say nothing of what a VM needs.
+/// Shortest window, in seconds, from which the needs of a VM are judged.
 pub const WINDOW_SECONDS_MIN: f64 = 5.0;
 
-/// Ready time up to this share is no trouble.
+/// Ready time up to this share is no problem.
 pub const READY_LOW: f64 = 0.05;
 
-/// Ready time from this share on is felt in the guest.
+/// Ready time from this share on is noticeable in the guest.
 pub const READY_HIGH: f64 = 0.10;
 
-/// How busy CPUs are to be on average (the study's).
+/// Intended mean load of the CPUs (from the study).
 pub const CPU_TARGET: f64 = 0.80;
 
-/// What the operator wants.
+/// Goals of the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Policy {
-    /// Memory in bytes that VMs are not to have, besides what others use now.
+    /// Memory in bytes that is reserved for other uses than VMs, beyond present use.
     pub reserve: u64,
-    /// The share of the host's memory that may be active.
+    /// Share of the host's memory that may be active.
     pub active_share: f64,
-    /// What VMs may be given in all, as a share of the host's memory.
+    /// Memory that VMs may be given in all, as a share of the host's memory.
     pub overcommit: f64,
-    /// The share of the time for which waiting for memory is accepted.
+    /// Accepted share of the time spent waiting for memory.
     pub stall: f64,
-    /// How long a request to a disk may take, in seconds.
+    /// Accepted time of a disk request, in seconds.
     pub latency_seconds: f64,
 }
 
@@ -59,44 +62,44 @@ impl Default for Policy {
     }
 }
 
-/// Which of the three practices a finding is of.
+/// Practice that a finding belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Practice {
-    /// VMs as large as what they use.
+    /// VMs as large as their use.
     RightSize,
-    /// How many more fit.
+    /// Number of VMs that fit in addition.
     OverCommit,
-    /// Whether it is a disk.
+    /// Slowness of disks.
     Storage,
 }
 
-/// What is to be done.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
-    /// Nothing.
+    /// No action is needed.
     Fine,
-    /// Something could be better.
+    /// An improvement is possible.
     Advice,
-    /// Something is wrong now.
+    /// There is a problem now.
     Warning,
-    /// It cannot be said.
+    /// No judgement is possible.
     Unknown,
 }
 
-/// What was found, with its evidence.
+/// Finding with its evidence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Of what.
+    /// Practice that the finding belongs to.
     pub practice: Practice,
-    /// Of which VM, as it is called in sentences; `None` for the host.
+    /// Title of the VM; `None` for the host.
     pub vm: Option<String>,
-    /// What is to be done.
+    /// Severity.
     pub level: Level,
-    /// Which finding it is, for programs.
+    /// Identifier of the finding, for programs.
     pub code: &'static str,
-    /// A sentence for people.
+    /// Sentence for people.
     pub text: String,
 }
 
@@ -122,20 +125,20 @@ impl Finding {
     }
 }
 
-/// All that follows.
+/// Result of the judgement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Advice {
-    /// By which it was judged.
+    /// Policy that was applied.
     pub policy: Policy,
-    /// What was found.
+    /// Findings.
     pub findings: Vec<Finding>,
-    /// How much more fits.
+    /// Room for more VMs.
     pub room: Room,
-    /// Whether one more VM would fit, if that was asked.
+    /// Answer whether one more VM would fit, if that was asked.
     pub would_fit: Option<WouldFit>,
 }
 
-/// Judges; `size` is that of a VM of which somebody wants to know whether it would fit.
+/// Judges measurements; `size` is the memory in bytes of a VM for which the answer whether it fits is wanted.
 pub fn judge(measured: &Measured, policy: &Policy, size: Option<u64>) -> Advice {
     let mut findings = right_size::findings(measured, policy);
     let room = Room::of(measured, policy);
@@ -149,7 +152,7 @@ pub fn judge(measured: &Measured, policy: &Policy, size: Option<u64>) -> Advice 
     }
 }
 
-/// The stall of memory that is worst: that of the host's tasks, or of a VM whose memory Larder manages.
+/// Returns the worst memory stall: of the host's tasks, or of a VM whose memory Larder manages.
 fn memory_stall(measured: &Measured) -> Option<f64> {
     let managed = measured.vms.iter().filter_map(|vm| Some(vm.managed.as_ref()?.stall));
     managed.chain(measured.host.memory_stall).reduce(f64::max)

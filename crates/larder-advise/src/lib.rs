@@ -1,15 +1,16 @@
-//! What the VMs of a host use, seen without touching them, and what follows from it: which are too large or too small, how
-//! many more fit, and whether it is a disk that they wait for.
+//! Resource usage of the VMs of a host, observed without touching them, and advice derived from it: which VMs are too
+//! large or too small, how many more fit, and whether a disk is the bottleneck.
 //!
-//! Measuring and judging are apart. [`look`] reads procfs and asks the servers of Larder for a while ([`sample`] is what is
-//! read at a moment, [`window`] what happened between two) and tells it in plain numbers, [`measured`]. [`judge`] makes
-//! sentences of those numbers and a policy, reads nothing, and is tested with numbers alone.
+//! Measuring and judging are separate. [`look`] reads procfs and queries Larder's servers for a while ([`sample`] is
+//! one reading, [`window`] the difference of two) and returns plain numbers, [`measured`]. [`judge`] turns those
+//! numbers and a policy into sentences; it reads nothing, and is tested with numbers alone.
 //!
 //! Invariants:
-//! - Nothing is changed, and no counter reset: no file of the kernel's is written to, no monitor of QEMU's connected to.
-//! - What was not measured is told with the reason, and nothing is advised without what it takes to know it.
-//! - A process may end at any moment, and another one may get its number: what was read of it counts only if it was the
-//!   same at both ends.
+//! - Nothing is changed, and no counter is reset: no kernel file is written to, and no QEMU monitor is connected to.
+//! - A value that was not measured is reported with the reason, and no advice is given without the values that it
+//!   needs.
+//! - A process may exit at any moment, and its PID may be reused: values of a process count only if it was the same
+//!   process at both ends.
 
 pub mod judge;
 pub mod look;

@@ -1,7 +1,7 @@
-//! Looks at a host for a while: samples it again and again, and asks the servers of Larder at both ends.
+//! Observation of a host for a while: samples it periodically, and queries Larder's servers at both ends.
 //!
-//! Only files of procfs are read, and what Larder tells on its control sockets. No VM is stopped, asked, or changed, and no
-//! monitor of QEMU's is connected to: it has one place, which is another's.
+//! Only procfs files and Larder's control sockets are read. No VM is paused, queried, or changed. QEMU's monitor is
+//! not used, because it accepts a single connection, which belongs to another program.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -18,21 +18,21 @@ use crate::servers::{AllTold, ask_all};
 use crate::told;
 use crate::window::Window;
 
-/// The busiest of so many parts of the time counts as the peak.
+/// Number of slices of the window; the busiest one counts as the peak.
 const SLICES: u32 = 10;
 
-/// How to look.
+/// Options of an observation.
 #[derive(Clone, Debug)]
 pub struct Look {
-    /// For how long.
+    /// Length of the window.
     pub window: Duration,
-    /// Control sockets that are asked besides those that are found.
+    /// Control sockets to query in addition to those that are found.
     pub controls: Vec<PathBuf>,
-    /// Where procfs is.
+    /// Mount point of procfs.
     pub procfs: Procfs,
 }
 
-/// A VM that was there in the beginning.
+/// VM that existed at the start.
 struct Found {
     id: ProcessId,
     described: Described,
@@ -40,10 +40,10 @@ struct Found {
 }
 
 impl Look {
-    /// Looks.
+    /// Observes the host.
     ///
     /// # Errors
-    /// The memory of the host cannot be read, and nothing can be said without it.
+    /// The memory of the host cannot be read, without which no advice is possible.
     pub fn run(&self) -> Read<Measured> {
         let procfs = &self.procfs;
         procfs.memory()?;
@@ -81,7 +81,7 @@ impl Look {
         })
     }
 
-    /// Every QEMU that we can see.
+    /// Returns every QEMU process that is visible.
     fn find(&self, gaps: &mut Vec<Gap>) -> Vec<Found> {
         let procfs = &self.procfs;
         let mut all = Vec::new();
@@ -90,7 +90,7 @@ impl Look {
                 continue;
             };
             let names = [program(&words), procfs.program(pid)];
-            // A script that is called so is a shell.
+            // The program's name is checked too, because a script of QEMU's name runs as a shell.
             let is_one = !words.is_empty() && names.iter().flatten().any(|name| is_qemu(name));
             let Ok(id) = procfs.id(pid) else { continue };
             if is_one {
@@ -117,7 +117,7 @@ impl Look {
         for round in 0..=SLICES {
             let next = begun + self.window * round / SLICES;
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
-            // What reading takes is not taken off the time that was asked for.
+            // The first sample counts as taken at zero, so that the window is not shorter than requested.
             let at = match round {
                 0 => Duration::ZERO,
                 _ => begun.elapsed(),
@@ -145,7 +145,7 @@ impl Look {
         }
     }
 
-    /// The threads of a VM; those that end meanwhile are left out.
+    /// Reads the threads of a VM; threads that end meanwhile are left out.
     fn threads(&self, vm: ProcessId) -> Read<Threads> {
         let procfs = &self.procfs;
         let numbers = procfs.threads(vm.pid)?;
@@ -155,7 +155,7 @@ impl Look {
             Some((number, ThreadSample { name, times }))
         });
         let threads = threads.collect();
-        // Otherwise the number is another process's now.
+        // If the ID differs, the PID belongs to another process now.
         match procfs.id(vm.pid)? == vm {
             true => Ok(threads),
             false => Err(Unread::Gone),
@@ -235,7 +235,7 @@ impl Look {
         vm
     }
 
-    /// Whether the process is still the one that was found.
+    /// Checks that the process is still the one that was found.
     fn same(&self, id: ProcessId) -> Read<()> {
         match self.procfs.id(id.pid)? == id {
             true => Ok(()),
@@ -243,7 +243,7 @@ impl Look {
         }
     }
 
-    /// Those that did something.
+    /// Returns the names of the devices that had any activity.
     fn device_names(&self, devices: &BTreeSet<DeviceNumber>, host: &Host) -> Vec<String> {
         let known = self.procfs.devices().unwrap_or_default();
         let names = devices.iter().filter_map(|number| known.get(number));
@@ -253,7 +253,7 @@ impl Look {
     }
 }
 
-/// Why not every vCPU is told of, if that is so.
+/// Returns the reason why not every vCPU is reported, if there is one.
 fn untold(vcpus: &[crate::measured::Vcpu], described: &Described) -> Option<String> {
     match vcpus {
         [] if described.names_threads() => Some("it has no thread that is called like a vCPU's".to_owned()),

@@ -1,196 +1,196 @@
-//! What a host and its VMs did in a time, and what they have: all that judgement is made of, in plain numbers.
+//! Activity and resources of a host and its VMs within a window: all input of the judgement, in plain numbers.
 //!
-//! These are also the fields that `larder advise --output json` prints under `measured`. Shares are from 0 to 1, sizes in
-//! bytes, times in seconds; `None` is where something was not measured, and then [`Measured::gaps`] says why.
+//! These are also the fields that `larder advise --output json` prints under `measured`. Shares are from 0 to 1,
+//! sizes in bytes, times in seconds. A value that was not measured is `None`, and [`Measured::gaps`] has the reason.
 
 use serde::Serialize;
 
-/// All of it.
+/// Measurements of a host and all its VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Measured {
-    /// For how long it was looked.
+    /// Length of the window, in seconds.
     pub window_seconds: f64,
-    /// The parts of that time of which the busiest one counts as the peak.
+    /// Length of the slices of the window, in seconds; the busiest slice counts as the peak.
     pub slice_seconds: f64,
-    /// The host.
+    /// Measurements of the host.
     pub host: Host,
-    /// Its VMs, in the order of their names.
+    /// VMs, sorted by name.
     pub vms: Vec<Vm>,
-    /// Control sockets of Larder's where there was no answer, so that VMs may wait for memory without it being known.
+    /// Larder's control sockets that gave no answer, so that VMs may wait for memory unnoticed.
     pub silent: Vec<String>,
-    /// What was not measured.
+    /// Values that were not measured.
     pub gaps: Vec<Gap>,
 }
 
-/// The host.
+/// Measurements of a host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Host {
     /// CPUs that are online.
     pub cpus: Option<u32>,
-    /// The share of their time in which they did something.
+    /// Share of CPU time that was not idle.
     pub cpu_busy: Option<f64>,
-    /// The share of their time that a hypervisor below this host took.
+    /// Share of CPU time that a hypervisor below this host took.
     pub cpu_stolen: Option<f64>,
-    /// All memory.
+    /// Total memory, in bytes.
     pub memory_total: u64,
-    /// What of it could be had without swapping.
+    /// Memory that is available without swapping, in bytes.
     pub memory_available: u64,
-    /// The kernel's swap.
+    /// Size of the kernel's swap, in bytes.
     pub swap_total: u64,
-    /// What of it is used.
+    /// Used part of the kernel's swap, in bytes.
     pub swap_used: u64,
     /// Bytes per second read back from the kernel's swap.
     pub swapped_in_per_second: Option<f64>,
-    /// The share of the time in which some task waited for a CPU (PSI).
+    /// Share of the time in which some task waited for a CPU (PSI).
     pub cpu_stall: Option<f64>,
-    /// The same for memory.
+    /// Share of the time in which some task waited for memory (PSI).
     pub memory_stall: Option<f64>,
-    /// The same for disks.
+    /// Share of the time in which some task waited for a disk (PSI).
     pub io_stall: Option<f64>,
-    /// Block devices that did something.
+    /// Block devices with any activity.
     pub devices: Vec<Device>,
 }
 
-/// A block device of the host's.
+/// Block device of the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Device {
-    /// As in `/dev`.
+    /// Name, as in `/dev`.
     pub name: String,
     /// Requests per second.
     pub requests_per_second: f64,
-    /// How long they took on average, from when the kernel had them.
+    /// Mean time of a request in seconds, from when the kernel received it.
     pub await_seconds: Option<f64>,
-    /// The share of the time in which there were any.
+    /// Share of the time in which requests were in flight.
     pub utilization: f64,
 }
 
-/// A VM.
+/// Measurements of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Vm {
-    /// Its name; without one `PID` and its process's number.
+    /// Name of the VM, or `PID` and the process ID if it has none.
     pub name: String,
-    /// QEMU's process number.
+    /// Process ID of QEMU.
     pub pid: i32,
-    /// The memory that it was given, if that is known.
+    /// Memory that the VM was given in bytes, if it is known.
     pub ram: Option<u64>,
-    /// The vCPUs that it was given, if that is known.
+    /// vCPUs that the VM was given, if it is known.
     pub vcpus_given: Option<u32>,
-    /// What it did with CPUs.
+    /// CPU times.
     pub cpu: Option<VmCpu>,
-    /// What of its memory is in the host's.
+    /// Memory that it occupies on the host.
     pub memory: Option<VmMemory>,
-    /// What the Larder that manages its memory tells.
+    /// State of its memory, if Larder manages it.
     pub managed: Option<Managed>,
-    /// Its disks that Larder serves.
+    /// Disks that Larder serves to it.
     pub disks: Vec<VmDisk>,
-    /// Devices of the host's, by their names, that it has files open on.
+    /// Names of the host's block devices on which it has files open.
     pub devices: Vec<String>,
 }
 
 /// CPU time of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct VmCpu {
-    /// CPUs that all its threads used on average.
+    /// Mean number of CPUs that all its threads used.
     pub used: f64,
-    /// CPUs that its vCPUs used on average, if they can be told from other threads.
+    /// Mean number of CPUs that its vCPUs used, if they can be distinguished from other threads.
     pub vcpus_used: Option<f64>,
-    /// The same in the slice in which that was most.
+    /// Number of CPUs that its vCPUs used in the slice in which it was highest.
     pub vcpus_used_peak: Option<f64>,
-    /// How many of its threads waited in a CPU's queue on average.
+    /// Mean number of its threads that waited in a run queue.
     pub waiting: f64,
-    /// Its vCPUs; empty if they cannot be told apart.
+    /// vCPUs; empty if they cannot be distinguished.
     pub vcpus: Vec<Vcpu>,
 }
 
-/// A vCPU.
+/// Measurements of a vCPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Vcpu {
-    /// Its thread's name.
+    /// Name of its thread.
     pub thread: String,
-    /// The share of the time in which it ran.
+    /// Share of the time in which it ran.
     pub busy: f64,
-    /// The share of the time in which it could have run and waited for a CPU (ready time).
+    /// Share of the time in which it was runnable and waited for a CPU (ready time).
     pub ready: f64,
-    /// The same in the slice in which that was most.
+    /// Ready time in the slice in which it was highest.
     pub ready_peak: f64,
 }
 
 /// Memory of a VM's process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct VmMemory {
-    /// What is in memory; the process's share of it, where others have it too.
+    /// Resident memory in bytes; of shared memory, the process's proportional share.
     pub resident: u64,
-    /// What the kernel has swapped out.
+    /// Memory in the kernel's swap, in bytes.
     pub swapped: u64,
 }
 
-/// A VM's memory as `larder memory attach` keeps it.
+/// Memory of a VM, as managed by `larder memory attach`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Managed {
-    /// Where it was asked.
+    /// Control socket that was queried.
     pub control: String,
-    /// All of the memory.
+    /// Size of the memory, in bytes.
     pub size: u64,
-    /// What may be used for it.
+    /// Budget, in bytes.
     pub budget: u64,
-    /// What is: pages in memory, compressed ones, and what is kept of each page.
+    /// Used part of the budget in bytes: resident pages, compressed pages, and metadata of each page.
     pub used: u64,
-    /// Pages in memory.
+    /// Resident memory, in bytes.
     pub resident: u64,
-    /// Pages per second that came back because they were touched, from compressed RAM and from disks.
+    /// Pages faulted in per second, from compressed RAM and from disks.
     pub faults_per_second: f64,
-    /// Those of them that would not have gone with a little more memory.
+    /// Refaults per second: faults that a little more memory would have avoided.
     pub refaults_per_second: f64,
-    /// How long whoever touches a page of a disk waits, on average.
+    /// Mean time in seconds that a fault on a page on a disk takes.
     pub disk_fault_seconds: Option<f64>,
-    /// The time that its threads together waited for pages that had gone, as a share of the time, of one vCPU.
+    /// Time that its threads together waited for evicted pages, as a share of the time of one vCPU.
     pub stall: f64,
-    /// Why the budget is not kept, if it is not.
+    /// Reason why the budget is exceeded, if it is.
     pub problem: Option<String>,
-    /// Faults by budget, in the order of budgets: with this one, and what would have been left with larger ones. Of pages
-    /// in compressed RAM and on disks; empty if Larder is too old to tell.
+    /// Fault rates by budget, in increasing order: with the current budget, and with larger ones. They count pages in
+    /// compressed RAM and on disks. Empty if Larder is too old to report them.
     pub curve: Vec<AtBudget>,
 }
 
-/// A point of that.
+/// Point of the fault-rate curve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AtBudget {
-    /// The budget.
+    /// Budget, in bytes.
     pub budget: u64,
-    /// Pages per second that come back.
+    /// Pages faulted in per second.
     pub faults_per_second: f64,
 }
 
-/// A disk that Larder serves to a VM.
+/// Disk that Larder serves to a VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct VmDisk {
-    /// What its VM calls it, or its image.
+    /// Name of the disk in the VM's configuration, or its image.
     pub name: String,
     /// Reads and writes per second.
     pub requests_per_second: f64,
-    /// How long they took on average, as the guest sees it.
+    /// Mean time of a request in seconds, as the guest sees it.
     pub await_seconds: Option<f64>,
-    /// How long 99 % of the reads took at most.
+    /// 99th percentile of the read time, in seconds.
     pub read_p99_seconds: Option<f64>,
-    /// The share of the time in which there were any.
+    /// Share of the time in which requests were in flight.
     pub utilization: f64,
-    /// Its limits, if it has any: what they make a request wait for is part of the time that it takes.
+    /// Limits of the disk, if there are any. Request times include the time for which the limits delay a request.
     pub limits: Option<String>,
 }
 
-/// What was not measured.
+/// Value that was not measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Gap {
-    /// Of which VM; `None` for the host.
+    /// VM that the value is about; `None` for the host.
     pub vm: Option<String>,
-    /// What.
+    /// Name of the value.
     pub what: String,
-    /// Why.
+    /// Reason why it was not measured.
     pub why: String,
 }
 
 impl Vm {
-    /// How it is called in sentences.
+    /// Returns the name of the VM for sentences.
     pub fn title(&self) -> String {
         match self.name == unnamed(self.pid) {
             true => self.name.clone(),
@@ -198,24 +198,24 @@ impl Vm {
         }
     }
 
-    /// The vCPU that was ready and waited for the longest time: one that others wait for keeps all of them waiting.
+    /// Returns the vCPU with the longest ready time. One vCPU that other vCPUs wait for delays all of them.
     pub fn worst_vcpu(&self) -> Option<&Vcpu> {
         let vcpus = self.cpu.as_ref()?.vcpus.iter();
         vcpus.max_by(|one, other| one.ready.total_cmp(&other.ready))
     }
 
-    /// What it takes of the host's memory, with what Larder keeps for it elsewhere.
+    /// Returns the bytes of the host's memory that the VM takes, including memory that Larder's pager holds for it.
     pub fn footprint(&self) -> Option<u64> {
         let resident = self.memory?.resident;
         Some(match &self.managed {
-            // Compressed pages are in Larder's process.
+            // Compressed pages are in the pager's process.
             Some(managed) => resident.saturating_sub(managed.resident).saturating_add(managed.used),
             None => resident,
         })
     }
 }
 
-/// What a VM is called that has no name.
+/// Returns the name of a VM that has no name.
 pub fn unnamed(pid: i32) -> String {
     format!("PID {pid}")
 }

@@ -1,7 +1,8 @@
-//! What is read of procfs. Nothing is written, and nothing is read that changes what it tells.
+//! Reader of procfs. Nothing is written, and no file is read whose reading changes its values.
 //!
-//! Processes and threads end while they are looked at: that is [`Unread::Gone`], and no error. What a kernel lacks, or does
-//! not let us read, is an [`Unread`] too, and becomes a sentence of why something was not measured.
+//! Processes and threads may end while they are read, which is reported as [`Unread::Gone`] and is not an error. A
+//! file that a kernel lacks, or that may not be read, is also an [`Unread`], and becomes a sentence that explains why
+//! a value was not measured.
 
 pub(crate) mod host;
 pub(crate) mod process;
@@ -10,7 +11,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why something could not be read.
+/// Reason why a value could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unread {
     /// The process or thread has ended.
@@ -19,31 +20,31 @@ pub enum Unread {
     /// The kernel has no such file.
     #[error("this kernel has no {}", .0.display())]
     Missing(PathBuf),
-    /// It is somebody else's.
+    /// The file belongs to another user.
     #[error("{} may not be read: it takes root, or CAP_SYS_PTRACE", .0.display())]
     Permission(PathBuf),
-    /// Another error.
+    /// The system reported another error.
     #[error("{}: {why}", path.display())]
     Os {
-        /// Which file.
+        /// File that was read.
         path: PathBuf,
-        /// The system's words.
+        /// Error message of the system.
         why: String,
     },
-    /// It is not as proc(5) has it.
+    /// The file does not have the format of proc(5).
     #[error("{} is not understood: {what}", path.display())]
     Unknown {
-        /// Which file.
+        /// File that was read.
         path: PathBuf,
-        /// The part that is missing or strange.
+        /// Part that is missing or malformed.
         what: String,
     },
 }
 
-/// What was read, or why it was not.
+/// Value that was read, or the reason why it was not.
 pub type Read<T> = Result<T, Unread>;
 
-/// Where procfs is mounted.
+/// Mount point of procfs.
 #[derive(Clone, Debug)]
 pub struct Procfs(PathBuf);
 
@@ -54,7 +55,7 @@ impl Default for Procfs {
 }
 
 impl Procfs {
-    /// One that is mounted, or looks so, at `path`.
+    /// Uses the procfs that is mounted at `path`, or a directory with the same structure.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self(path.into())
     }
@@ -63,14 +64,14 @@ impl Procfs {
         self.0.join(below)
     }
 
-    /// The text of a file of the host's.
+    /// Reads a file of the host.
     fn text(&self, below: &str) -> Read<String> {
         let path = self.path(below);
         read(&path, || Unread::Missing(path.clone()))
     }
 
-    /// The text of a file of a process's or thread's: if it is missing where its folder is there too, the kernel has no
-    /// such file.
+    /// Reads a file of a process or thread. If only the file is missing, the kernel lacks it; if the directory is
+    /// missing too, the process has ended.
     fn text_of(&self, folder: &Path, name: &str) -> Read<String> {
         let path = folder.join(name);
         read(&path, || match folder.exists() {
@@ -80,7 +81,7 @@ impl Procfs {
     }
 }
 
-/// `ESRCH`: what the file was about has ended after it was opened.
+/// `ESRCH`: the process of the file ended after the file was opened.
 const NO_SUCH_PROCESS: i32 = rustix::io::Errno::SRCH.raw_os_error();
 
 fn read(path: &Path, missing: impl FnOnce() -> Unread) -> Read<String> {

@@ -1,4 +1,4 @@
-//! What a QEMU process is, by its command line and its threads' names.
+//! Recognition of QEMU processes by their command lines and thread names.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,58 +9,58 @@ use larder_vm::run::size::parse_size;
 
 const MIB: u64 = 1 << 20;
 
-/// What QEMU gives a guest that is not told otherwise.
+/// QEMU's default RAM size, in bytes.
 const RAM_DEFAULT: u64 = 128 * MIB;
 
-/// What QEMU calls its threads begins so, with `debug-threads=on`.
+/// Prefix of the names that QEMU gives its vCPU threads with `debug-threads=on`.
 const VCPU_THREAD: &str = "CPU ";
-/// That of all vCPUs together, where they take turns (TCG with `thread=single`).
+/// Prefix of the name of the single thread on which vCPUs take turns (TCG with `thread=single`).
 const ALL_VCPUS_THREAD: &str = "ALL CPUs/";
 
-/// Whether a program of that name runs a VM: `qemu-system-x86_64`, and what distributions call it besides.
+/// Returns whether a program of this name runs VMs: `qemu-system-x86_64` or one of the names that distributions use.
 pub(crate) fn is_qemu(program: &str) -> bool {
     program.starts_with("qemu-system-") || ["qemu-kvm", "kvm"].contains(&program)
 }
 
-/// The file name of a command's program.
+/// Returns the file name of a command's program.
 pub(crate) fn program(words: &[OsString]) -> Option<String> {
     let name = Path::new(words.first()?).file_name()?;
     Some(name.to_string_lossy().into_owned())
 }
 
-/// Whether a thread is a vCPU's, or that of all of them.
+/// Returns whether a thread runs one vCPU or all of them.
 pub(crate) fn is_vcpu(thread: &str) -> bool {
     let number = thread.strip_prefix(VCPU_THREAD).and_then(|rest| rest.split_once('/'));
     number.is_some_and(|(number, _)| number.parse::<u32>().is_ok()) || is_all_vcpus(thread)
 }
 
-/// Whether a thread is that of all vCPUs together.
+/// Returns whether a thread runs all vCPUs.
 pub(crate) fn is_all_vcpus(thread: &str) -> bool {
     thread.starts_with(ALL_VCPUS_THREAD)
 }
 
-/// A vCPU's number by the name of its thread, to put them in order.
+/// Returns the vCPU number in the name of a thread, for sorting.
 pub(crate) fn vcpu_number(thread: &str) -> Option<u32> {
     thread.strip_prefix(VCPU_THREAD)?.split('/').next()?.parse().ok()
 }
 
-/// What a command line says of a VM.
+/// Properties of a VM according to its command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Described {
-    /// Its name, if it has one.
+    /// Name of the VM, if it has one.
     pub(crate) name: Option<String>,
-    /// Its RAM in bytes when it was started, if that is said here and not in another file.
+    /// RAM at the start, in bytes; `None` if it is configured in another file.
     pub(crate) ram: Option<u64>,
-    /// It may have got more since: up to so much.
+    /// Upper bound of RAM in bytes, if more may have been plugged in since the start.
     pub(crate) ram_max: Option<u64>,
-    /// Its vCPUs when it was started.
+    /// Number of vCPUs at the start.
     pub(crate) vcpus: Option<u32>,
-    /// Everything, for finding paths in it.
+    /// All words of the command line, for searching paths in them.
     words: Vec<String>,
 }
 
 impl Described {
-    /// By the words of a command, the program's name included.
+    /// Parses the words of a command line, which include the program's name.
     pub(crate) fn by(words: &[OsString]) -> Self {
         let arguments = split(words.get(1..).unwrap_or_default());
         let of = |name: &str, implied| {
@@ -70,7 +70,7 @@ impl Described {
                 .find_map(|argument: &Argument| argument.text_of(name));
             given.map(|text| KeyValues::parse(text, Some(implied)))
         };
-        // It may say everything, and later options add to it.
+        // A file read with `-readconfig` may set everything, and later options add to it.
         let is_elsewhere = arguments.iter().any(|argument| argument.name() == Some("readconfig"));
         let memory = of("m", "size");
         let size = |key: &str| memory.as_ref().and_then(|memory| parse_size(memory.get(key)?, MIB));
@@ -90,12 +90,12 @@ impl Described {
         }
     }
 
-    /// Whether the command line has this path, or address.
+    /// Returns whether the command line contains this path or address.
     pub(crate) fn names(&self, path: &str) -> bool {
         !path.is_empty() && self.words.iter().any(|word| has_whole(word, path))
     }
 
-    /// Whether QEMU was told to name its threads.
+    /// Returns whether the command line makes QEMU name its threads.
     pub(crate) fn names_threads(&self) -> bool {
         let mut words = self.words.iter();
         words.any(|word| {
@@ -105,7 +105,7 @@ impl Described {
     }
 }
 
-/// Whether `path` is in `word`, and no part of a longer one.
+/// Returns whether `word` contains `path`, and not as a part of a longer path.
 fn has_whole(word: &str, path: &str) -> bool {
     word.match_indices(path).any(|(at, _)| {
         let before = word[..at].chars().next_back();
@@ -114,7 +114,7 @@ fn has_whole(word: &str, path: &str) -> bool {
     })
 }
 
-/// `cpus`, or what the parts of a topology make; a part that is not given is 1.
+/// Returns `cpus`, or the product of the topology's parts; a part that is not given is 1.
 fn vcpus(smp: &KeyValues) -> Option<u32> {
     let of = |key: &str| smp.get(key).map(str::parse::<u32>);
     match of("cpus") {
@@ -128,7 +128,7 @@ fn vcpus(smp: &KeyValues) -> Option<u32> {
     }
 }
 
-/// Without what would change a terminal.
+/// Replaces control characters, which could affect a terminal.
 pub(crate) fn printable(text: &str) -> String {
     let fit = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     text.chars().map(fit).collect()
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_what_its_command_line_says() {
+    fn command_line_describes_vm() {
         let cases = [
             ("q -name web -m 4G -smp 4", (Some("web"), Some(4096 * MIB), Some(4))),
             (
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_are_vcpus_by_their_names() {
+    fn vcpu_threads_are_recognised_by_name() {
         for name in ["CPU 0/KVM", "CPU 127/TCG", "ALL CPUs/TCG"] {
             assert!(is_vcpu(name), "{name}");
         }
@@ -193,14 +193,14 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_found_whole() {
+    fn only_whole_paths_are_found() {
         let it = described("q -chardev socket,id=c,path=/run/a.sock -drive file=nbd+unix:///x?socket=/run/b,if=virtio");
         assert!(it.names("/run/a.sock") && it.names("nbd+unix:///x?socket=/run/b"));
         assert!(!it.names("/run/a") && !it.names("a.sock") && !it.names(""));
     }
 
     #[test]
-    fn qemu_has_some_names() {
+    fn qemu_programs_are_recognised() {
         for name in ["qemu-system-x86_64", "qemu-system-aarch64", "qemu-kvm", "kvm"] {
             assert!(is_qemu(name), "{name}");
         }

@@ -1,4 +1,4 @@
-//! What was read at one moment. Everything here counts from some start on, so that what happened in between is the
+//! Counters that were read at one moment. Each counts from some start on, so the events in an interval are the
 //! difference of two samples.
 
 use std::collections::BTreeMap;
@@ -8,42 +8,42 @@ use crate::procfs::Read;
 use crate::procfs::host::{CpuTimes, DeviceCounts, DeviceNumber};
 use crate::procfs::process::{ProcessId, ThreadTimes};
 
-/// The host and its VMs at a moment.
+/// Counters of the host and of its VMs at one moment.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// When, since the first one.
+    /// Time since the first sample.
     pub at: Duration,
-    /// The host.
+    /// Counters of the host.
     pub host: HostSample,
-    /// The threads of each VM.
+    /// Threads of each VM.
     pub vms: BTreeMap<ProcessId, Read<Threads>>,
 }
 
-/// The threads of a process, by their numbers.
+/// Threads of a process, by thread ID.
 pub type Threads = BTreeMap<i32, ThreadSample>;
 
-/// A thread.
+/// Counters of a thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ThreadSample {
-    /// Its name.
+    /// Name of the thread.
     pub name: String,
-    /// Its times.
+    /// Run time and wait time.
     pub times: Read<ThreadTimes>,
 }
 
-/// The host.
+/// Counters of the host.
 #[derive(Clone, Debug)]
 pub struct HostSample {
-    /// Its CPUs.
+    /// CPU times.
     pub cpu: Read<CpuTimes>,
     /// Pages that were read back from the kernel's swap.
     pub swapped_in: Read<u64>,
-    /// For how long some task waited for a CPU.
+    /// Total time for which some task waited for a CPU.
     pub cpu_stall: Read<Duration>,
-    /// The same for memory.
+    /// Total time for which some task waited for memory.
     pub memory_stall: Read<Duration>,
-    /// The same for disks.
+    /// Total time for which some task waited for a disk.
     pub io_stall: Read<Duration>,
-    /// Its block devices.
+    /// Block devices.
     pub devices: Read<BTreeMap<DeviceNumber, DeviceCounts>>,
 }

@@ -1,7 +1,8 @@
-//! The servers of Larder that run on this host, and what they tell on their control sockets.
+//! Larder's servers on this host, and the state that they report on their control sockets.
 //!
-//! VMs with a file are found as `larder status` finds them. `larder memory attach` and `larder disk serve` are found by
-//! their command lines, which have the path of the socket, or the VM's name, by which that is known. A question changes nothing.
+//! VMs with a VM file are found as `larder status` finds them. `larder memory attach` and `larder disk serve` are
+//! found by their command lines, which contain the path of the socket, or the VM's name, from which it is derived. A
+//! query changes nothing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,10 +14,10 @@ use larder_vm::vm::find;
 
 use crate::procfs::Procfs;
 
-/// Our own program.
+/// Name of Larder's program.
 const PROGRAM: &str = "larder";
 
-/// What one may tell of.
+/// Kind of server, which determines the contents of its report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Serves {
     /// `larder memory attach`.
@@ -27,37 +28,37 @@ enum Serves {
     Vm,
 }
 
-/// A server.
+/// Server that was found.
 #[derive(Clone, Debug)]
 struct Server {
     serves: Serves,
-    /// Whose process it is, if that is known.
+    /// User ID of the process, if it is known.
     owner: Option<u32>,
-    /// The VM's name, if it has a file.
+    /// Name of the VM, if it has a VM file.
     vm: Option<String>,
-    /// Somebody wants it to be asked: that it is not there is worth telling.
+    /// True if the user asked for this server by name; it is then reported if it is missing.
     is_wanted: bool,
 }
 
-/// What a server told.
+/// State that a server reported.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Told {
-    /// The VM's name, if it has a file.
+    /// Name of the VM, if it has a VM file.
     pub(crate) vm: Option<String>,
-    /// Whose process it is, if that is known.
+    /// User ID of the process, if it is known.
     pub(crate) owner: Option<u32>,
-    /// The memory that it manages.
+    /// Memory that the server manages.
     pub(crate) memory: Option<MemoryState>,
-    /// The disks that it serves.
+    /// Disks that the server serves.
     pub(crate) disks: Vec<DiskState>,
-    /// Why it did not tell all.
+    /// Reason why the report is incomplete.
     pub(crate) silence: Option<String>,
 }
 
-/// What all servers tell, by their sockets.
+/// Reports of all servers, by their sockets.
 pub(crate) type AllTold = BTreeMap<PathBuf, Told>;
 
-/// Asks all that there are, and those at `besides`, at once: one that is stuck holds up no other.
+/// Queries all servers that are found, and those at `besides`, concurrently: a stuck server delays no other.
 pub(crate) fn ask_all(procfs: &Procfs, besides: &[PathBuf]) -> AllTold {
     let servers = find_all(procfs, besides);
     std::thread::scope(|scope| {
@@ -65,7 +66,7 @@ pub(crate) fn ask_all(procfs: &Procfs, besides: &[PathBuf]) -> AllTold {
             .iter()
             .map(|(path, server)| (path, scope.spawn(move || ask(path, server))))
             .collect();
-        // A panic ends the process.
+        // A query that panicked is left out.
         threads
             .into_iter()
             .filter_map(|(path, thread)| Some((path.clone(), thread.join().ok()??)))
@@ -107,7 +108,7 @@ fn find_all(procfs: &Procfs, besides: &[PathBuf]) -> BTreeMap<PathBuf, Server> {
     all
 }
 
-/// Where a process that is a server of ours listens.
+/// Returns the control socket of a process, if the process is one of Larder's servers.
 fn control_of(procfs: &Procfs, pid: i32) -> Option<(PathBuf, Serves)> {
     let name = procfs.program(pid).or_else(|| procfs.name(pid).ok())?;
     if name != PROGRAM {
@@ -116,14 +117,14 @@ fn control_of(procfs: &Procfs, pid: i32) -> Option<(PathBuf, Serves)> {
     let words = procfs.command_line(pid).ok()?;
     let words: Vec<String> = words.into_iter().filter_map(|word| word.into_string().ok()).collect();
     let (path, serves) = control_in(&words)?;
-    // What is not absolute is so from where the server was started.
+    // A relative path is relative to the directory in which the server was started.
     match path.is_absolute() {
         true => Some((path, serves)),
         false => Some((procfs.directory(pid)?.join(path), serves)),
     }
 }
 
-/// The socket that a command line of ours gives.
+/// Returns the control socket that a Larder command line names.
 fn control_in(words: &[String]) -> Option<(PathBuf, Serves)> {
     let serves = match words.get(1..3)? {
         [memory, attach] if memory == "memory" && attach == "attach" => Serves::Memory,
@@ -135,7 +136,7 @@ fn control_in(words: &[String]) -> Option<(PathBuf, Serves)> {
         return Some((path.into(), serves));
     }
     let file = value_of("--vm", words).filter(|_| serves == Serves::Memory)?;
-    // A name, or the path of a file of that name.
+    // The option takes a VM name, or the path of the VM file of that name.
     let name = Path::new(file).file_name()?.to_str()?;
     let name = match file.contains('/') {
         true => Path::new(name).file_stem()?.to_str()?,
@@ -144,7 +145,7 @@ fn control_in(words: &[String]) -> Option<(PathBuf, Serves)> {
     Some((find::memory_control_of(name), serves))
 }
 
-/// What an option is given.
+/// Returns the value of an option.
 fn value_of<'a>(option: &str, words: &'a [String]) -> Option<&'a str> {
     let mut words = words.iter();
     loop {
@@ -156,7 +157,7 @@ fn value_of<'a>(option: &str, words: &'a [String]) -> Option<&'a str> {
     }
 }
 
-/// What it says; `None` if there is nobody, which is as it may be.
+/// Queries a server; returns `None` if it is not running, unless the user asked for it.
 fn ask(path: &Path, server: &Server) -> Option<Told> {
     let mut told = Told {
         vm: server.vm.clone(),
@@ -166,7 +167,7 @@ fn ask(path: &Path, server: &Server) -> Option<Told> {
     if server.serves != Serves::Disk {
         match fetch_memory(path) {
             Ok((_, memory)) => told.memory = Some(memory),
-            // It has no memory to manage.
+            // The server manages no memory.
             Err(FetchError::Refused { .. }) if server.serves == Serves::Vm => {}
             Err(error) if is_nobody(&error) && !server.is_wanted => return None,
             Err(error) => told.silence = Some(error.to_string()),
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_are_found_by_their_command_lines() {
+    fn servers_are_found_by_command_line() {
         let cases = [
             (
                 "larder memory attach --pid 7 --budget 1G --control /run/m.sock",

@@ -1,4 +1,4 @@
-//! What the servers of Larder tell of a VM, between two answers.
+//! State that Larder's servers report about a VM, as the difference between two answers.
 
 use larder_vm::control::memory::{LostState, MemoryProblem, MemoryState, SwapTier};
 use larder_vm::control::rates::Rates;
@@ -8,17 +8,17 @@ use crate::measured::{AtBudget, Gap, Managed, Vm, VmDisk};
 use crate::qemu::{Described, printable};
 use crate::servers::{AllTold, Told};
 
-/// The bytes of a page.
+/// Page size, in bytes.
 const PAGE: u64 = 4096;
 
-/// Of one VM.
+/// State of one VM according to Larder's servers.
 #[derive(Default)]
 pub(crate) struct OfVm {
     pub(crate) managed: Option<Managed>,
     pub(crate) disks: Vec<VmDisk>,
 }
 
-/// The sockets of servers that did not tell all, and why.
+/// Returns the sockets of servers that did not report everything, with the reason.
 pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = (String, Gap)> {
     now.iter().filter_map(|(path, told)| {
         let path = printable(&path.display().to_string());
@@ -31,7 +31,7 @@ pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = (String, Gap)> {
     })
 }
 
-/// What there is of `vm`, which belongs to `owner`.
+/// Returns the state of `vm`, whose process belongs to the user `owner`.
 pub(crate) fn of(vm: &Vm, described: &Described, owner: Option<u32>, before: &AllTold, now: &AllTold) -> OfVm {
     let mut all = OfVm::default();
     for (path, told) in now {
@@ -61,13 +61,14 @@ pub(crate) fn of(vm: &Vm, described: &Described, owner: Option<u32>, before: &Al
     all
 }
 
-/// Root's servers and those of the VM's user: others could tell anything.
+/// Returns whether a server is trusted: it must run as root or as the VM's user, because other users could report
+/// anything.
 fn may_tell(told: &Told, owner: Option<u32>) -> bool {
     told.owner
         .is_none_or(|of_server| of_server == 0 || Some(of_server) == owner)
 }
 
-/// Whether QEMU's command line has where the disk is served.
+/// Returns whether QEMU's command line contains the address at which the disk is served.
 fn is_served_to(disk: &DiskState, described: &Described) -> bool {
     let socket = disk.exports.vhost_user.as_ref().map(|server| server.socket.as_str());
     let uri = disk.exports.nbd.as_ref().map(|server| server.uri.as_str());
@@ -91,11 +92,11 @@ fn disk_of(disk: &DiskState, rates: &Rates) -> VmDisk {
     }
 }
 
-/// `None` if that is no later state of the same.
+/// Returns the difference between two states, or `None` if `now` is not a later state of the same pager.
 fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Option<Managed> {
     let elapsed_ns = now.time_ns.checked_sub(before.time_ns).filter(|ns| *ns > 0)?;
     let seconds = elapsed_ns as f64 / 1e9;
-    // Pages that had never been there are waited for with any budget.
+    // Zero faults are left out: pages that were never written fault with any budget.
     let uniform = now.faults.uniform.since(&before.faults.uniform)?;
     let compressed = now.faults.compressed.since(&before.faults.compressed)?;
     let disk = now.faults.disk.since(&before.faults.disk)?;
@@ -103,8 +104,8 @@ fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Optio
     let waited = |latency: &Latency| latency.sum_ns as f64;
     let stalled_ns: f64 = [&uniform, &compressed, &disk, &write].map(waited).iter().sum();
     let faults = uniform.count + compressed.count + disk.count;
-    // A wait is in these figures once it is over, and then all of it, also what of it was before: what somebody, and what
-    // everybody, has lost in this time bounds it.
+    // A wait enters these counters when it ends, including the part before this interval. It is therefore bounded by
+    // the time that some threads (upper bound) and all threads (lower bound) lost in the interval.
     let vcpus = f64::from(vcpus.unwrap_or(1).max(1));
     let lost = |now: &LostState, before: &LostState| {
         let lost_us = now.total_us.saturating_sub(before.total_us);
@@ -132,7 +133,8 @@ fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Optio
     })
 }
 
-/// With memory for as many more pages as had gone since a page did, it would have stayed.
+/// Computes faults by budget from refault distances: a page with distance N would have stayed with memory for N more
+/// pages.
 fn curve(before: &MemoryState, now: &MemoryState, seconds: f64) -> Vec<AtBudget> {
     let count_before = |below| {
         let mut all = before.refault_distances.iter();
@@ -149,7 +151,7 @@ fn curve(before: &MemoryState, now: &MemoryState, seconds: f64) -> Vec<AtBudget>
         let further = new.iter().filter(|(below, _)| *below > pages).map(|(_, count)| *count);
         further.sum::<u64>() as f64 / seconds
     };
-    // From a sixteenth more on, as far as there is memory.
+    // Starts at a sixteenth more than the budget, and ends at the memory size.
     let steps = (0..u64::BITS - PAGE.ilog2()).map(|power| 1_u64 << power);
     let steps = steps
         .skip_while(|pages| pages * PAGE < now.budget / 16)
@@ -181,7 +183,7 @@ mod tests {
 
     use super::*;
 
-    /// After so many faults of disks, each of 2 ms, in so many seconds.
+    /// Returns the state of a pager after `faults` disk faults of 2 ms each in `seconds` seconds.
     fn memory(seconds: u64, faults: u64) -> MemoryState {
         let lost = |ms: u64| json!({"avg10": 0.0, "avg60": 0.0, "avg300": 0.0, "total_us": ms * 1000});
         let (some, full) = (lost(faults * 2), lost(0));
@@ -199,8 +201,9 @@ mod tests {
         serde_json::from_value(state).expect("a state")
     }
 
+    /// Stall is the time that threads waited for pages, divided by elapsed time and the number of vCPUs.
     #[test]
-    fn stall_is_the_time_waited_for_pages_by_elapsed_time_and_vcpu() {
+    fn stall_is_fault_time_per_vcpu() {
         // 1000 faults of 2 ms in 10 s are 20 % of one vCPU's time, 5 % of the time of four.
         let managed = between(&memory(10, 500), &memory(20, 1500), Some(4)).expect("time has passed");
         assert_eq!((managed.stall, managed.faults_per_second), (0.05, 100.0));
@@ -210,29 +213,30 @@ mod tests {
         );
         let one = between(&memory(10, 500), &memory(20, 1500), None).expect("time has passed");
         assert_eq!(one.stall, 0.2);
-        // Both vCPUs wait since two seconds ago for a page of a disk that is away.
+        // Both vCPUs have been waiting for two seconds for a page on a disk that is unreachable.
         let (before, mut now) = (memory(10, 0), memory(14, 0));
         (now.pressure.some.total_us, now.pressure.full.total_us, now.stalled) = (3_000_000, 2_000_000, 2);
         assert_eq!(between(&before, &now, Some(2)).map(|managed| managed.stall), Some(0.5));
-        // One of them waits, the other has nothing to do with it.
+        // One vCPU waits, and the other one is not affected.
         now.pressure.full.total_us = 0;
         assert_eq!(
             between(&before, &now, Some(2)).map(|managed| managed.stall),
             Some(0.375)
         );
-        // A page for which somebody had waited for 10 s came after the first of these 4 s.
+        // A page arrived after the first of these 4 s; a thread had waited 10 s for it.
         let mut now = memory(14, 5000);
         now.pressure.some.total_us = 1_000_000;
         assert_eq!(between(&before, &now, Some(1)).map(|managed| managed.stall), Some(0.25));
-        // Another pager counts anew.
+        // Another pager counts from zero.
         assert_eq!(between(&memory(10, 500), &memory(20, 400), None), None);
         assert_eq!(between(&memory(10, 500), &memory(10, 500), None), None);
     }
 
+    /// The fault curve counts, for each budget, the faults on pages that were evicted longer ago.
     #[test]
-    fn faults_by_budget_are_those_of_pages_that_had_gone_longer_ago() {
-        // A budget of 64 pages of 256, so steps from 4 pages on: 2 and 4 come back after fewer than 4 and 8 others, 10
-        // after fewer than 128 and 30 after more.
+    fn fault_curve_counts_longer_distances() {
+        // The budget is 64 pages of 256, so steps begin at 4 pages. 2 pages return after fewer than 4 others, 4 after
+        // fewer than 8, 10 after fewer than 128, and 30 after more.
         let at = |seconds, counts: [u64; 4]| {
             let below = [4, 8, 128, 1024];
             let distances = below
@@ -265,14 +269,14 @@ mod tests {
             (192, 15.0),
         ];
         assert_eq!(points(&before), expected);
-        // It had none yet.
+        // The earlier state has no distances yet.
         before.refault_distances.clear();
         assert_eq!(points(&before)[0], (64, 37.0));
         assert_eq!(curve(&before, &memory(12, 0), 2.0), []);
     }
 
     #[test]
-    fn a_server_of_another_user_tells_nothing() {
+    fn server_of_another_user_is_ignored() {
         let told = |owner| Told {
             owner,
             ..Told::default()

@@ -1,4 +1,4 @@
-//! From samples to what happened between them.
+//! Differences of samples: activity within an interval.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use crate::procfs::{Read, Unread};
 use crate::qemu::{is_vcpu, vcpu_number};
 use crate::sample::{Sample, ThreadSample, Threads};
 
-/// The bytes of a page of the kernel's swap.
+/// Page size of the kernel's swap, in bytes.
 const PAGE: f64 = 4096.0;
 
-/// What is said where `schedstat` is there and all zeros.
+/// Message for a `schedstat` that contains only zeros.
 const NOT_COUNTED: &str = "this kernel's /proc/PID/task/TID/schedstat has zeros only: it counts with delay accounting on \
     (sysctl kernel.task_delayacct=1)";
 
-/// What was sampled, in order, at two moments at least.
+/// Samples in order, taken at two moments at least.
 pub struct Window<'a> {
     samples: &'a [Sample],
     first: &'a Sample,
@@ -24,18 +24,18 @@ pub struct Window<'a> {
 }
 
 impl<'a> Window<'a> {
-    /// `None` if no time has passed.
+    /// Creates a window; returns `None` if no time has passed.
     pub fn of(samples: &'a [Sample]) -> Option<Self> {
         let (first, last) = (samples.first()?, samples.last()?);
         (last.at > first.at).then_some(Self { samples, first, last })
     }
 
-    /// How long it is.
+    /// Returns the length of the window, in seconds.
     pub fn seconds(&self) -> f64 {
         self.last.at.saturating_sub(self.first.at).as_secs_f64()
     }
 
-    /// The longest time between two samples.
+    /// Returns the longest time between two samples, in seconds.
     pub fn slice_seconds(&self) -> f64 {
         self.slices().map(|slice| slice.seconds()).fold(0.0, f64::max)
     }
@@ -44,7 +44,7 @@ impl<'a> Window<'a> {
         self.samples.windows(2).filter_map(Window::of)
     }
 
-    /// What the host did. Memory is what it has, and not filled in here.
+    /// Returns the activity of the host. Memory sizes are not filled in here.
     pub fn host(&self, gaps: &mut Vec<Gap>) -> Host {
         let (first, last) = (&self.first.host, &self.last.host);
         let mut host = Host::default();
@@ -109,7 +109,10 @@ impl<'a> Window<'a> {
         host
     }
 
-    /// What the threads of a VM did that was there all the time. `Err` if that was not measured.
+    /// Returns the activity of a VM's threads.
+    ///
+    /// # Errors
+    /// The VM did not exist during the whole window, or its times were not measured.
     pub fn cpu(&self, vm: ProcessId) -> Result<VmCpu, String> {
         let threads = |sample: &'a Sample| match sample.vms.get(&vm) {
             Some(Ok(threads)) => Ok(threads),
@@ -117,7 +120,7 @@ impl<'a> Window<'a> {
             None => Err("it was not there all the time".to_owned()),
         };
         let (before, now) = (threads(self.first)?, threads(self.last)?);
-        // Every thread that there is has run.
+        // Every existing thread has run, so zeros mean that the kernel does not count.
         let counts_nothing = |thread: &ThreadSample| thread.times == Ok(ThreadTimes::default());
         if now.values().all(counts_nothing) {
             return Err(NOT_COUNTED.to_owned());
@@ -158,7 +161,7 @@ impl<'a> Window<'a> {
         Ok(cpu)
     }
 
-    /// What threads did that were there at both ends, by number and name.
+    /// Returns the activity of the threads that existed at both ends, by thread ID and name.
     fn between(
         &self,
         before: &'a Threads,
@@ -213,7 +216,7 @@ mod tests {
         Err(Unread::Missing(file.into()))
     }
 
-    /// A moment, in ms; the host's CPUs have idled for half of it.
+    /// Returns a sample at `at_ms` ms, by which the host's CPUs have idled for half of the time.
     fn sample(at_ms: u64, threads: &[(i32, &str, u64, u64)]) -> Sample {
         let threads = threads.iter().map(|(number, name, run_ms, wait_ms)| {
             let times = Ok(ThreadTimes {
@@ -248,9 +251,10 @@ mod tests {
         }
     }
 
+    /// Ready time is the time in the run queue, divided by the elapsed time.
     #[test]
-    fn ready_time_is_the_wait_in_the_run_queue_by_elapsed_time() {
-        // In 2 s the first vCPU ran for 500 ms and waited for 1 s, of that 900 ms in the second half.
+    fn ready_time_is_queue_wait_share() {
+        // In 2 s the first vCPU ran for 500 ms and waited for 1 s, 900 ms of it in the second half.
         let samples = [
             sample(
                 0,
@@ -276,8 +280,9 @@ mod tests {
         assert_eq!((window.seconds(), window.slice_seconds()), (2.0, 1.0));
     }
 
+    /// Threads that start or end within the window are left out; a VM that does is not measured.
     #[test]
-    fn threads_that_come_and_go_are_left_out_and_a_vm_that_does_is_not_measured() {
+    fn transient_threads_are_left_out() {
         let mut samples = vec![
             sample(0, &[(8, "CPU 0/KVM", 0, 0), (9, "worker", 0, 0)]),
             sample(1000, &[(8, "CPU 0/KVM", 500, 0), (10, "worker", 900, 0)]),
@@ -292,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_schedstat_measures_no_cpu_time() {
+    fn missing_schedstat_prevents_cpu_times() {
         let mut samples = [
             sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
             sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
@@ -310,7 +315,7 @@ mod tests {
             Err("this kernel has no /proc/7/task/8/schedstat".to_owned())
         );
         assert!(Window::of(&samples[..1]).is_none());
-        // It has the files and counts nothing.
+        // The files exist and contain only zeros.
         let samples = [
             sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
             sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
@@ -319,8 +324,9 @@ mod tests {
         assert_eq!(window.cpu(VM), Err(NOT_COUNTED.to_owned()));
     }
 
+    /// A value that the kernel lacks is reported as a gap, with its file.
     #[test]
-    fn the_host_is_told_with_what_its_kernel_lacks() {
+    fn host_report_includes_missing_files() {
         let samples = [sample(0, &[]), sample(2000, &[])];
         let mut gaps = Vec::new();
         let host = Window::of(&samples).expect("time has passed").host(&mut gaps);

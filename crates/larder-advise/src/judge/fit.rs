@@ -1,4 +1,4 @@
-//! Whether one more VM would fit.
+//! Answer to whether one more VM would fit.
 
 use serde::Serialize;
 
@@ -6,28 +6,28 @@ use super::words::{percent, size};
 use super::{Policy, Room};
 use crate::measured::Measured;
 
-/// The answer. Programs tell them apart by the exit code.
+/// Answer, which programs receive as the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fit {
-    /// All memory of all VMs would fit.
+    /// The VM fits even if all VMs use all their memory.
     Fits,
-    /// Not even what is active would.
+    /// The VM does not fit even if only active memory counts.
     DoesNotFit,
-    /// Only what is active would, or VMs wait for memory already.
+    /// The VM fits only if active memory alone counts, or VMs already wait for memory.
     OnlyOvercommitted,
-    /// Something is not known that it takes.
+    /// A value that the answer needs is unknown.
     CannotTell,
 }
 
-/// The answer with its reason.
+/// Answer with its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WouldFit {
-    /// What was asked for, in bytes.
+    /// Memory of the VM in question, in bytes.
     pub size: u64,
-    /// Whether.
+    /// Answer for programs.
     pub answer: Fit,
-    /// A sentence for people.
+    /// Sentence for people.
     pub text: String,
 }
 
@@ -51,7 +51,8 @@ impl WouldFit {
     }
 }
 
-/// What is not known of a VM counts as little as it can be: if it does not fit even so, that is certain.
+/// Returns the answer and its reason. Unknown memory counts as little as possible: if the VM does not fit even so,
+/// that is certain.
 fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit, String) {
     let is_promised = u64::try_from(room.spare_committed).is_ok_and(|spare| bytes <= spare);
     let capacity = room.capacity_text(policy);
@@ -120,7 +121,7 @@ fn unknown(measured: &Measured, room: &Room, given: &str) -> Option<String> {
     (!silent.is_empty()).then(|| format!("{given}, but Larder does not answer at {silent}, so VMs may wait for memory"))
 }
 
-/// What is over-committed must go somewhere.
+/// Returns a warning if there is no swap and no pager, because over-committed memory must be evicted to somewhere.
 fn nowhere(measured: &Measured) -> &'static str {
     let has_swap = measured.host.swap_total > 0;
     match has_swap || measured.vms.iter().any(|vm| vm.managed.is_some()) {
@@ -144,9 +145,10 @@ mod tests {
         (it.answer, it.text)
     }
 
+    /// Without over-commit a VM fits if the memory promised to all VMs does.
     #[test]
-    fn a_vm_fits_if_all_that_was_promised_does() {
-        // 100 GiB less 1 of others and 40 of VMs.
+    fn vm_fits_without_overcommit() {
+        // 100 GiB less 1 GiB of other users and 40 GiB of VMs.
         let four = host(vec![vm(10, 2); 4]);
         let cases = [
             (1, Fit::Fits),
@@ -165,7 +167,7 @@ mod tests {
             (fit(25, &busy).0, fit(26, &busy).0),
             (Fit::OnlyOvercommitted, Fit::DoesNotFit)
         );
-        // Nobody is there whose use it could be judged by: all of it counts.
+        // Without other VMs there is no typical use, so all of the memory counts as active.
         let empty = host(Vec::new());
         assert_eq!(fit(99, &empty).0, Fit::Fits);
         assert_eq!(fit(100, &empty).0, Fit::DoesNotFit);
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_above_the_accepted_one_is_no_room() {
+    fn stall_above_policy_leaves_no_room() {
         let mut waits = host(vec![vm(10, 2)]);
         waits.host.memory_stall = Some(0.051);
         assert_eq!(fit(1, &waits).0, Fit::OnlyOvercommitted);
@@ -184,16 +186,17 @@ mod tests {
         );
         waits.host.memory_stall = Some(0.05);
         assert_eq!(fit(1, &waits).0, Fit::Fits);
-        // Where nothing is over-committed nobody can wait for memory that another one has.
+        // Without over-commit no VM waits for memory that another VM occupies.
         waits.host.memory_stall = None;
         assert_eq!(fit(1, &waits).0, Fit::Fits);
         assert_eq!(fit(1, &host(vec![managed(10, 2, 0.3)])).0, Fit::OnlyOvercommitted);
-        // Its size may be active then: 80 - 1 - 79.
+        // Its whole size may be active then: 80 - 1 - 79.
         assert_eq!(fit(98, &host(vec![managed(79, 2, 0.3)])).0, Fit::DoesNotFit);
     }
 
+    /// Unknown values make the answer unknown, unless the VM does not fit in any case.
     #[test]
-    fn what_is_not_known_makes_it_untold_unless_it_does_not_fit_anyway() {
+    fn unknown_values_make_fit_unknown() {
         let unread = Vm {
             name: "db".to_owned(),
             pid: 9,
@@ -208,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_larder_that_does_not_answer_makes_it_untold() {
+    fn silent_server_makes_fit_unknown() {
         let mut measured = host(vec![vm(10, 2)]);
         measured.silent.push("/run/m.sock".to_owned());
         assert_eq!(
@@ -218,8 +221,9 @@ mod tests {
         assert!(fit(1, &measured).1.contains("Larder does not answer at /run/m.sock"));
     }
 
+    /// The answer warns of over-commit without swap and without a pager.
     #[test]
-    fn overcommit_without_a_place_for_what_is_cold_is_said_to_be_so() {
+    fn overcommit_without_swap_is_warned_of() {
         let mut measured = host(vec![vm(10, 2); 4]);
         assert!(fit(60, &measured).1.contains("nowhere for memory"));
         measured.host.swap_total = GIB;

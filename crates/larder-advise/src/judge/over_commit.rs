@@ -1,4 +1,4 @@
-//! What is said of how many more VMs a host carries.
+//! Findings about the number of VMs that fit in addition.
 
 use super::room::{Room, ready};
 use super::words::{count, cpus, percent, size};

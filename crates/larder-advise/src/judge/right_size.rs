@@ -1,15 +1,15 @@
-//! Whether VMs are as large as what they use: vCPUs by their use and ready time, memory by what was touched or, where Larder
-//! keeps a budget, by what is wanted back.
+//! Judgement of VM sizes: vCPUs by their use and ready time, memory by the touched amount or, where Larder keeps a
+//! budget, by refaults.
 
 use super::words::{count, cpus, percent, rate, size, time};
 use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
 use crate::measured::{AtBudget, Host, Managed, Measured, Vcpu, Vm, VmCpu};
 use crate::qemu::is_all_vcpus;
 
-/// Sizes are advised in steps of this.
+/// Step of advised memory sizes, in bytes.
 const RAM_STEP: u64 = 256 << 20;
 
-/// A VM is called too large from so much less on.
+/// Share of its memory by which a VM must be too large to be reported.
 const RAM_GAIN_MIN: f64 = 0.25;
 
 pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
@@ -89,13 +89,13 @@ fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
     finding(Level::Fine, "vcpus-right", facts)
 }
 
-/// So many vCPUs have that peak at the busyness that is aimed at.
+/// Returns the number of vCPUs that have this peak at the intended load.
 fn needed(peak: f64) -> u32 {
-    // What is a hair above a whole number is that number.
+    // Rounding errors just above a whole number are ignored.
     ((peak / CPU_TARGET - 1e-9).ceil() as u32).max(1)
 }
 
-/// For how long they were ready and had no CPU.
+/// Describes the time for which vCPUs were ready and had no CPU.
 fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
     let mean = vcpus.iter().map(|vcpu| vcpu.ready).sum::<f64>() / vcpus.len() as f64;
     let thread = crate::qemu::printable(&worst.thread);
@@ -112,7 +112,7 @@ fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
     }
 }
 
-/// What helps a VM that waits for CPUs.
+/// Returns a remedy for a VM that waits for CPUs.
 fn remedy(host: &Host) -> String {
     let what = match host.cpu_busy {
         Some(busy) if busy < CPU_TARGET => {
@@ -126,7 +126,7 @@ fn remedy(host: &Host) -> String {
     }
 }
 
-/// A part of a sentence that may not be there.
+/// Prefixes an optional part of a sentence with a separator.
 fn after(part: String) -> String {
     match part.as_str() {
         "" => part,
@@ -149,7 +149,7 @@ fn host_text(host: &Host) -> String {
     }
 }
 
-/// Memory that nobody manages: only what was touched so far is known, which is as much as it was ever used.
+/// Judges unmanaged memory, of which only the touched amount is known: the most that was ever used.
 fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
     let (ram, memory) = (vm.ram?, vm.memory?);
     let touched = memory.resident.saturating_add(memory.swapped);
@@ -162,7 +162,7 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
         size(ram),
         size(touched)
     );
-    // With no share all is too little.
+    // A zero share makes the quotient infinite, so that no size is enough.
     let enough = (touched as f64 / policy.active_share) as u64;
     let enough = enough.div_ceil(RAM_STEP).saturating_mul(RAM_STEP);
     let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
@@ -178,7 +178,7 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
     finding(Level::Fine, "memory-touched", text)
 }
 
-/// Memory with a budget: what is wanted back tells whether that is enough.
+/// Judges memory with a budget: the faults show whether the budget is enough.
 fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
     let finding = |level, code, text| Finding::of(vm, Practice::RightSize, level, code, text);
     let facts = format!(
@@ -216,7 +216,7 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
     finding(Level::Fine, "budget-enough", format!("{facts}: the budget is enough"))
 }
 
-/// What larger budgets would change: the next ones, and the first that would do.
+/// Describes the effect of larger budgets: of the next ones, and of the first that suffices.
 fn larger(managed: &Managed, policy: &Policy) -> String {
     let [now, larger @ ..] = managed.curve.as_slice() else {
         return String::new();
@@ -251,7 +251,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// VMs of four vCPUs that all are so busy and ready; so busy at most.
+    /// Returns a VM of four vCPUs, each with the given load, peak load and ready time.
     fn vm(busy: f64, peak: f64, ready: f64) -> Vm {
         let vcpu = |number| Vcpu {
             thread: format!("CPU {number}/KVM"),
@@ -292,10 +292,11 @@ mod tests {
         findings.iter().map(|finding| finding.code).collect()
     }
 
+    /// Ready time is judged first, then the use of vCPUs.
     #[test]
-    fn vcpus_are_judged_by_ready_time_first_and_then_by_their_use() {
+    fn ready_time_is_judged_before_use() {
         let cases = [
-            // Busy, at most, ready.
+            // Load, peak load, ready time.
             ((0.90, 0.90, 0.34), "cpu-contended"),
             ((0.10, 0.10, 0.10), "cpu-contended"),
             ((0.90, 0.90, 0.0999), "cpu-waits"),
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn one_vcpu_that_waits_is_enough() {
+    fn one_waiting_vcpu_is_reported() {
         let mut one = vm(0.1, 0.1, 0.0);
         if let Some(cpu) = &mut one.cpu {
             cpu.vcpus[2].ready = 0.2;
@@ -334,17 +335,18 @@ mod tests {
     }
 
     #[test]
-    fn needed_vcpus_are_those_that_the_peak_keeps_busy_to_80_percent() {
+    fn needed_vcpus_are_80_percent_busy() {
         for (peak, number) in [(0.0, 1), (0.8, 1), (0.81, 2), (1.6, 2), (2.4, 3), (3.2, 4), (3.3, 5)] {
             assert_eq!(needed(peak), number, "{peak}");
         }
     }
 
+    /// A window that is too short gives values but no advice on sizes.
     #[test]
-    fn a_short_look_has_figures_and_no_advice() {
+    fn short_window_gives_no_advice() {
         let short = measured(2.0, vm(0.1, 0.1, 0.01));
         assert_eq!(codes(&short), ["window-too-short", "vcpus-not-judged"]);
-        // That it waits now is so now.
+        // A present wait is reported even by a short window.
         assert_eq!(
             codes(&measured(2.0, vm(0.1, 0.1, 0.5))),
             ["window-too-short", "cpu-contended"]
@@ -353,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn sentences_have_their_evidence() {
+    fn sentences_contain_evidence() {
         let all = findings(&measured(10.0, vm(0.2, 0.3, 0.34)), &Policy::default());
         let waits = "its 4 vCPUs ran for 20 % of the time, and for 34 % of the time were ready but had no CPU (ready time: CPU 3/KVM most, \
                      34 %); the host's 8 CPUs are busy to ";
@@ -374,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn vcpus_that_cannot_be_told_apart_are_not_judged() {
+    fn indistinguishable_vcpus_are_not_judged() {
         let mut vm = vm(0.1, 0.1, 0.5);
         vm.cpu = Some(VmCpu {
             used: 0.5,
@@ -390,8 +392,9 @@ mod tests {
         );
     }
 
+    /// Memory is too large if the touched amount is at most 80 % of three quarters of it.
     #[test]
-    fn memory_is_too_large_if_a_quarter_less_would_hold_what_was_touched_at_80_percent() {
+    fn memory_is_judged_by_touched_amount() {
         let cases = [
             // 8 GiB; 1.6 / 0.8 is 2.
             (1.6, 0.0, "memory-too-large"),
@@ -420,8 +423,9 @@ mod tests {
         }
     }
 
+    /// The advice for a budget shows the fault rates of larger budgets.
     #[test]
-    fn a_larger_budget_is_advised_by_the_faults_that_would_be_left() {
+    fn larger_budget_is_advised_with_faults() {
         let at = |gib: f64, faults_per_second| AtBudget {
             budget: (gib * GIB as f64) as u64,
             faults_per_second,
@@ -463,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_judged_by_the_stall_that_is_accepted() {
+    fn budget_is_judged_by_stall() {
         let managed = |stall, budget| Managed {
             size: 4 * GIB,
             budget,

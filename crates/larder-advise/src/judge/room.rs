@@ -1,5 +1,5 @@
-//! How many more VMs a host carries: without over-commit, by what VMs were given; with it, by what of that is active, up to
-//! 80 % of the host's memory; by its CPUs; and none if VMs wait for memory or CPUs already.
+//! Number of VMs that fit in addition: without over-commit, by the memory that VMs were given; with it, by the active
+//! memory, up to 80 % of the host's memory; and by CPUs. None fits if VMs already wait for memory or CPUs.
 
 use serde::Serialize;
 
@@ -7,60 +7,61 @@ use super::words::size;
 use super::{CPU_TARGET, Policy, READY_LOW, memory_stall};
 use crate::measured::{Measured, Vm};
 
-/// A VM that uses less of the CPUs is not one to count by.
+/// Lowest CPU use of a typical VM for which the number of VMs by CPUs is computed.
 const TYPICAL_CPUS_MIN: f64 = 0.01;
 
-/// Memory in bytes, as it is shared out.
+/// Allocation of the host's memory, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Room {
-    /// The host's, without the reserve.
+    /// Memory of the host, without the reserve.
     pub capacity: u64,
-    /// What is used by others than VMs, and could not be had without swapping.
+    /// Memory used by other processes than VMs, and not available without swapping.
     pub others: u64,
-    /// What VMs were given; of one with a budget that.
+    /// Memory that VMs were given; for a VM with a budget, the budget.
     pub committed: u64,
-    /// What of it is active, at most.
+    /// Active part of that memory, at most.
     pub active: u64,
-    /// What can be given without over-commit; less than 0 where there is over-commit already.
+    /// Memory that can be given without over-commit; negative if memory is over-committed already.
     pub spare_committed: i64,
-    /// What may become active until the share is reached that is aimed at; less than 0 if it is more already.
+    /// Memory that may become active until the intended share is reached; negative if it is exceeded already.
     pub spare_active: i64,
-    /// What can be given until over-commit is as much as is accepted; less than 0 if it is more already.
+    /// Memory that can be given until the accepted over-commit is reached; negative if it is exceeded already.
     pub spare_overcommit: i64,
-    /// VMs of which it is not known what they were given, or have in memory.
+    /// VMs for which the given or the resident memory is unknown.
     pub unknown: Vec<String>,
-    /// The worst stall of memory now, if it is measured.
+    /// Worst memory stall now, if it is measured.
     pub stall: Option<f64>,
-    /// The average VM here.
+    /// Average VM of this host.
     pub typical: Option<Typical>,
-    /// How many more of it fit.
+    /// Number of average VMs that fit in addition.
     pub more: Option<More>,
 }
 
-/// A VM such as those here are on average.
+/// Average VM of a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Typical {
-    /// What it was given.
+    /// Memory that it was given.
     pub ram: u64,
-    /// What of it is active, at most.
+    /// Active part of that memory, at most.
     pub active: u64,
-    /// The CPUs that it uses.
+    /// CPUs that it uses.
     pub cpus: f64,
 }
 
-/// How many more fit.
+/// Number of VMs that fit in addition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct More {
-    /// Without over-commit.
+    /// Number without over-commit.
     pub without_overcommit: u64,
-    /// With it; none if VMs wait for memory longer than is accepted. `None` if the stall is not measured.
+    /// Number with over-commit; 0 if VMs wait for memory longer than is accepted, `None` if the stall is not
+    /// measured.
     pub with_overcommit: Option<u64>,
-    /// By the CPUs alone, if these are measured and VMs use them.
+    /// Number by CPUs alone, if CPU times are measured and VMs use CPUs.
     pub by_cpus: Option<u64>,
 }
 
 impl Room {
-    /// By what was measured.
+    /// Computes the room from measurements.
     pub fn of(measured: &Measured, policy: &Policy) -> Self {
         let host = &measured.host;
         let capacity = host.memory_total.saturating_sub(policy.reserve);
@@ -117,13 +118,13 @@ impl Room {
         }
     }
 
-    /// The share of what VMs were given that is active, at most.
+    /// Returns the active share of the memory that VMs were given, at most.
     pub(super) fn active_share(&self) -> Option<f64> {
         let typical = self.typical?;
         (typical.ram > 0).then(|| (typical.active as f64 / typical.ram as f64).min(1.0))
     }
 
-    /// How the capacity is shared out, for sentences.
+    /// Describes the allocation of the capacity, for sentences.
     pub(super) fn capacity_text(&self, policy: &Policy) -> String {
         let reserve = match policy.reserve {
             0 => String::new(),
@@ -142,25 +143,25 @@ fn difference(one: u64, other: u64) -> i64 {
     signed(one).saturating_sub(signed(other))
 }
 
-/// What a VM may come to take.
+/// Returns the memory that a VM may eventually use.
 fn committed(vm: &Vm) -> u64 {
     let footprint = vm.footprint().unwrap_or_default();
     match &vm.managed {
-        // Nothing keeps one that is not kept.
+        // A VM that exceeds its budget is not bounded by it.
         Some(managed) if managed.problem.is_none() => managed.budget.min(managed.size).max(footprint),
         _ => vm.ram.unwrap_or_default().max(footprint),
     }
 }
 
-/// What of a VM's memory was used in the time, at most.
+/// Returns the memory that a VM used within the window, at most.
 fn active(vm: &Vm, seconds: f64, policy: &Policy) -> u64 {
     let resident = vm.memory.map_or(0, |memory| memory.resident);
     match &vm.managed {
-        // Its budget does not hold what it uses; how much that is can not be known.
+        // The budget is smaller than the working set, whose size is unknown, so all memory may be active.
         Some(managed) if managed.stall > policy.stall => {
             resident.saturating_sub(managed.resident).saturating_add(managed.size)
         }
-        // What is in memory, and what was for a while.
+        // Resident memory, and memory that was faulted in meanwhile and may have been evicted again.
         Some(managed) => {
             let came = (managed.faults_per_second * seconds * 4096.0) as u64;
             resident.saturating_add(came.min(managed.size.saturating_sub(managed.resident)))
@@ -186,7 +187,7 @@ fn typical(measured: &Measured, policy: &Policy) -> Option<Typical> {
     })
 }
 
-/// The ready time of all vCPUs on average.
+/// Returns the mean ready time of all vCPUs.
 pub(super) fn ready(measured: &Measured) -> Option<f64> {
     let vcpus = measured
         .vms
@@ -205,7 +206,7 @@ pub(super) mod tests {
 
     pub(crate) const GIB: u64 = 1 << 30;
 
-    /// A VM that was given so much, and has so much in memory.
+    /// Returns a VM with the given memory and resident memory, in GiB.
     pub(crate) fn vm(ram: u64, resident: u64) -> Vm {
         Vm {
             ram: Some(ram * GIB),
@@ -217,7 +218,7 @@ pub(super) mod tests {
         }
     }
 
-    /// One with a budget, all of which it uses, that stalls for so long.
+    /// Returns a VM with a fully used budget and the given stall.
     pub(crate) fn managed(ram: u64, budget: u64, stall: f64) -> Vm {
         Vm {
             managed: Some(Managed {
@@ -232,7 +233,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A host of 101 GiB, of which 1 GiB is used by others, without a stall.
+    /// Returns a host of 101 GiB, of which other processes use 1 GiB, without a stall.
     pub(crate) fn host(vms: Vec<Vm>) -> Measured {
         let footprints: u64 = vms.iter().filter_map(Vm::footprint).sum();
         Measured {
@@ -257,26 +258,28 @@ pub(super) mod tests {
         (more.without_overcommit, more.with_overcommit)
     }
 
+    /// VMs fit by given memory without over-commit, and by 80 % active memory with it.
     #[test]
-    fn vms_fit_by_what_they_were_given_and_at_80_percent_active_memory() {
-        // 100 GiB are for VMs and others, who use 1 GiB. Four VMs of 10 GiB: 59 GiB are left, room for 5.
-        // Active: 1 + 4 * 2 of 80 GiB; of the 71 GiB that are left 35 VMs have 2 each. But of 150 GiB that may be given
-        // there are 109 left, for 10.
+    fn room_counts_given_and_active_memory() {
+        // 100 GiB are for VMs and other processes, which use 1 GiB. Four VMs of 10 GiB leave 59 GiB, room for 5.
+        // Active are 1 + 4 * 2 of 80 GiB; the remaining 71 GiB hold 35 VMs with 2 GiB each. But of the 150 GiB that
+        // may be given, 109 are left, for 10 VMs.
         let four = host(vec![vm(10, 2); 4]);
         assert_eq!(more(&four), (5, Some(10)));
         let room = room(&four);
         assert_eq!((room.capacity, room.others), (100 * GIB, GIB));
         assert_eq!((room.committed, room.active), (40 * GIB, 8 * GIB));
         assert_eq!((room.spare_committed, room.spare_active), (59 << 30, 71 << 30));
-        // 12 VMs of 10 GiB are 120: over-committed. Active are 1 + 12 * 6 of 80, one more of 6 fits.
+        // 12 VMs of 10 GiB are 120: over-committed. Active are 1 + 12 * 6 of 80, so one more of 6 fits.
         assert_eq!(more(&host(vec![vm(10, 6); 12])), (0, Some(1)));
         assert_eq!(more(&host(vec![vm(10, 7); 12])), (0, Some(0)));
-        // All that they were given is active, yet room was promised to nobody.
+        // All given memory is active, but the room without over-commit is promised to no VM.
         assert_eq!(more(&host(vec![vm(10, 10); 8])), (1, Some(1)));
     }
 
+    /// A budget counts as the committed memory while it is not exceeded.
     #[test]
-    fn a_budget_is_what_is_committed_while_it_is_kept() {
+    fn kept_budget_is_committed_memory() {
         // 99 - 4 * 5 is 79, by 20 each; 80 - 1 - 20 is 59, by 5 each; 150 - 1 - 20 is 129, by 20 each.
         assert_eq!(more(&host(vec![managed(20, 5, 0.01); 4])), (3, Some(6)));
         let mut failing = managed(20, 5, 0.01);
@@ -287,7 +290,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn compressed_pages_count_as_the_vms_and_not_as_others() {
+    fn compressed_pages_count_for_their_vm() {
         let mut one = managed(20, 5, 0.0);
         if let (Some(managed), Some(memory)) = (&mut one.managed, &mut one.memory) {
             (managed.resident, memory.resident) = (3 * GIB, 4 * GIB);
@@ -295,12 +298,12 @@ pub(super) mod tests {
         assert_eq!(one.footprint(), Some(6 * GIB));
         let measured = host(vec![one]);
         assert_eq!(room(&measured).others, GIB);
-        // Only what is in memory is active.
+        // Only resident memory is active.
         assert_eq!(room(&measured).active, 4 * GIB);
     }
 
     #[test]
-    fn pages_that_came_back_were_active_too() {
+    fn refaulted_pages_count_as_active() {
         let mut one = managed(20, 5, 0.0);
         if let Some(managed) = &mut one.managed {
             managed.faults_per_second = f64::from(1 << 18) / 10.0;
@@ -309,7 +312,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn no_vm_fits_by_overcommit_above_the_stall_that_is_accepted() {
+    fn stall_above_policy_prevents_overcommit() {
         assert_eq!(more(&host(vec![managed(20, 5, 0.05); 4])).1, Some(6));
         assert_eq!(more(&host(vec![managed(20, 5, 0.051); 4])).1, Some(0));
         let mut waits = host(vec![vm(10, 2)]);
@@ -331,8 +334,9 @@ pub(super) mod tests {
         assert_eq!(codes(&host(Vec::new())), ["left-without-overcommit"]);
     }
 
+    /// CPUs may be busy to 80 %, and no VM fits if vCPUs wait for CPUs.
     #[test]
-    fn cpus_are_to_be_busy_to_80_percent_and_waited_for_by_nobody() {
+    fn room_by_cpus_needs_idle_cpus() {
         let with_cpus = |used: f64, busy: f64, ready: f64| {
             let mut one = vm(10, 2);
             one.cpu = Some(VmCpu {
@@ -356,7 +360,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sentences_have_their_evidence() {
+    fn sentences_contain_evidence() {
         let policy = Policy::default();
         let measured = host(vec![vm(10, 2); 4]);
         let texts: Vec<_> = findings(&measured, &policy, &room(&measured))

@@ -1,20 +1,20 @@
-//! Whether it is a disk: its latency looks like a want of CPUs or memory from within a guest. What tells them apart is that
-//! vCPUs need not wait for a CPU, something waits all the same, and requests to a disk take long.
+//! Judgement of disks. From within a guest, a slow disk looks like a lack of CPUs or memory. It is recognised by
+//! three signs: vCPUs do not wait for CPUs, some task waits all the same, and disk requests take long.
 
 use super::words::{percent, size, time};
 use super::{Finding, Level, Policy, Practice, READY_LOW};
 use crate::measured::{Measured, Vm};
 
-/// A disk that does less has no average to speak of.
+/// Lowest request rate at which a mean is meaningful.
 const REQUESTS_PER_SECOND_MIN: f64 = 1.0;
 
-/// Tasks, or a disk's users, that wait for a smaller share of the time are no stall.
+/// Share of the time for which tasks or requests must wait to count as a stall.
 const IO_STALL_LOW: f64 = 0.10;
 
-/// A disk that a VM uses.
+/// Disk that a VM uses.
 struct Disk<'a> {
     name: &'a str,
-    /// Whether Larder serves it, so that the guest's own requests were timed.
+    /// True if Larder serves it, so that the guest's own requests were timed.
     is_served: bool,
     await_seconds: f64,
     requests_per_second: f64,
@@ -72,7 +72,7 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
     finding(Level::Warning, "disk-disguised", text)
 }
 
-/// Those that did something: Larder's, and else the host's devices.
+/// Returns the disks with activity: those that Larder serves, and the host's devices with files of the VM.
 fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
     let served = vm.disks.iter().filter_map(|disk| {
         Some(Disk {
@@ -120,8 +120,8 @@ fn facts(disk: &Disk<'_>) -> String {
     )
 }
 
-/// The share of the time in which something waited, and what that was: of a VM's own disk, or a managed memory, that is
-/// known; else of the whole host.
+/// Returns the share of the time in which some task or request waited, with a description. It is the largest of: the
+/// VM's own disk, its managed memory, and the whole host.
 fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static str)> {
     let served = disk
         .is_served
@@ -138,7 +138,7 @@ fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static
     all.max_by(|one, other| one.0.total_cmp(&other.0))
 }
 
-/// Where a VM's cold memory comes back from.
+/// Judges the disk from which a VM's cold memory is paged in.
 fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
     let managed = vm.managed.as_ref()?;
     let took = managed.disk_fault_seconds?;
@@ -159,7 +159,7 @@ fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
     Some(Finding::of(vm, Practice::Storage, level, code, text))
 }
 
-/// The slowest device, and the kernel's swap, for those VMs of which it is not known what they use.
+/// Judges the slowest device and the kernel's swap, for VMs whose disks are unknown.
 fn of_host(measured: &Measured, policy: &Policy) -> Option<Finding> {
     let host = &measured.host;
     let devices = host.devices.iter();
@@ -193,7 +193,8 @@ mod tests {
     use super::*;
     use crate::measured::{Device, Host, Managed, Vcpu, VmCpu, VmDisk};
 
-    /// A VM that is ready for so long, with a disk of Larder's that takes so long and is busy for so long.
+    /// Returns a VM with the given ready time, and with a disk of Larder's with the given request time and
+    /// utilization.
     fn vm(ready: f64, await_seconds: f64, utilization: f64) -> Vm {
         let vcpu = Vcpu {
             ready,
@@ -236,18 +237,19 @@ mod tests {
         judged(vm, host)[0].0
     }
 
+    /// A slow disk is reported as the bottleneck if ready time is low and some task waits.
     #[test]
-    fn a_slow_disk_is_it_where_ready_time_is_low_and_something_waits() {
+    fn slow_disk_is_reported_as_bottleneck() {
         let cases = [
             ((0.004, 0.045, 0.97), "disk-disguised"),
             ((0.05, 0.0201, 0.10), "disk-disguised"),
-            // It is not slow.
+            // The disk is not slow.
             ((0.004, 0.020, 0.97), "disk-fine"),
             ((0.004, 0.0029, 0.97), "disk-fine"),
             ((0.34, 0.0029, 0.97), "disk-fine"),
-            // Little waits for it.
+            // Few requests wait for the disk.
             ((0.004, 0.045, 0.09), "disk-slow"),
-            // There is a want of CPUs.
+            // CPUs are short.
             ((0.051, 0.045, 0.97), "disk-and-cpus"),
         ];
         for ((ready, await_seconds, utilization), expected) in cases {
@@ -263,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_count_where_larder_serves_no_disk() {
+    fn host_devices_count_without_served_disk() {
         let mut one = vm(0.0, 0.0, 0.0);
         (one.disks, one.devices) = (Vec::new(), vec!["sda".to_owned()]);
         let host = |stall| Host {
@@ -295,14 +297,15 @@ mod tests {
     }
 
     #[test]
-    fn ready_time_that_is_not_known_makes_a_slow_disk_no_culprit() {
+    fn unknown_ready_time_excludes_bottleneck() {
         let mut one = vm(0.0, 0.045, 0.97);
         one.cpu = None;
         assert_eq!(code(one, Host::default()), "disk-slow");
     }
 
+    /// A slow swap cache is reported, because it looks like a lack of memory.
     #[test]
-    fn a_swap_cache_that_is_slow_looks_like_a_want_of_memory() {
+    fn slow_swap_cache_is_reported() {
         let cases = [
             (Some(0.045), 0.3, Some("swap-disguised")),
             (Some(0.045), 0.05, Some("swap-slow")),

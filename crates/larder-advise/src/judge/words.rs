@@ -1,6 +1,6 @@
-//! Numbers in sentences.
+//! Formatting of numbers in sentences.
 
-/// `12.5 %`, with as many digits as help.
+/// Formats a share as `12.5 %`, with as many digits as are useful.
 pub fn percent(share: f64) -> String {
     let percent = share * 100.0;
     match percent {
@@ -10,7 +10,7 @@ pub fn percent(share: f64) -> String {
     }
 }
 
-/// `1.5 GiB`.
+/// Formats bytes as `1.5 GiB`.
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64 / 1024.0;
@@ -26,7 +26,7 @@ pub fn size(bytes: u64) -> String {
     format!("{} {}", text.strip_suffix(".0").unwrap_or(&text), UNITS[unit])
 }
 
-/// `1.5 ms`.
+/// Formats seconds as `1.5 ms`.
 pub fn time(seconds: f64) -> String {
     match seconds {
         _ if seconds >= 0.9995 => format!("{seconds:.1} s"),
@@ -36,7 +36,7 @@ pub fn time(seconds: f64) -> String {
     }
 }
 
-/// `1 vCPU`, `2 vCPUs`.
+/// Formats a count with its noun: `1 vCPU`, `2 vCPUs`.
 pub(super) fn count(number: impl Into<u64>, what: &str) -> String {
     match number.into() {
         1 => format!("1 {what}"),
@@ -44,7 +44,7 @@ pub(super) fn count(number: impl Into<u64>, what: &str) -> String {
     }
 }
 
-/// So many a second.
+/// Formats a rate per second.
 pub(super) fn rate(per_second: f64) -> String {
     match per_second {
         _ if per_second < 9.95 => format!("{per_second:.1}/s"),
@@ -52,7 +52,7 @@ pub(super) fn rate(per_second: f64) -> String {
     }
 }
 
-/// CPUs, or what uses them: `0.3`.
+/// Formats a number of CPUs: `0.3`.
 pub(super) fn cpus(used: f64) -> String {
     match used {
         _ if used < 0.095 => format!("{used:.2}"),
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_the_digits_that_help() {
+    fn numbers_have_useful_digits() {
         let shares = [
             (0.0, "0 %"),
             (0.0004, "0.0 %"),

@@ -1,42 +1,42 @@
-//! What the kernel counts for the whole host.
+//! Counters of the whole host.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Procfs, Read, Unread, unknown};
 
-/// What the CPUs did since the host was started, in ticks of the clock that they are counted in.
+/// CPU times since the host was booted, in clock ticks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTimes {
     /// CPUs that are online.
     pub cpus: u32,
-    /// Of all of them together, with nothing to do.
+    /// Idle ticks of all CPUs together.
     pub idle: u64,
-    /// Taken by a hypervisor below this host.
+    /// Ticks of all CPUs together that a hypervisor below this host took.
     pub stolen: u64,
-    /// All ticks.
+    /// All ticks of all CPUs together.
     pub all: u64,
 }
 
-/// In bytes.
+/// Memory of the host, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Memory {
-    /// All of it.
+    /// Total memory.
     pub total: u64,
-    /// What could be had without swapping.
+    /// Memory that is available without swapping.
     pub available: u64,
-    /// The kernel's swap.
+    /// Size of the kernel's swap.
     pub swap_total: u64,
-    /// What of it is free.
+    /// Free part of the kernel's swap.
     pub swap_free: u64,
 }
 
-/// For how long some task waited for something, since the host was started (PSI, `some`).
+/// Resource for which the kernel counts the time that some task waited (PSI, `some`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Resource {
     /// A CPU.
     Cpu,
-    /// Memory that was taken away.
+    /// Memory that was reclaimed.
     Memory,
     /// Disks.
     Io,
@@ -52,25 +52,25 @@ impl Resource {
     }
 }
 
-/// A block device, as its number.
+/// Device number of a block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DeviceNumber {
-    /// The driver's.
+    /// Major number, which identifies the driver.
     pub major: u32,
-    /// Which of its devices.
+    /// Minor number, which identifies the device of that driver.
     pub minor: u32,
 }
 
-/// What a block device did since the host was started.
+/// Counters of a block device since the host was booted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceCounts {
-    /// As in `/dev`.
+    /// Name, as in `/dev`.
     pub name: String,
-    /// Reads and writes that have ended.
+    /// Completed reads and writes.
     pub requests: u64,
-    /// How long they took, all together, in milliseconds.
+    /// Total time of these requests, in milliseconds.
     pub taken_ms: u64,
-    /// For how long there were any, in milliseconds.
+    /// Time in which requests were in flight, in milliseconds.
     pub busy_ms: u64,
 }
 
@@ -84,7 +84,8 @@ impl Procfs {
             .split_whitespace()
             .map_while(|word| word.parse().ok())
             .collect();
-        // user, nice, system, idle, iowait, irq, softirq, steal; what guests take is in user and nice already.
+        // Fields: user, nice, system, idle, iowait, irq, softirq, steal. The time of guests is included in user and
+        // nice.
         let [_, _, _, idle, waiting, ..] = ticks[..] else {
             return Err(wrong("too few numbers"));
         };
@@ -110,7 +111,7 @@ impl Procfs {
         })
     }
 
-    /// For how long some task waited for that.
+    /// Returns the total time for which some task waited for the resource.
     pub(crate) fn pressure(&self, of: Resource) -> Read<Duration> {
         let text = match self.text(of.file()) {
             // The kernel was started with psi=0.
@@ -126,7 +127,7 @@ impl Procfs {
             .ok_or_else(|| unknown(self.path(of.file()), "no total of `some`"))
     }
 
-    /// Pages that were read back from the kernel's swap.
+    /// Returns the number of pages that were read back from the kernel's swap.
     pub(crate) fn swapped_in(&self) -> Read<u64> {
         let text = self.text("vmstat")?;
         let pages = text.lines().find_map(|line| line.strip_prefix("pswpin "));
@@ -140,13 +141,13 @@ impl Procfs {
     }
 }
 
-/// `cpu0 ...`.
+/// Returns whether a line of `/proc/stat` is about one CPU: `cpu0 ...`.
 fn is_cpu(line: &str) -> bool {
     let number = line.strip_prefix("cpu").and_then(|rest| rest.split(' ').next());
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// The bytes of a line `NAME:   123 kB`.
+/// Returns the bytes of a line `NAME:   123 kB`.
 pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
     let line = text
         .lines()
@@ -155,7 +156,8 @@ pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// A line of diskstats: major, minor, name, then reads, merged, sectors, ms; the same of writes; under way, ms busy.
+/// Parses a line of diskstats: major, minor, name; then for reads: count, merged, sectors, ms; the same for writes;
+/// in flight; ms busy.
 fn device(line: &str) -> Option<(DeviceNumber, DeviceCounts)> {
     let mut words = line.split_whitespace();
     let number = DeviceNumber {
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_tells_is_read() {
+    fn kernel_counters_are_parsed() {
         let (_folder, procfs) = procfs(&[
             (
                 "stat",
@@ -228,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kernel_lacks_is_said_by_name() {
+    fn missing_kernel_files_are_named() {
         let (folder, procfs) = procfs(&[
             ("stat", "nonsense\n"),
             ("meminfo", "MemTotal: 4 kB\n"),

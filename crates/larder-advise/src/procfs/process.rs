@@ -1,4 +1,4 @@
-//! What the kernel tells of a process and its threads.
+//! Counters of a process and of its threads.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,37 +10,37 @@ use std::path::{Path, PathBuf};
 use super::host::{DeviceNumber, kib_of};
 use super::{Procfs, Read, Unread, unknown, unread};
 
-/// A process, which another one that gets its number later is not.
+/// Process identity, which differs when the PID is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ProcessId {
-    /// Its number.
+    /// Process ID.
     pub pid: i32,
-    /// When it was started, in ticks since the host was.
+    /// Start time, in clock ticks since the host was booted.
     pub started: u64,
 }
 
-/// How long a thread ran, and was ready to run and waited for a CPU, since it was started, in nanoseconds.
+/// Times since a thread was started, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadTimes {
-    /// On a CPU.
+    /// Time on a CPU.
     pub run: u64,
-    /// In a CPU's queue.
+    /// Time in a run queue.
     pub wait: u64,
 }
 
-/// What a process has in memory, in bytes.
+/// Memory of a process, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Footprint {
-    /// All that is mapped and there.
+    /// Resident memory.
     pub resident: u64,
-    /// Its share of that, where others have it too; only from smaps_rollup.
+    /// Proportional share of the resident memory (PSS); only from `smaps_rollup`.
     pub proportional: Option<u64>,
-    /// In the kernel's swap.
+    /// Memory in the kernel's swap.
     pub swapped: u64,
 }
 
 impl Procfs {
-    /// The numbers of all processes that we can see.
+    /// Returns the IDs of all visible processes.
     pub(crate) fn processes(&self) -> Vec<i32> {
         numbers(&self.path(""))
     }
@@ -52,11 +52,11 @@ impl Procfs {
     pub(crate) fn id(&self, pid: i32) -> Read<ProcessId> {
         let folder = self.folder(pid);
         let text = self.text_of(&folder, "stat")?;
-        // The name may have spaces and parentheses, so what follows begins behind the last one: the state, and as the 20th
-        // field from there, the 22nd of all, when it was started.
+        // The name may contain spaces and parentheses, so fields are counted from the last parenthesis: first the
+        // state, and as the 20th field from there, the 22nd of the line, the start time.
         let behind = text.rsplit_once(')').map_or("", |(_, behind)| behind);
         if behind.trim_start().starts_with(['Z', 'X']) {
-            // Nobody has waited for it yet.
+            // A zombie has ended, although its parent has not reaped it yet.
             return Err(Unread::Gone);
         }
         let started = behind.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok());
@@ -64,17 +64,17 @@ impl Procfs {
         Ok(ProcessId { pid, started })
     }
 
-    /// Whose it is.
+    /// Returns the user ID of the process.
     pub(crate) fn owner(&self, pid: i32) -> Option<u32> {
         Some(fs::metadata(self.folder(pid)).ok()?.uid())
     }
 
-    /// What it calls itself, as the kernel keeps it: 15 bytes at most.
+    /// Returns the name that the process gave itself, as the kernel stores it: at most 15 bytes.
     pub(crate) fn name(&self, pid: i32) -> Read<String> {
         name_in(self, &self.folder(pid))
     }
 
-    /// The file name of its program; of one that was replaced since as well.
+    /// Returns the file name of the process's program, even if the file was replaced since.
     pub(crate) fn program(&self, pid: i32) -> Option<String> {
         let path = fs::read_link(self.folder(pid).join("exe")).ok()?;
         let name = path.file_name()?.to_string_lossy().into_owned();
@@ -85,7 +85,7 @@ impl Procfs {
         fs::read_link(self.folder(pid).join("cwd")).ok()
     }
 
-    /// Its words; none for a process of the kernel's, or one that has ended and is not waited for.
+    /// Returns the words of the command line; none for a kernel thread or a zombie.
     pub(crate) fn command_line(&self, pid: i32) -> Read<Vec<OsString>> {
         let folder = self.folder(pid);
         let path = folder.join("cmdline");
@@ -115,8 +115,8 @@ impl Procfs {
         name_in(self, &self.thread_folder(pid, thread))
     }
 
-    /// From `schedstat`, which kernels have that were built with `CONFIG_SCHED_INFO`; whether `sched_schedstats` is on
-    /// does not matter for it.
+    /// Reads `schedstat`, which exists in kernels that were built with `CONFIG_SCHED_INFO`. It does not depend on
+    /// `sched_schedstats`.
     pub(crate) fn thread_times(&self, pid: i32, thread: i32) -> Read<ThreadTimes> {
         let folder = self.thread_folder(pid, thread);
         let text = self.text_of(&folder, "schedstat")?;
@@ -127,14 +127,14 @@ impl Procfs {
         }
     }
 
-    /// From `smaps_rollup` if we may read it, else from `status`. The page tables are walked once for that: a second or so
-    /// for 100 GiB in small pages, in which the process goes on.
+    /// Reads `smaps_rollup` if that is permitted, otherwise `status`. `smaps_rollup` walks the page tables once,
+    /// which takes about a second for 100 GiB in small pages; the process keeps running meanwhile.
     pub(crate) fn footprint(&self, pid: i32) -> Read<Footprint> {
         let folder = self.folder(pid);
         if let Ok(text) = self.text_of(&folder, "smaps_rollup")
             && let (Some(resident), Some(proportional)) = (kib_of(&text, "Rss"), kib_of(&text, "Pss"))
         {
-            // Huge pages of a pool are in neither.
+            // Pages of the hugetlb pool are in neither field.
             let of = |name| kib_of(&text, name).unwrap_or_default();
             let pool = of("Private_Hugetlb").saturating_add(of("Shared_Hugetlb"));
             return Ok(Footprint {
@@ -153,12 +153,12 @@ impl Procfs {
         })
     }
 
-    /// The block devices that its open files lie on, or are.
+    /// Returns the block devices that contain its open files, or are opened themselves.
     pub(crate) fn devices_of(&self, pid: i32) -> Read<BTreeSet<DeviceNumber>> {
         let path = self.folder(pid).join("fd");
         let entries = fs::read_dir(&path).map_err(|error| unread(&path, &error, || Unread::Gone))?;
         let number = |entry: fs::DirEntry| {
-            // Not of what a pipe or socket leads to.
+            // Pipes and sockets are skipped.
             let file = fs::metadata(entry.path()).ok()?;
             let kind = rustix::fs::FileType::from_raw_mode(file.mode());
             let device = match kind {
@@ -180,7 +180,7 @@ fn name_in(procfs: &Procfs, folder: &Path) -> Read<String> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
-/// What in a folder is named by a number, in order.
+/// Returns the entries of a directory whose names are numbers, in order.
 fn numbers(folder: &Path) -> Vec<i32> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut numbers: Vec<i32> = entries
@@ -212,7 +212,7 @@ mod tests {
             fixture
         }
 
-        /// What is said, with /proc for the folder.
+        /// Returns the message, with `/proc` in place of the directory.
         fn words(&self, unread: Unread) -> String {
             unread
                 .to_string()
@@ -220,11 +220,11 @@ mod tests {
         }
     }
 
-    /// Behind the name, from the state on: 19 fields, then when it was started.
+    /// Rest of a `stat` line after the name: state, 18 more fields, then the start time.
     const BEHIND: &str = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 5 6\n";
 
     #[test]
-    fn names_with_parentheses_and_spaces_are_no_trouble() {
+    fn unusual_process_names_are_parsed() {
         for name in ["qemu-system-x86", "a) S 1 (b", ") ) )", ""] {
             let stat = format!("7 ({name}) {BEHIND}");
             let comm = format!("{name}\n");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_is_gone_and_what_a_kernel_lacks_is_missing() {
+    fn ended_process_differs_from_missing_file() {
         let zombie = BEHIND.replacen('S', "Z", 1);
         let zombie = format!("5 (a) {zombie}");
         let fixture = Fixture::new(&[
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn times_and_words_are_read() {
+    fn thread_times_and_command_line_parse() {
         let fixture = Fixture::new(&[
             ("7/task/8/schedstat", b"1500 2500 12\n"),
             ("7/task/9/schedstat", b"nonsense\n"),
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_what_smaps_rollup_says_and_else_status() {
+    fn footprint_prefers_smaps_rollup() {
         let rollup = b"55d-7ff ---p 00000000 00:00 0 [rollup]\nRss: 100 kB\nPss: 80 kB\nPss_Dirty: 7 kB\n\
             Private_Hugetlb: 10 kB\nShared_Hugetlb: 20 kB\nSwap: 9 kB\nSwapPss: 4 kB\n";
         let status = b"Name:\tVmRSS: 1 kB\nVmRSS:\t     100 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t 8 kB\n";
