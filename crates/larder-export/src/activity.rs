@@ -1,8 +1,9 @@
-//! What a disk is asked for, through all its exports together, and how long that takes.
+//! Statistics of a disk's requests, across all its exports: counts and durations.
 //!
-//! Every request is counted. One that is not answered in the call, and that is alone, is timed, by the loop's turns. Of those
-//! that are answered in the call, and of those that begin beside others, one of so many is timed, and stands for all of
-//! them: to time each would cost a twentieth of what they take.
+//! Every request is counted. Durations are sampled: a request that does not complete within the call, and that is
+//! alone, is always timed, with the time of the loop's turns. Of requests that complete within the call, and of those
+//! that begin while others are in flight, one in a fixed number is timed, with that weight. Timing each of them would
+//! cost a twentieth of their duration.
 
 use std::cell::{Cell, RefCell};
 use std::pin::pin;
@@ -12,16 +13,17 @@ use std::time::Duration;
 use larder_block::histogram::{Histogram, is_due};
 use larder_block::{Io, IoError, IoResult, Loop};
 
-/// Of so many requests that are answered in the call one is timed, for all of them.
+/// Sampling rate of requests that complete within the call: one of so many is timed.
 const IN_CALL: u32 = 16;
 
-/// The same of those that begin while others are under way.
+/// Sampling rate of requests that begin while others are in flight.
 const BESIDE: u32 = 8;
 
-/// Failures that are all told. A dead disk fails every request: the log gets these, then every power of two.
+/// Number of failures that are all logged. A dead disk fails every request, so after these only every power of two
+/// is.
 const TOLD_ALL: u64 = 10;
 
-/// What a request asks for.
+/// Kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Kind {
@@ -36,16 +38,16 @@ impl Kind {
     const COUNT: usize = 5;
 }
 
-/// Counts what a disk is asked for. The numbers only grow. Times are in nanoseconds.
+/// Statistics of a disk's requests. Counters only grow. Times are in nanoseconds.
 pub struct Activity {
     on: Loop,
     kinds: [Counter; Kind::COUNT],
     errors: Cell<u64>,
-    /// Requests that may have been answered in the call since one was timed.
+    /// Requests since the last timed one that may have completed within the call.
     untimed: Cell<u32>,
-    /// Those that have begun beside others since one was timed.
+    /// Requests since the last timed one that began while others were in flight.
     untimed_beside: Cell<u32>,
-    /// Requests under way that were not answered in the call, and since when there are any.
+    /// Requests in flight that did not complete within the call, and the start of this busy period.
     waiting: Cell<u32>,
     busy_since: Cell<u64>,
     busy: Cell<u64>,
@@ -59,16 +61,16 @@ struct Counter {
     times: RefCell<Histogram>,
 }
 
-/// What was counted of requests of one kind.
+/// Statistics of one kind of request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Requests that have ended, those that failed included.
+    /// Requests that have ended, failed ones included.
     pub requests: u64,
-    /// Bytes that were read, written, discarded or zeroed by those that did not fail.
+    /// Bytes that successful requests read, wrote, discarded or zeroed.
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
-    /// How long they took.
+    /// Durations of the requests.
     pub times: Histogram,
 }
 
@@ -77,7 +79,7 @@ fn add(counter: &Cell<u64>, amount: u64) {
 }
 
 impl Activity {
-    /// Nothing so far. The exports are on the loop `on`.
+    /// Creates statistics without requests. The exports run on the loop `on`.
     pub fn new(on: &Loop) -> Rc<Self> {
         Rc::new(Self {
             on: on.clone(),
@@ -91,7 +93,7 @@ impl Activity {
         })
     }
 
-    /// What there was of one kind.
+    /// Returns the statistics of one kind of request.
     pub fn of(&self, kind: Kind) -> Counts {
         let counter = &self.kinds[kind as usize];
         Counts {
@@ -102,12 +104,12 @@ impl Activity {
         }
     }
 
-    /// Requests that are under way.
+    /// Returns the number of requests in flight.
     pub fn under_way(&self) -> u32 {
         self.waiting.get()
     }
 
-    /// For how long there were any under way.
+    /// Returns the total time for which requests were in flight.
     pub fn busy(&self) -> Duration {
         let until_now = match self.waiting.get() {
             0 => 0,
@@ -116,7 +118,7 @@ impl Activity {
         Duration::from_nanos(self.busy.get() + until_now)
     }
 
-    /// The device has failed a request.
+    /// Counts an error of the device, and logs it.
     pub(crate) fn report(&self, error: &IoError) {
         add(&self.errors, 1);
         let errors = self.errors.get();
@@ -125,10 +127,10 @@ impl Activity {
         }
     }
 
-    /// Begins a request of so many bytes, and counts it when it has ended.
+    /// Starts a request of `bytes` bytes, and counts it when it has ended.
     pub(crate) async fn count<'a>(&self, kind: Kind, bytes: u64, begin: impl FnOnce() -> Io<'a>) -> IoResult {
         let begun = is_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos());
-        // It is large: where it is made, it stays.
+        // The future is large, so it is pinned where it is created.
         let mut io = pin!(begin());
         if io.is_ready() {
             let result = io.as_mut().await;
@@ -144,7 +146,7 @@ impl Activity {
         result
     }
 
-    /// A request that is not answered in the call begins.
+    /// Registers the start of a request that does not complete within the call.
     #[inline]
     pub(crate) fn wait(&self) -> Waiting<'_> {
         let others = self.waiting.get();
@@ -168,7 +170,7 @@ impl Activity {
         }
     }
 
-    /// The time of this turn, or of now if `begun` was in this turn.
+    /// Returns the time of this turn, or the present time if `begun` was in this turn.
     fn time_after(&self, begun: u64) -> u64 {
         match self.on.turn_time().as_nanos() {
             turn if turn > begun => turn,
@@ -176,7 +178,7 @@ impl Activity {
         }
     }
 
-    /// The last request that was under way is not any more.
+    /// Ends the busy period when the last request in flight has ended.
     #[inline(never)]
     fn rests(&self) {
         let since = self.busy_since.get();
@@ -203,16 +205,16 @@ impl Activity {
     }
 }
 
-/// A request that is under way. One that is dropped was given up, or is of no kind that is counted.
+/// Request in flight. Dropping it means that the request was cancelled, or is of a kind that is not counted.
 pub(crate) struct Waiting<'a> {
     activity: &'a Activity,
     begun: u64,
-    /// For how many it is timed; 0 if it is not.
+    /// Number of requests that this one is timed for; 0 if it is not timed.
     weight: u32,
 }
 
 impl Waiting<'_> {
-    /// It has ended, and was one of these.
+    /// Counts the request as ended.
     #[inline]
     pub(crate) fn ended(self, kind: Kind, bytes: u64, succeeded: bool) {
         if self.weight > 0 {

@@ -1,19 +1,19 @@
-//! Who uses a disk: the clients of all its exports together.
+//! Clients of a disk, counted across all its exports.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// Counts the clients of a disk, and tells when the last one has left.
+/// Counter of a disk's clients, which calls back when the last one has disconnected.
 pub struct Clients {
     count: Cell<usize>,
     last_left: Box<dyn Fn()>,
 }
 
-/// One of them, until it is dropped.
+/// Registration of one client, which ends when it is dropped.
 pub(crate) struct Client(Rc<Clients>);
 
 impl Clients {
-    /// Nobody so far. `last_left` is called whenever there is nobody any more.
+    /// Creates a counter without clients. `last_left` is called whenever the count returns to zero.
     pub fn new(last_left: impl Fn() + 'static) -> Rc<Self> {
         Rc::new(Self {
             count: Cell::new(0),

@@ -1,11 +1,11 @@
-//! Descriptors that outlive this process: whoever starts it again keeps them, and hands them to the next process
-//! (`FDSTORE=1` of sd_notify(3); systemd, as a rule).
+//! Store for descriptors that outlive this process: the service manager (usually systemd) keeps them and passes them
+//! to the next process (`FDSTORE=1` of sd_notify(3)).
 //!
-//! The manager keeps what is open once only once for a service, however often and by whichever name it comes: guest memory
-//! comes with each of a VM's disks. So such files have numbers here, and are let go when nobody uses them any more. What is
-//! one disk's alone has a name.
+//! The manager stores each open file once for a service, however often and under whichever name it is sent, and guest
+//! memory is sent for each of a VM's disks. Shared files therefore have numbers and reference counts here, and are
+//! removed when the last user releases them. A file of one disk alone has a name.
 //!
-//! Calls wait for the manager, which takes next to no time, but may take [`PATIENCE`].
+//! Calls wait for the manager, which usually takes almost no time, but may take [`PATIENCE`].
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,13 +16,13 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// How long the manager may take. It reads nothing while it reloads its units.
+/// Time within which the manager must accept a message. It reads none while it reloads its units.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What the names of all of it begin with.
+/// Prefix of all names in the store.
 pub const PREFIX: &str = "larder/";
 
-/// What the manager keeps for this process and its successors.
+/// Descriptors that the manager keeps for this process and its successors.
 #[derive(Debug)]
 pub struct Store {
     manager: UnixDatagram,
@@ -33,13 +33,13 @@ pub struct Store {
 struct State {
     shared: Vec<Shared>,
     last_number: u64,
-    /// What the process before this one has left, by name.
+    /// Files that the previous process left, by name.
     left: Vec<(String, OwnedFd)>,
-    /// The manager has not listened once.
+    /// True after the manager has once failed to accept a message in time.
     is_deaf: bool,
 }
 
-/// A file, and how many use it.
+/// Shared file with its number of users.
 #[derive(Debug)]
 struct Shared {
     number: u64,
@@ -48,11 +48,11 @@ struct Shared {
 }
 
 impl Store {
-    /// What is kept by `manager`, a socket that is connected to `$NOTIFY_SOCKET`; the process before this one has `left`
-    /// that, by names without [`PREFIX`].
+    /// Creates a store that is kept by `manager`, a socket connected to `$NOTIFY_SOCKET`. `left` has the files of the
+    /// previous process, by names without [`PREFIX`].
     ///
     /// # Errors
-    /// The socket is none.
+    /// The write timeout of the socket cannot be set.
     pub fn new(manager: UnixDatagram, left: Vec<(String, OwnedFd)>) -> io::Result<Self> {
         manager.set_write_timeout(Some(PATIENCE))?;
         let mut state = State::default();
@@ -75,23 +75,23 @@ impl Store {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a file by a name, which is no number.
+    /// Stores a file under a name, which must not be a number.
     ///
     /// # Errors
-    /// The manager does not listen.
+    /// The manager accepts no message.
     pub fn put(&self, name: &str, file: BorrowedFd<'_>) -> io::Result<()> {
         self.tell(&mut self.state(), "FDSTORE", name, Some(file))
     }
 
-    /// Lets it go. A manager that does not listen lets it go when the service ends.
+    /// Removes the file of this name. If the manager accepts no message, it drops the file when the service ends.
     pub fn remove(&self, name: &str) {
         let _ = self.tell(&mut self.state(), "FDSTOREREMOVE", name, None);
     }
 
-    /// Keeps a file that others may keep too, until it was released as often. Its number.
+    /// Stores a file that several users may share, until each of them has released it. Returns its number.
     ///
     /// # Errors
-    /// The manager does not listen, or the process is out of descriptors.
+    /// The manager accepts no message, or the process is out of descriptors.
     pub fn share(&self, file: BorrowedFd<'_>) -> io::Result<u64> {
         let mut state = self.state();
         let known = state.shared.iter_mut().find(|known| is_same(known.file.as_fd(), file));
@@ -111,7 +111,7 @@ impl Store {
         Ok(number)
     }
 
-    /// One who has shared or adopted it needs it no more.
+    /// Releases one use of a shared or adopted file.
     pub fn release(&self, number: u64) {
         let mut state = self.state();
         let Some(place) = state.shared.iter().position(|shared| shared.number == number) else {
@@ -125,14 +125,14 @@ impl Store {
         }
     }
 
-    /// What the process before this one has left by that name, which is given once and stays kept.
+    /// Returns the file that the previous process left under this name. It is returned once, and stays in the store.
     pub fn take(&self, name: &str) -> Option<OwnedFd> {
         let mut state = self.state();
         let place = state.left.iter().position(|(left, _)| left == name)?;
         Some(state.left.remove(place).1)
     }
 
-    /// What it has left by that number, to be released later.
+    /// Returns the file that the previous process left under this number, and counts one use of it.
     ///
     /// # Errors
     /// The process is out of descriptors.
@@ -146,12 +146,12 @@ impl Store {
         Ok(Some(copy))
     }
 
-    /// Lets go what was left and nobody wants; the names of it.
+    /// Removes all files that were left and have no user, and returns their names.
     pub fn forget_rest(&self) -> Vec<String> {
         let mut state = self.state();
         let mut names = Vec::new();
         for (name, file) in std::mem::take(&mut state.left) {
-            // A socket ends for its other end, too; to other files this means nothing.
+            // Shutting a socket down ends it for the peer, too; for other files the call has no effect.
             let _ = rustix::net::shutdown(&file, rustix::net::Shutdown::Both);
             names.push(name);
         }
@@ -198,12 +198,12 @@ impl Store {
     }
 }
 
-/// Whether both are of one open file. Unknown (no KCMP in the kernel) is no.
+/// Returns whether both descriptors are of one open file description. Returns false if the kernel has no KCMP.
 fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
     /// `KCMP_FILE` of linux/kcmp.h.
     const FILE: libc::c_long = 0;
     let ours = rustix::process::getpid().as_raw_nonzero().get();
     let files = [one, other].map(|file| file.as_raw_fd());
-    // SAFETY: only numbers are passed, and nothing is written.
+    // SAFETY: only numbers are passed, and the kernel writes no memory.
     unsafe { libc::syscall(libc::SYS_kcmp, ours, ours, FILE, files[0], files[1]) == 0 }
 }

@@ -1,4 +1,4 @@
-//! Serves a block device: vhost-user-blk for guests, NBD for tools and other hosts.
+//! Exports of a block device: vhost-user-blk for guests, NBD for tools and other hosts.
 
 pub mod activity;
 pub mod clients;

@@ -1,12 +1,13 @@
-//! Reads and writes of any length that leave the disk's thread to others.
+//! Reads and writes of any length that let other tasks of the disk's thread run.
 //!
-//! Whoever serves a disk makes all reads and writes through a [`Turns`]. A long one is cut into pieces where it enters: what a
-//! layer needs for a request is bounded by its length, and a guest or a client may send one of gigabytes.
+//! Servers of a disk make all reads and writes through a [`Turns`]. A long request is split into pieces here, because
+//! the memory that a layer needs is bounded by the length of a request, and a guest or a client may send one of
+//! gigabytes.
 //!
-//! A device that answers in the call copies for as long as the request is, and a guest may send thousands of requests at once,
-//! so after [`TURN_LEN`] bytes the next piece waits for the next turn of the loop. Layers below share what they have in the
-//! order in which it is asked for, so no more than [`UNDER_WAY_MAX`] bytes of pieces are under way. Pieces wait here, in the
-//! order in which they come; short requests never wait here, and find little before them below.
+//! A device that completes within the call copies for as long as the request is, and a guest may send thousands of
+//! requests at once. So after [`TURN_LEN`] bytes the next piece waits for the next turn of the loop. Layers below
+//! allocate their resources in the order of requests, so no more than [`UNDER_WAY_MAX`] bytes of pieces are in
+//! flight. Pieces wait here in order of arrival. Short requests never wait here, and find a short queue below.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -21,47 +22,47 @@ use larder_block::{
 };
 use smallvec::SmallVec;
 
-/// The longest read or write that a layer below those who serve a disk is given, in bytes.
+/// Longest read or write that the layers below the servers receive, in bytes.
 pub const PIECE_LEN: usize = 2 << 20;
 
-/// Pieces of one request that are under way at the same time.
+/// Pieces of one request that are in flight at the same time.
 pub const PIECES_AT_ONCE: usize = 16;
 
-/// Once so many bytes have begun in a turn of the loop, the next piece waits for the next turn. A processor copies them in
-/// some 0.3 ms, and a client's short request needs some four turns.
+/// Bytes that may begin in one turn of the loop; the next piece waits for the next turn. A CPU copies them in about
+/// 0.3 ms, and a client's short request needs about four turns.
 const TURN_LEN: usize = 1 << 20;
 
-/// Once so many bytes of pieces are under way, the next piece waits until one has ended: more than any device needs to be kept
-/// busy, and no more than what a cache copies of writes at the same time.
+/// Bytes of pieces in flight from which the next piece waits until one has ended. It is more than any device needs to
+/// be kept busy, and no more than a cache copies of writes at the same time.
 const UNDER_WAY_MAX: usize = 32 << 20;
 
-/// A read or write of up to so many bytes does not wait. Who takes requests from a queue or a connection bounds how many of
-/// them there are in a turn.
+/// Longest read or write that never waits, in bytes. The number of these in a turn is bounded where they are taken
+/// from a queue or a connection.
 const SHORT_LEN: usize = 128 << 10;
 
-/// The reads and writes that one server makes on one loop.
+/// Scheduler of the reads and writes of one server on one loop.
 pub struct Turns(Rc<State>);
 
 struct State {
     on: Loop,
-    /// Bytes begun since a turn was last counted.
+    /// Bytes begun in the current turn.
     begun: Cell<usize>,
     /// Bytes of pieces that have begun and not ended.
     under_way: Cell<usize>,
     ended: Signal,
     waiting: RefCell<VecDeque<Rc<Place>>>,
-    /// A task counts turns, because something waits.
+    /// True while a task counts turns, because a piece waits.
     is_counting: Cell<bool>,
 }
 
-/// A piece that waits for its turn.
+/// Waiting state of a piece.
 struct Place {
     len: usize,
     may_begin: Cell<bool>,
     waker: RefCell<Option<Waker>>,
 }
 
-/// A piece that waits, or has begun; it ends when this is dropped.
+/// Piece that waits or has begun; it ends when this is dropped.
 struct Piece<'a> {
     state: &'a State,
     place: Rc<Place>,
@@ -77,7 +78,7 @@ impl Drop for Piece<'_> {
     }
 }
 
-/// A request without a place has ended.
+/// Ends a request that was started without a [`Place`].
 impl Watch for State {
     fn ended(&self, len: u32) {
         self.end(len as usize);
@@ -99,7 +100,7 @@ impl State {
         self.ended.raise();
     }
 
-    /// Begins a piece in this turn, if it has to wait for nothing.
+    /// Begins a piece in this turn, unless it has to wait.
     fn try_begin(&self, len: usize) -> bool {
         let may = self.begun.get() < TURN_LEN && self.has_room() && self.waiting.borrow().is_empty();
         if may {
@@ -158,7 +159,7 @@ impl State {
 }
 
 impl Turns {
-    /// Those of a server on `on`.
+    /// Creates the scheduler of a server on the loop `on`.
     pub fn new(on: &Loop) -> Self {
         Self(Rc::new(State {
             on: on.clone(),
@@ -170,7 +171,7 @@ impl Turns {
         }))
     }
 
-    /// [`BlockDevice::read`] of any length.
+    /// Reads any length, as [`BlockDevice::read`] does.
     pub fn read<'a>(&'a self, device: &'a dyn BlockDevice, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         if let Some(io) = self.at_once(buffer.len(), || device.read(start, buffer)) {
             return io;
@@ -184,8 +185,8 @@ impl Turns {
         }))
     }
 
-    /// [`BlockDevice::write`] of any length. One that fails leaves each sector old or new, as a short one does; one that is not
-    /// all on the device writes nothing.
+    /// Writes any length, as [`BlockDevice::write`] does. A failed write leaves each sector old or new, as a short
+    /// one does. A write that exceeds the device writes nothing.
     pub fn write<'a>(
         &'a self,
         device: &'a dyn BlockDevice,
@@ -205,7 +206,7 @@ impl Turns {
         }))
     }
 
-    /// A request that needs no task of its own here: a short one, or one piece that waits for nothing.
+    /// Starts a request that needs no task here: a short one, or a single piece that need not wait.
     fn at_once<'a>(&'a self, len: usize, request: impl FnOnce() -> Io<'a>) -> Option<Io<'a>> {
         match len {
             ..=SHORT_LEN => Some(request()),
@@ -214,8 +215,8 @@ impl Turns {
         }
     }
 
-    /// `request` is given a piece's place on the device, and its place and length in the buffer. Pieces end at multiples of
-    /// their length on the device.
+    /// Makes a request in pieces. `request` receives a piece's offset on the device, and its offset and length in the
+    /// buffer. Pieces end at multiples of their length on the device.
     async fn in_pieces<'a>(
         &'a self,
         start: ByteOffset,
@@ -257,7 +258,7 @@ mod tests {
 
     const LEN: usize = 64 << 20;
 
-    /// A device that takes a while for a read, and counts what it has under way.
+    /// Device whose reads take a while, and which counts the bytes in flight.
     struct Slow {
         memory: MemoryDevice,
         under_way: Cell<usize>,
@@ -320,7 +321,8 @@ mod tests {
         }
     }
 
-    /// A device that answers in the call is given no more than a piece in a turn, and short requests go past those that wait.
+    /// A device that completes within the call receives at most one piece in a turn, and short requests pass those
+    /// that wait.
     #[test]
     fn long_request_leaves_turns_to_others() {
         let on = Loop::simulated().expect("a loop");
@@ -348,7 +350,7 @@ mod tests {
         assert_eq!(turns.0.under_way.get(), 0);
     }
 
-    /// Many long requests are under way in part only, and all end.
+    /// Many long requests are in flight in part only, and all end.
     #[test]
     fn pieces_under_way_are_bounded() {
         const REQUESTS: usize = 8;
@@ -370,9 +372,9 @@ mod tests {
         assert_eq!((turns.0.under_way.get(), device.under_way.get()), (0, 0));
     }
 
-    /// Requests that are given up, whether they have begun or wait, make room for others.
+    /// Requests that are cancelled, whether they have begun or wait, make room for others.
     #[test]
-    fn request_given_up_makes_room() {
+    fn cancelled_request_makes_room() {
         let on = Loop::simulated().expect("a loop");
         let (turns, device) = (Turns::new(&on), Slow::new());
         let mut memory = vec![1; LEN];
@@ -398,7 +400,7 @@ mod tests {
         });
     }
 
-    /// A write that does not fit writes nothing.
+    /// A write that exceeds the device writes nothing.
     #[test]
     fn long_write_past_the_end_writes_nothing() {
         let on = Loop::simulated().expect("a loop");

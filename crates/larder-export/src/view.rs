@@ -1,31 +1,31 @@
-//! Guest memory that somebody else keeps within a budget while we use it, too: a *view* of managed memory.
+//! Guest memory that a pager manages while this process maps it, too: an external mapping of managed memory.
 //!
-//! `larder memory` takes pages of a VM out of memory, and brings them back when they are touched. Faults in this process
-//! are seen by it as those of QEMU are: it makes a userfaultfd here (by ptrace) and registers our mappings of the
-//! guest's memory, so that a request that touches a page that is not there waits for it. Three things of it are ours:
+//! `larder memory` evicts pages of a VM, and pages them in when they are touched. It handles faults in this process
+//! as it handles QEMU's: it creates a userfaultfd here (by ptrace) and registers this process's mappings of the
+//! guest's memory, so that a request that touches a missing page waits for it. This process has three duties:
 //!
-//! - **No byte of a mapping is touched before it is registered.** Whether memory is managed is told by a lock on its
-//!   file, which QEMU holds for the pager ([`is_managed`]); so it is known also while no pager lives. A session that
-//!   has mapped such memory says so ([`View::wants`]) and waits.
-//! - **What devices do to memory by themselves is waited for.** A request whose data goes past the page tables (direct
-//!   I/O into pinned pages) is counted while it is under way ([`UnderWay`]). The pager stops writes to a page, waits
-//!   until all requests of before are over, and only then copies it.
-//! - What is said about it lies in a memfd, `larder-view`, which the pager takes by its name. It is bound to this process,
-//!   as the mappings are.
+//! - **No byte of a mapping is touched before it is registered.** A lock on the memory's file, which QEMU holds on
+//!   behalf of the pager, shows whether the memory is managed ([`is_managed`]), even while no pager runs. A session
+//!   that has mapped such memory announces it ([`View::wants`]) and waits.
+//! - **Device accesses that bypass the page tables are counted.** A request whose data is transferred by direct I/O
+//!   into pinned pages is counted while it is in flight ([`UnderWay`]). The pager write-protects a page, waits until
+//!   all earlier requests have ended, and only then copies it.
+//! - **The shared state is in a memfd**, `larder-view`, which the pager finds by its name. It is bound to this
+//!   process, as the mappings are.
 //!
 //! ```text
 //! larder-view, 16 KiB, sealed against shrinking
-//!      0  "LARDVIEW"          8  version, 4 bytes     12  one more than the userfaultfd's number here (the pager's), 4
-//!     64  mappings were made, and wait (ours)         72  which of them are registered (the pager's)
-//!    128  epoch, 0 or 1 (the pager's), 4 bytes
-//!  4 KiB  64 slots of 128 bytes: requests under way that began in epoch 0, 8 bytes at 0; in epoch 1, at 64
+//!      0  "LARDVIEW"          8  version, 4 bytes     12  the pager's userfaultfd number here plus 1, 4 bytes (set by the pager)
+//!     64  count of mapping requests (set here)        72  count up to which mappings are registered (set by the pager)
+//!    128  epoch, 0 or 1 (set by the pager), 4 bytes
+//!  4 KiB  64 slots of 128 bytes: requests in flight that began in epoch 0, 8 bytes at 0; in epoch 1, at 64
 //! ```
 //!
-//! # Requests of before
-//! A request counts itself under the epoch that it sees, and looks again: if the epoch has changed meanwhile it begins
-//! anew. So whoever changes the epoch, and then waits until nothing is under way in the one before, has waited for all
-//! requests that had begun; those that begin later find writes stopped. (Sleepable RCU's grace periods: P. McKenney,
-//! "Sleepable RCU", 2006.)
+//! # Waiting for earlier requests
+//! A request counts itself under the epoch that it reads, and rereads the epoch: if it has changed, the request
+//! starts over. A pager that changes the epoch, and then waits until no request of the previous epoch is in flight,
+//! has therefore waited for all requests that had begun. Requests that begin later find the page write-protected.
+//! (Grace periods of sleepable RCU: P. McKenney, "Sleepable RCU", 2006.)
 
 use std::ffi::CStr;
 use std::io;
@@ -37,7 +37,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// What the memfd is called, as /proc shows it.
+/// Name of the memfd, as /proc shows it.
 pub const VIEW_NAME: &str = "larder-view";
 const VIEW_C_NAME: &CStr = c"larder-view";
 
@@ -53,32 +53,32 @@ const SLOT_BYTES: usize = 128;
 const SLOTS: usize = 64;
 const _: () = assert!(SLOTS_AT + SLOTS * SLOT_BYTES <= BYTES);
 
-/// The byte of a memory's file that is locked while it is managed: far behind all that a file can have.
+/// Byte of a memory's file that is locked while the memory is managed; far past the end of any file.
 pub const MARK_AT: i64 = 0x4c41_5244_4552_0000;
 
-/// The byte of a memory's file that is locked by the one user of userfaultfd(2) that may register the memory: a pager, or a
-/// QEMU that receives a VM by post-copy. The kernel lets one userfaultfd register a page, and fails the other's registration
-/// when it is too late to do without.
+/// Byte of a memory's file that is locked by the one user of userfaultfd(2) that may register the memory: a pager, or
+/// a QEMU that receives a VM by post-copy. The kernel lets only one userfaultfd register a page. A second
+/// registration would fail at a point where its owner cannot continue without it.
 pub const FAULT_HANDLER_AT: i64 = MARK_AT + 1;
 
-/// What is said in `larder-view`: ours, or that of another process.
+/// Mapping of a `larder-view` memfd, of this process or of another one.
 pub struct ViewMemory {
     base: NonNull<u8>,
 }
 
-// SAFETY: reached by atomics alone; the mapping is changed by Drop only.
+// SAFETY: the memory is accessed only through atomics, and only Drop unmaps it.
 unsafe impl Send for ViewMemory {}
-// SAFETY: as above.
+// SAFETY: the reason for `Send` holds for shared access, too.
 unsafe impl Sync for ViewMemory {}
 
 impl ViewMemory {
-    /// That of another process, whose descriptor of it this is.
+    /// Maps the memfd of another process, given a descriptor of it.
     ///
     /// # Errors
-    /// It is no view, or of another version; or of mmap(2).
+    /// The file is not a view, or has another version; or mmap(2) failed.
     pub fn open(descriptor: BorrowedFd<'_>) -> io::Result<Self> {
         let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
-        // Else its end could be cut off under us, which would be the end of this process.
+        // Without this seal the other process could truncate the file, and an access would kill this process.
         let seals = rustix::fs::fcntl_get_seals(descriptor)?;
         let bytes = rustix::fs::fstat(descriptor)?.st_size;
         if !seals.contains(SealFlags::SHRINK) || bytes != BYTES as i64 {
@@ -106,13 +106,14 @@ impl ViewMemory {
 
     fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= BYTES);
-        // SAFETY: in the mapping, aligned, valid for any value, and only ever used as an atomic; it lives as long as self.
+        // SAFETY: the word is in the mapping and aligned, any value is valid, and it is only accessed atomically; the
+        // mapping lives as long as self.
         unsafe { AtomicU64::from_ptr(self.base.add(offset).as_ptr().cast()) }
     }
 
     fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= BYTES);
-        // SAFETY: as of `word`.
+        // SAFETY: as in `word`.
         unsafe { AtomicU32::from_ptr(self.base.add(offset).as_ptr().cast()) }
     }
 
@@ -120,34 +121,34 @@ impl ViewMemory {
         self.word(SLOTS_AT + slot * SLOT_BYTES + (epoch & 1) as usize * (SLOT_BYTES / 2))
     }
 
-    /// The number of the pager's userfaultfd in the process, once it is there.
+    /// Returns the number of the pager's userfaultfd in the process, once it exists.
     pub fn userfaultfd_number(&self) -> Option<u32> {
         self.half_word(USERFAULTFD_AT).load(Ordering::Acquire).checked_sub(1)
     }
 
-    /// Notes [`Self::userfaultfd_number`], or that there is none any more.
+    /// Stores the number that [`Self::userfaultfd_number`] returns; `None` if there is no userfaultfd any more.
     pub fn set_userfaultfd_number(&self, number: Option<u32>) {
         let stored = number.map_or(0, |number| number + 1);
         self.half_word(USERFAULTFD_AT).store(stored, Ordering::Release);
     }
 
-    /// How often mappings were made that wait, and up to which of them none does.
+    /// Returns the count of mapping requests, and the count up to which mappings are registered.
     pub fn wanted_and_served(&self) -> (u64, u64) {
         let wanted = self.word(WANTED_AT).load(Ordering::SeqCst);
         (wanted, self.word(SERVED_AT).load(Ordering::Acquire))
     }
 
-    /// All mappings that there were when `wanted` was read are registered.
+    /// Records that all mappings that existed when `wanted` was read are registered.
     pub fn serve(&self, wanted: u64) {
         self.word(SERVED_AT).fetch_max(wanted, Ordering::Release);
     }
 
-    /// Requests that begin from now on count in the other epoch; the one in which those of before do.
+    /// Switches the epoch for requests that begin from now on, and returns the epoch of the earlier requests.
     pub fn change_epoch(&self) -> u32 {
         self.half_word(EPOCH_AT).fetch_xor(1, Ordering::SeqCst) & 1
     }
 
-    /// Whether nothing is under way that began in this epoch.
+    /// Returns whether no request that began in this epoch is in flight.
     pub fn is_over(&self, epoch: u32) -> bool {
         (0..SLOTS).all(|slot| self.under_way(slot, epoch).load(Ordering::SeqCst) == 0)
     }
@@ -155,12 +156,12 @@ impl ViewMemory {
 
 impl Drop for ViewMemory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nothing that was lent of it outlives self.
+        // SAFETY: the mapping is owned by self, and no reference into it outlives self.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), BYTES) };
     }
 }
 
-/// That of this process.
+/// View of this process, which other processes can open.
 pub struct View {
     memory: ViewMemory,
     _descriptor: OwnedFd,
@@ -168,10 +169,10 @@ pub struct View {
 }
 
 impl View {
-    /// The one of this process, made when it is first asked for.
+    /// Returns the view of this process, which is created by the first call.
     ///
     /// # Errors
-    /// Of memfd_create(2), ftruncate(2), mmap(2).
+    /// memfd_create(2), ftruncate(2) or mmap(2) failed.
     pub fn own() -> io::Result<&'static Self> {
         static OWN: OnceLock<Result<View, rustix::io::Errno>> = OnceLock::new();
         OWN.get_or_init(Self::create).as_ref().map_err(|errno| (*errno).into())
@@ -191,12 +192,13 @@ impl View {
         })
     }
 
-    /// Mappings were made that must be registered before they are touched: asks for it, and what [`Self::has`] is to be
-    /// asked for.
+    /// Requests the registration of new mappings, which must not be touched before; returns the argument for
+    /// [`Self::has`].
     pub fn wants(&self, file: BorrowedFd<'_>) -> u64 {
         let wanted = self.memory.word(WANTED_AT).fetch_add(1, Ordering::SeqCst) + 1;
-        // Whoever watches the file is told so at once. Where that is not allowed it is seen later.
-        // SAFETY: no path and no times are passed: the file's own, and now.
+        // The change of the file's times notifies the pager, which watches the file. Where that is not permitted the
+        // pager notices the request later.
+        // SAFETY: a null pointer for the times means the present time, and no path is passed.
         let rung = unsafe { libc::futimens(file.as_raw_fd(), std::ptr::null()) };
         if rung < 0 {
             tracing::debug!("guest memory cannot be touched: {}", io::Error::last_os_error());
@@ -204,12 +206,12 @@ impl View {
         wanted
     }
 
-    /// Whether they are registered.
+    /// Returns whether the mappings of a request are registered.
     pub fn has(&self, wanted: u64) -> bool {
         self.memory.wanted_and_served().1 >= wanted
     }
 
-    /// A count of requests under way, for one thread. (More threads than slots share them.)
+    /// Returns a counter of requests in flight, for one thread. (Threads beyond the number of slots share them.)
     pub fn under_way(&'static self) -> UnderWay {
         UnderWay {
             view: self,
@@ -218,19 +220,19 @@ impl View {
     }
 }
 
-/// Counts requests that are under way.
+/// Counter of requests in flight.
 pub struct UnderWay {
     view: &'static View,
     slot: usize,
 }
 
-/// A request that is under way, to be ended once.
+/// Token of a request in flight, to be passed to [`UnderWay::end`] once.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 pub struct Begun(u32);
 
 impl UnderWay {
-    /// One begins: from here on it may touch guest memory.
+    /// Begins a request, which may touch guest memory from now on.
     pub fn begin(&self) -> Begun {
         let memory = &self.view.memory;
         let epoch = memory.half_word(EPOCH_AT);
@@ -245,7 +247,7 @@ impl UnderWay {
         }
     }
 
-    /// It is over: nothing of it touches guest memory any more.
+    /// Ends a request, which no longer touches guest memory.
     pub fn end(&self, begun: Begun) {
         self.view
             .memory
@@ -255,7 +257,7 @@ impl UnderWay {
 }
 
 fn byte_lock(at: i64) -> libc::flock {
-    // SAFETY: integers, of which zero is a value.
+    // SAFETY: the structure consists of integers, for which zero is a valid value.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
@@ -264,13 +266,13 @@ fn byte_lock(at: i64) -> libc::flock {
     lock
 }
 
-/// Whether the memory in `file` is managed: pages of it may not be there.
+/// Returns whether the memory in `file` is managed, so that pages of it may be missing.
 ///
 /// # Errors
-/// Of fcntl(2).
+/// fcntl(2) failed.
 pub fn is_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
     let mut lock = byte_lock(MARK_AT);
-    // SAFETY: the structure that this command takes, alive and writable for the call.
+    // SAFETY: the pointer is to the structure that this command expects, alive and writable for the call.
     let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, std::ptr::from_mut(&mut lock)) };
     if asked < 0 {
         return Err(io::Error::last_os_error());
@@ -278,27 +280,28 @@ pub fn is_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
-/// Says that the memory in `file` is managed, as long as that open file (not this descriptor alone) is; whether nobody
-/// else has said so. It must be open for writing, and not have been opened by whoever asks.
+/// Marks the memory in `file` as managed, for as long as that open file description (not this descriptor alone)
+/// exists. Returns false if another one has marked it. The file must be open for writing, and through another open
+/// file description than the one that is queried.
 ///
 /// # Errors
-/// Of fcntl(2).
+/// fcntl(2) failed.
 pub fn mark_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
     try_lock(file, MARK_AT)
 }
 
-/// Claims the faults of the memory in `file` ([`FAULT_HANDLER_AT`]), as long as that open file (not this descriptor alone)
-/// exists; false if another open file has claimed them. It must be open for writing.
+/// Claims the faults of the memory in `file` ([`FAULT_HANDLER_AT`]), for as long as that open file description (not
+/// this descriptor alone) exists; returns false if another one has claimed them. The file must be open for writing.
 ///
 /// # Errors
-/// Of fcntl(2).
+/// fcntl(2) failed.
 pub fn claim_faults(file: BorrowedFd<'_>) -> io::Result<bool> {
     try_lock(file, FAULT_HANDLER_AT)
 }
 
 fn try_lock(file: BorrowedFd<'_>, at: i64) -> io::Result<bool> {
     let lock = byte_lock(at);
-    // SAFETY: the structure that this command takes, alive for the call.
+    // SAFETY: the pointer is to the structure that this command expects, alive for the call.
     let locked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, std::ptr::from_ref(&lock)) };
     if locked == 0 {
         return Ok(true);
@@ -314,8 +317,9 @@ fn try_lock(file: BorrowedFd<'_>, at: i64) -> io::Result<bool> {
 mod tests {
     use super::*;
 
+    /// A change of the epoch waits for requests that began before it, and not for later ones.
     #[test]
-    fn requests_of_before_are_waited_for_and_those_of_later_are_not() {
+    fn epoch_waits_for_earlier_requests_only() {
         let view = View::own().expect("memory");
         let (one, other) = (view.under_way(), view.under_way());
         let theirs = ViewMemory::open(view._descriptor.as_fd()).expect("a view");
@@ -337,8 +341,9 @@ mod tests {
         assert!(theirs.is_over(epoch));
     }
 
+    /// Memory stays marked while any descriptor of the marking open file exists.
     #[test]
-    fn memory_is_marked_as_long_as_whoever_marked_it_has_it_open() {
+    fn memory_mark_lives_with_open_file() {
         let ours = rustix::fs::memfd_create(c"guest", MemfdFlags::CLOEXEC).expect("memory");
         let open = || {
             let path = format!("/proc/self/fd/{}", ours.as_raw_fd());
@@ -353,7 +358,7 @@ mod tests {
         assert!(mark_managed(pager.as_fd()).expect("marked"));
         assert!(is_managed(ours.as_fd()).expect("asked"));
         assert!(!mark_managed(open().as_fd()).expect("asked"), "there is one already");
-        // QEMU has it, too.
+        // QEMU holds a descriptor of the same open file.
         let qemus = pager.try_clone().expect("a descriptor");
         drop(pager);
         assert!(is_managed(ours.as_fd()).expect("asked"));
@@ -362,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_view_is_refused() {
+    fn file_without_view_is_refused() {
         let memory = rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memory");
         rustix::fs::ftruncate(&memory, BYTES as u64).expect("room");
         assert!(ViewMemory::open(memory.as_fd()).is_err(), "it can be cut off");

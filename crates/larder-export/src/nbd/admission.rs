@@ -1,10 +1,11 @@
-//! Which clients a server has at a time, and which of them gives way when there is no room for another one.
+//! Admission of NBD clients: the clients that a server has at a time, and the choice of the one that is evicted for
+//! another.
 //!
-//! A place is for a client that has made a request; until then a client waits in one of as many other places, so that those
-//! who say nothing keep nobody out. The places of each kind are shared equally among peers: the addresses that TCP clients
-//! connect from, and the processes that connect over a unix socket. If all places are taken, a client that has been idle gives
-//! way to the next one; if there is none, a client of the peer that has the most gives way to one of a peer that has less
-//! than its share.
+//! A slot is for a client that has made a request. Until then a client waits in one of as many other slots, so that
+//! silent clients keep no other out. The slots of each kind are shared equally among peers: the addresses that TCP
+//! clients connect from, and the processes that connect over a unix socket. If all slots are taken, an idle client is
+//! evicted for the next one. If no client is idle, a client of the peer that has the most is evicted for one of a
+//! peer that has less than its share.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::net::{IpAddr, Ipv6Addr};
@@ -15,24 +16,24 @@ use larder_block::event_loop::{LoopTime, Socket};
 
 use super::limits::Limits;
 
-/// A client that has made no request for so long gives way, one that never made any, and one that did.
+/// Times after which a client counts as idle: without any request so far, and since its last request.
 const SILENT_FOR: Duration = Duration::from_secs(10);
 const IDLE_FOR: Duration = Duration::from_secs(60);
 
-/// Bits of an IPv6 address that one host has for itself: all addresses with the same first ones are one peer.
+/// Prefix length of the IPv6 network of one host: addresses with the same prefix are one peer.
 const IPV6_HOST_BITS: u32 = 64;
 
-/// Where a client connects from.
+/// Origin of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Peer {
     Address(IpAddr),
     Process(i32),
-    /// The kernel does not say.
+    /// Origin that the kernel does not reveal.
     Unknown,
 }
 
 impl Peer {
-    /// The peer at the other end of a socket.
+    /// Returns the peer at the other end of a socket.
     pub(super) fn of(socket: &Socket) -> Self {
         match (socket.peer_address(), socket.peer_pid()) {
             (Some(address), _) => Self::of_address(address),
@@ -41,7 +42,7 @@ impl Peer {
         }
     }
 
-    /// The peer that has an IP address.
+    /// Returns the peer with an IP address.
     fn of_address(address: IpAddr) -> Self {
         Self::Address(match address.to_canonical() {
             IpAddr::V6(address) => {
@@ -53,29 +54,29 @@ impl Peer {
     }
 }
 
-/// A client that is connected, or about to be told that it is not.
+/// Client that is connected, or about to be disconnected.
 pub(super) struct Member {
     peer: Peer,
-    /// When it connected, made its last request, or got its last answer.
+    /// Time of its connection, last request, or last reply.
     active_at: Cell<LoopTime>,
     has_place: Cell<bool>,
     evicted: Cell<bool>,
-    /// What it has under way, once its handshake is over.
+    /// Requests in flight, once the handshake is over.
     limits: OnceCell<Rc<Limits>>,
 }
 
 impl Member {
-    /// Its requests are counted by `limits`, which is said once.
+    /// Sets the limits that count the client's requests; must be called only once.
     pub(super) fn counted_by(&self, limits: &Rc<Limits>) {
         let _ = self.limits.set(Rc::clone(limits));
     }
 
-    /// Notes that it has made a request, or got an answer.
+    /// Records that the client has made a request, or received a reply.
     pub(super) fn note_activity(&self, now: LoopTime) {
         self.active_at.set(now);
     }
 
-    /// It has to give way to another client.
+    /// Returns whether the client has to be disconnected for another one.
     pub(super) fn is_evicted(&self) -> bool {
         self.evicted.get()
     }
@@ -90,22 +91,22 @@ impl Member {
     }
 }
 
-/// The clients of a server.
+/// Clients of a server.
 pub(super) struct Admission {
     clients_max: usize,
     members: RefCell<Vec<Rc<Member>>>,
 }
 
-/// A client got in.
+/// Way in which a client got its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// There was room.
+    /// A slot was free.
     Free,
-    /// Another client gives way, which [`Member::is_evicted`] tells it.
+    /// Another client is evicted, as [`Member::is_evicted`] shows.
     Made,
 }
 
-/// There is no room for a client.
+/// Error if there is no slot for a client.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct NoRoom;
 
@@ -117,7 +118,7 @@ impl Admission {
         }
     }
 
-    /// Lets a client of `peer` connect at `now`.
+    /// Admits a client of `peer` that connects at `now`.
     pub(super) fn connect(&self, peer: Peer, now: LoopTime) -> Result<(Rc<Member>, Room), NoRoom> {
         let member = Rc::new(Member {
             peer,
@@ -131,7 +132,7 @@ impl Admission {
         Ok((member, room))
     }
 
-    /// Gives a client a place that makes a request at `now`, unless it has one.
+    /// Assigns a slot to a client that makes a request at `now`, unless it has one.
     pub(super) fn request(&self, member: &Member, now: LoopTime) -> Result<Room, NoRoom> {
         let mut room = Room::Free;
         if !member.has_place.replace(true) {
@@ -142,7 +143,7 @@ impl Admission {
         Ok(room)
     }
 
-    /// Frees the place of a client that has disconnected.
+    /// Frees the slot of a client that has disconnected.
     pub(super) fn leave(&self, member: &Rc<Member>) {
         self.members.borrow_mut().retain(|other| !Rc::ptr_eq(other, member));
     }
@@ -151,7 +152,7 @@ impl Admission {
         self.members.borrow().len()
     }
 
-    /// Makes room for a client among those that have a place as it has, or have none.
+    /// Makes room for a client among those that, like it, have a slot or have none.
     fn make_room(&self, newcomer: &Member, now: LoopTime) -> Result<Room, NoRoom> {
         let mut members = self.members.borrow_mut();
         let is_alike =
@@ -167,7 +168,7 @@ impl Admission {
     }
 }
 
-/// Returns the client that gives way to one of `peer`.
+/// Returns the client to evict for one of `peer`.
 fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime) -> Option<&Rc<Member>> {
     let mut peers: Vec<(Peer, usize)> = Vec::new();
     for member in members {
@@ -186,7 +187,7 @@ fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime)
         let longest = members.min_by_key(|member| (member.is_working(), member.active_at.get()));
         longest.map(Rc::as_ptr)
     };
-    // A peer below its share keeps even its idle clients from one that has its share.
+    // A peer below its share keeps even its idle clients from a peer that has its share.
     let may_take = |member: &Member| own < share || member.peer == peer || count_of(member.peer) >= share;
     let mut idle = members.iter().filter(|member| member.is_idle(now) && may_take(member));
     let found = longest_idle(&mut idle).or_else(|| {
@@ -215,7 +216,7 @@ mod tests {
         admission.connect(peer(of), at(second)).ok().map(|(member, _)| member)
     }
 
-    /// A client that connects and makes a request, if there is room.
+    /// Connects a client and makes a request, if there is room.
     fn busy(admission: &Admission, of: u8, second: u64) -> Option<Rc<Member>> {
         let member = silent(admission, of, second)?;
         admission.request(&member, at(second)).ok().map(|_| member)
@@ -226,8 +227,9 @@ mod tests {
         given_way.map(|(index, _)| index).collect()
     }
 
+    /// Clients without a request occupy no slot of active clients.
     #[test]
-    fn silent_clients_take_no_place() {
+    fn silent_clients_take_no_slot() {
         let admission = Admission::new(4);
         let silent_ones: Vec<_> = (0..4).filter_map(|second| silent(&admission, 1, second)).collect();
         assert!(silent(&admission, 1, 9).is_none(), "none is silent for long enough");
@@ -250,14 +252,14 @@ mod tests {
     }
 
     #[test]
-    fn idle_clients_give_way() {
+    fn idle_clients_are_evicted() {
         let admission = Admission::new(2);
         let all: Vec<_> = (0..2).filter_map(|_| busy(&admission, 1, 0)).collect();
         all[1].note_activity(at(30));
         assert!(busy(&admission, 1, 59).is_none());
         assert!(busy(&admission, 1, 60).is_some());
         assert_eq!(evicted(&all), [0]);
-        // Also those of another peer that has its share.
+        // Idle clients are also evicted for another peer that has its share.
         let admission = Admission::new(2);
         let idle = busy(&admission, 1, 0).expect("room");
         let _other = busy(&admission, 2, 60).expect("room");
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn peer_with_less_than_its_share_gets_in() {
+    fn peer_below_its_share_is_admitted() {
         let admission = Admission::new(4);
         let greedy: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 0)).collect();
         let active = |(index, one): (usize, &Rc<Member>)| one.note_activity(at(10 - index as u64));
@@ -281,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn more_peers_than_places_share_them_by_idleness() {
+    fn excess_peers_replace_idle_clients() {
         let admission = Admission::new(2);
         let all: Vec<_> = (1..3).filter_map(|of| busy(&admission, of, u64::from(of))).collect();
         assert!(busy(&admission, 3, 50).is_none());
@@ -290,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn place_is_free_after_its_client_left() {
+    fn slot_is_free_after_disconnect() {
         let admission = Admission::new(1);
         let first = busy(&admission, 1, 0).expect("room");
         admission.leave(&first);

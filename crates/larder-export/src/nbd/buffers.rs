@@ -1,4 +1,4 @@
-//! Memory for requests, taken from and given back to a pool of the server's.
+//! Pool of request buffers of a server.
 
 use std::cell::{Cell, RefCell};
 use std::ops::{Deref, DerefMut};
@@ -7,26 +7,26 @@ use std::rc::Rc;
 use larder_block::AlignedBuf;
 use larder_block::nbd::PAYLOAD_LEN_MAX;
 
-/// The smallest buffer, in bytes.
+/// Smallest buffer, in bytes.
 const LEN_MIN: usize = 4096;
 
-/// Buffers come in powers of two, from [`LEN_MIN`] to the longest payload.
+/// Number of size classes: powers of two from [`LEN_MIN`] to the longest payload.
 const CLASSES: usize = (PAYLOAD_LEN_MAX as usize / LEN_MIN).ilog2() as usize + 1;
 
-/// Bytes that the pool keeps for later at most.
+/// Bytes that the pool retains for reuse at most.
 const KEPT_MAX: usize = 64 << 20;
 
-/// Buffers that nobody uses, by size.
+/// Free buffers, by size class.
 #[derive(Default)]
 pub(super) struct Buffers {
     free: RefCell<[Vec<AlignedBuf>; CLASSES]>,
     kept: Cell<usize>,
 }
 
-/// A buffer of a pool, which takes it back. Its bytes are what its last user left: fill it before showing them to
-/// anyone.
+/// Buffer of a pool, returned to it on drop. It contains the data of its previous user, so it must be filled before
+/// it is exposed.
 pub(super) struct Buffer {
-    /// There until the drop.
+    /// Present until the drop.
     memory: Option<AlignedBuf>,
     len: usize,
     class: usize,
@@ -38,13 +38,13 @@ fn class_of(len: usize) -> usize {
     (room / LEN_MIN).ilog2() as usize
 }
 
-/// Memory that a buffer of `len` bytes takes, in bytes.
+/// Returns the memory that a buffer of `len` bytes takes, in bytes.
 pub(super) fn room_of(len: usize) -> usize {
     LEN_MIN << class_of(len)
 }
 
 impl Buffers {
-    /// A buffer of `len` bytes, at most the longest payload.
+    /// Takes a buffer of `len` bytes, at most the longest payload.
     pub(super) fn take(self: &Rc<Self>, len: usize) -> Buffer {
         assert!(len <= PAYLOAD_LEN_MAX as usize);
         let class = class_of(len);
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_come_back_and_what_is_kept_is_bounded() {
+    fn buffers_are_reused_and_pool_bounded() {
         let pool = Rc::new(Buffers::default());
         assert_eq!(room_of(1), 4096);
         assert_eq!(room_of(4097), 8192);

@@ -1,4 +1,4 @@
-//! One client: its handshake, then its requests, each a task of its own, until one side leaves.
+//! Connection of one client: its handshake, then its requests, each in a task of its own, until one side disconnects.
 
 use std::io;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use super::limits::Limits;
 use super::reply::Outgoing;
 use super::serve::{CACHE_STEP, Refused, check, execute, refuse, reply_room};
 
-/// A client in the transmission phase.
+/// Client in the transmission phase.
 pub(super) struct Connection {
     pub(super) shared: Rc<Shared>,
     pub(super) agreed: Agreed,
@@ -29,7 +29,7 @@ pub(super) struct Connection {
     pub(super) member: Rc<Member>,
 }
 
-/// Why a connection ended.
+/// Reason why a connection ended.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
     #[error("the client disconnected")]
@@ -50,7 +50,7 @@ enum Ended {
     GivenUp(Duration),
 }
 
-/// Serves a client that has connected, to its end or the server's.
+/// Serves a connected client until it or the server ends.
 pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member>) {
     let stream = Rc::new(Stream::plain(socket));
     let mut input = Input::new(Rc::clone(&stream));
@@ -100,7 +100,7 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
     let receiving = async {
         let ended = first_of(connection.receive(input), connection.stopped()).await;
         if let Ended::Politely | Ended::Stopping = ended {
-            // Spec, "Terminating the transmission phase": what is under way is answered first.
+            // Spec, "Terminating the transmission phase": requests in flight are answered first.
             connection.limits.idle().await;
         }
         ended
@@ -123,14 +123,14 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
 }
 
 impl Connection {
-    /// Ends when the server is to stop and this connection has nothing under way.
+    /// Completes when the server is to stop and this connection has no request in flight.
     async fn stopped(&self) -> Ended {
         self.shared.until_stopping().await;
         self.limits.idle().await;
         Ended::Stopping
     }
 
-    /// Takes requests until the client leaves or breaks the protocol; why.
+    /// Receives requests until the client disconnects or violates the protocol; returns the reason.
     async fn receive(self: &Rc<Self>, mut input: Input) -> Ended {
         let pool = TaskPool::new(&self.shared.on, self.shared.options.requests_max.max(1));
         loop {
@@ -145,7 +145,7 @@ impl Connection {
                 }
                 Taken::Do(command, buffer, permit) => {
                     let work = execute(Rc::clone(self), request, command, buffer, permit);
-                    // There are as many places as permits, so there is always one.
+                    // The pool has as many slots as there are permits, so a slot is always free.
                     if let Err(work) = pool.start(work) {
                         self.shared.on.spawn(work);
                     }
@@ -154,7 +154,7 @@ impl Connection {
         }
     }
 
-    /// Reads the next request with its payload; `None` if the client takes its leave.
+    /// Reads the next request with its payload; returns `None` if the client sent a disconnect request.
     async fn request(&self, input: &mut Input) -> Result<Option<(Request, Taken)>, Ended> {
         let framing = self.agreed.framing;
         let header_len = framing.request_header_len();
@@ -216,13 +216,14 @@ impl Connection {
     }
 }
 
-/// A request that has been read.
+/// Request that has been read.
 enum Taken {
     Do(Command, Option<super::buffers::Buffer>, super::limits::Permit),
     Refused(Refused, super::limits::Permit),
 }
 
-/// Ends connections, until the server stops, whose clients have memory that others wait for and do not do their part.
+/// Closes, until the server stops, connections of clients that hold memory which others wait for, and do not receive
+/// or send.
 pub(super) async fn drop_stalled(shared: Rc<Shared>) {
     let watching = async {
         loop {
@@ -236,7 +237,7 @@ pub(super) async fn drop_stalled(shared: Rc<Shared>) {
     first_of(watching, shared.until_stopping()).await;
 }
 
-/// Waits for connections until the server stops.
+/// Accepts connections until the server stops.
 pub(super) async fn accept_all(shared: Rc<Shared>, listener: larder_block::event_loop::Listener) {
     loop {
         let accepted = {

@@ -1,4 +1,4 @@
-//! The handshake of a connection: flags, TLS, and options until the client enters the transmission phase.
+//! Handshake of a connection: flags, TLS, and options until the client enters the transmission phase.
 
 use std::io;
 use std::rc::Rc;
@@ -14,21 +14,21 @@ use larder_block::tls::{Stream, TlsError};
 
 use super::Shared;
 
-/// The longest data of an option that is looked at, in bytes: more than real clients send by far.
+/// Longest data of an option that is read, in bytes: far more than real clients send.
 const OPTION_LEN_MAX: u32 = 64 << 10;
 
-/// The number of `base:allocation`, the only metadata context there is.
+/// Identifier of `base:allocation`, the only metadata context of this server.
 pub(super) const ALLOCATION_CONTEXT: u32 = 1;
 
-/// What client and server have agreed on.
+/// Result of the negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Agreed {
     pub(super) framing: Framing,
-    /// The client may ask for block status.
+    /// True if the client may query block status.
     pub(super) allocation: bool,
 }
 
-/// Why a client did not get into the transmission phase.
+/// Reason why a client did not reach the transmission phase.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
     #[error("the client left during the handshake: {0}")]
@@ -49,13 +49,13 @@ pub(super) enum HandshakeError {
     TlsRequired,
 }
 
-/// What an option leads to.
+/// Step that follows an option.
 enum Step {
-    /// On with the next option.
+    /// Another option.
     Next,
-    /// Requests follow.
+    /// The transmission phase.
     Transmission,
-    /// The client has taken its leave.
+    /// The end, because the client sent ABORT.
     Over,
 }
 
@@ -84,7 +84,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// Leads the client through it; `None` if it only wanted to look around.
+    /// Runs the handshake; returns `None` if the client ended it without entering the transmission phase.
     pub(super) async fn run(mut self) -> Result<Option<Agreed>, HandshakeError> {
         self.greet().await?;
         loop {
@@ -129,7 +129,7 @@ impl<'a> Handshake<'a> {
         let option = header.option;
         let needs_tls = self.shared.options.tls.is_some() && !self.stream.is_encrypted();
         match option {
-            // A client that does not know fixed newstyle gets no replies, and knows no other option.
+            // A client without fixed newstyle receives no replies, and knows no other option.
             options::EXPORT_NAME => return self.export_name(&data, needs_tls),
             options::ABORT => {
                 self.reply(option, replies::ACK, &[]);
@@ -205,7 +205,7 @@ impl<'a> Handshake<'a> {
                 return Ok(Step::Next);
             }
         };
-        // What came in clear behind the option must not pass for something said under TLS.
+        // Unencrypted data after the option must not be treated as sent under TLS.
         if !self.input.arrived().is_empty() {
             return Err(HandshakeError::Injected(self.input.arrived().len()));
         }
@@ -213,13 +213,13 @@ impl<'a> Handshake<'a> {
         let answer = std::mem::take(&mut self.answer);
         self.stream.write_all(&answer).await?;
         self.stream.start_server(tls).await?;
-        // Spec, "NBD_OPT_STARTTLS": nothing agreed on before holds.
+        // Spec, "NBD_OPT_STARTTLS": nothing negotiated before remains valid.
         self.framing = Framing::Simple;
         self.allocation = false;
         Ok(Step::Next)
     }
 
-    /// INFO and GO.
+    /// Answers the options INFO and GO.
     fn export(&mut self, option: u32, data: &[u8]) -> Step {
         let request = match ExportRequest::parse(data) {
             Ok(request) => request,
@@ -246,7 +246,7 @@ impl<'a> Handshake<'a> {
         if request.wants(infos::DESCRIPTION) && !shared.options.description.is_empty() {
             told.push(Info::Description(&shared.options.description));
         }
-        // Told to everybody: who did not ask may still keep to it.
+        // Sent to every client: one that did not request it may still respect it.
         told.push(Info::BlockSize(self.block_sizes()));
         for info in told {
             self.reply(option, replies::INFO, &info.encode());
@@ -261,7 +261,7 @@ impl<'a> Handshake<'a> {
     fn meta_context(&mut self, option: u32, data: &[u8]) {
         let selects = option == options::SET_META_CONTEXT;
         if selects {
-            // Spec: what was selected before is gone, whatever comes of this.
+            // Spec: the previous selection is void, whatever the result of this option.
             self.allocation = false;
         }
         if self.framing == Framing::Simple {
@@ -278,7 +278,7 @@ impl<'a> Handshake<'a> {
         let matches = |query: &&str| *query == BASE_ALLOCATION || (!selects && *query == "base:");
         let found = request.queries.iter().any(matches);
         if found || (!selects && request.queries.is_empty()) {
-            // Spec: in a list the number means nothing and is 0.
+            // Spec: in a list the identifier has no meaning and is 0.
             let id = if selects { ALLOCATION_CONTEXT } else { 0 };
             let data = handshake::encode_meta_context(id, BASE_ALLOCATION);
             self.reply(option, replies::META_CONTEXT, &data);
@@ -289,12 +289,12 @@ impl<'a> Handshake<'a> {
 
     fn size_and_flags(&self) -> (u64, TransmissionFlags) {
         let geometry = self.shared.device.geometry();
-        // Flushes and discards that a device does not have succeed without effect, so every command is there.
+        // Flushes and discards that a device lacks succeed without effect, so every command is offered.
         let flags = TransmissionFlags::HAS_FLAGS
             .with(TransmissionFlags::FLUSH)
             .with(TransmissionFlags::FUA)
             .with(TransmissionFlags::CACHE)
-            // One device, one loop: there is nothing per connection that a flush could miss.
+            // All connections share one device on one loop, so a flush covers the writes of all of them.
             .with(TransmissionFlags::CAN_MULTI_CONN)
             .with_if(self.framing != Framing::Simple, TransmissionFlags::DF);
         let flags = if self.shared.is_read_only() {

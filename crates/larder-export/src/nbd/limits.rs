@@ -1,10 +1,10 @@
-//! What may be under way. A connection has so many requests and so many bytes of buffers; all connections of a server
-//! together have so many bytes. A connection at a limit is not read from, so a client that asks for more waits in its
-//! own memory.
+//! Limits of the requests in flight. Each connection has a limit of requests and of buffer bytes; all connections of
+//! a server share a limit of buffer bytes. A connection at a limit is not read from, so a client that asks for more
+//! waits with its own memory.
 //!
-//! A part of the server's memory is set aside in equal shares, one for each connection that there may be: small requests
-//! never wait for other clients. The rest is common, and given out in the order in which it is asked for. A client that
-//! has some of it, and keeps the server waiting while others wait for it, loses its connection.
+//! A part of the server's memory is reserved in equal shares, one for each possible connection, so small requests
+//! never wait for other clients. The rest is common, and allocated in the order of requests. A client that holds
+//! common memory, and keeps the server waiting while others wait for that memory, is disconnected.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -15,27 +15,27 @@ use larder_block::signal::Signal;
 
 use super::buffers::room_of;
 
-/// Of a server's memory, this part is set aside for connections that have hardly anything.
+/// Divisor of a server's memory: this part is reserved for connections with small requests.
 const OWN_PART: usize = 4;
 
-/// The memory of all connections of a server.
+/// Buffer memory of all connections of a server.
 pub(super) struct Memory {
-    /// Bytes that each connection has to itself.
+    /// Bytes reserved for each connection.
     own: usize,
-    /// Bytes that are there for all...
+    /// Bytes that all connections share.
     common_max: usize,
-    /// ...and those of them that are taken.
+    /// Shared bytes that are in use.
     common: Cell<usize>,
-    /// Who waits for common bytes, in order; a connection waits for one request at a time.
+    /// Connections that wait for shared bytes, in order; a connection waits for one request at a time.
     queue: RefCell<VecDeque<Rc<Limits>>>,
-    /// Raised while there is a queue.
+    /// Raised on releases while there is a queue.
     freed: Signal,
-    /// There is a queue now.
+    /// Raised when a connection joins the queue.
     queued: Signal,
     connections: RefCell<Vec<Weak<Limits>>>,
 }
 
-/// The limits of a connection, and what is under way.
+/// Limits of a connection, and its requests in flight.
 pub(super) struct Limits {
     requests_max: usize,
     bytes_max: usize,
@@ -43,21 +43,22 @@ pub(super) struct Limits {
     bytes: Cell<usize>,
     released: Signal,
     memory: Rc<Memory>,
-    /// Times that the server has waited for the client, and those that last.
+    /// Number of waits for the client so far, and number of present ones.
     waits: Cell<u64>,
     waiting: Cell<u32>,
-    /// The connection is to end, for the sake of others.
+    /// True if the connection is to be closed because others need its memory.
     is_given_up: Cell<bool>,
 }
 
-/// Leave for one request to be under way, until it is dropped.
+/// Permit for one request to be in flight; dropping it releases its memory.
 pub(super) struct Permit {
     limits: Rc<Limits>,
     bytes: usize,
 }
 
 impl Memory {
-    /// Some `bytes` for up to `connections`. Whatever they are, the longest request fits.
+    /// Creates a pool of `bytes` for up to `connections` connections. The longest request always fits, even if
+    /// `bytes` is smaller.
     pub(super) fn new(bytes: usize, connections: usize) -> Rc<Self> {
         let connections = connections.max(1);
         let own = bytes / OWN_PART / connections;
@@ -72,7 +73,7 @@ impl Memory {
         })
     }
 
-    /// Of the `bytes` of a connection, those that are common.
+    /// Returns how many of a connection's `bytes` are shared ones.
     fn common_of(&self, bytes: usize) -> usize {
         bytes.saturating_sub(self.own)
     }
@@ -81,12 +82,12 @@ impl Memory {
         !self.queue.borrow().is_empty()
     }
 
-    /// Waits until somebody waits.
+    /// Waits until a connection is in the queue.
     pub(super) async fn queued(&self) {
         self.queued.until(|| self.has_queue().then_some(())).await;
     }
 
-    /// The connections that have common memory and keep the server waiting, with what tells one wait from another.
+    /// Returns the connections that hold shared memory and keep the server waiting, each with the number of its wait.
     pub(super) fn stalled(&self) -> Vec<(Weak<Limits>, u64)> {
         let connections = self.connections.borrow();
         let stalled = connections.iter().filter_map(|connection| {
@@ -96,7 +97,8 @@ impl Memory {
         stalled.collect()
     }
 
-    /// Gives up those of `stalled`, as they were some time ago, that are in the same wait, if another one is in the queue.
+    /// Marks those of `stalled`, an earlier result, that are still in the same wait, if another connection is in the
+    /// queue.
     pub(super) fn give_up(&self, stalled: &[(Weak<Limits>, u64)]) {
         let same_wait = |(connection, wait): &(Weak<Limits>, u64)| {
             let limits = connection.upgrade()?;
@@ -110,7 +112,7 @@ impl Memory {
     }
 }
 
-/// A connection's place in the queue, until it is dropped.
+/// Position of a connection in the queue, until it is dropped.
 struct Place<'a>(&'a Rc<Limits>);
 
 impl<'a> Place<'a> {
@@ -135,7 +137,7 @@ impl Drop for Place<'_> {
 }
 
 impl Limits {
-    /// Those of a new connection, which shares `memory` with others.
+    /// Creates the limits of a new connection, which shares `memory` with others.
     pub(super) fn new(requests_max: usize, bytes_max: usize, memory: &Rc<Memory>) -> Rc<Self> {
         let limits = Rc::new(Self {
             requests_max: requests_max.max(1),
@@ -155,8 +157,8 @@ impl Limits {
         limits
     }
 
-    /// Waits until a request that needs `bytes` of buffers may begin. Of the connection's own limits, one request always
-    /// may.
+    /// Waits until a request that needs `bytes` of buffers may begin. The connection's own limits always allow one
+    /// request.
     pub(super) async fn permit(self: &Rc<Self>, bytes: usize) -> Permit {
         self.released
             .until(|| {
@@ -167,7 +169,7 @@ impl Limits {
             .await;
         if self.common_for(bytes) > 0 && (self.memory.has_queue() || !self.has_room(bytes)) {
             let place = Place::take(self);
-            // What the connection itself gives back may make it need nothing common any more.
+            // Memory that the connection itself releases may make shared memory unnecessary.
             let may = || self.common_for(bytes) == 0 || (place.is_first() && self.has_room(bytes));
             self.memory.freed.until(|| may().then_some(())).await;
         }
@@ -181,7 +183,7 @@ impl Limits {
         }
     }
 
-    /// The common bytes that a request of `bytes` needs now.
+    /// Returns the shared bytes that a request of `bytes` needs now.
     fn common_for(&self, bytes: usize) -> usize {
         let held = self.bytes.get();
         self.memory.common_of(held + bytes) - self.memory.common_of(held)
@@ -191,7 +193,7 @@ impl Limits {
         self.memory.common.get() + self.common_for(bytes) <= self.memory.common_max
     }
 
-    /// Waits for the client: to take its answers, or to send what it has announced.
+    /// Runs `doing`, which waits for the client: for it to receive replies, or to send an announced payload.
     pub(super) async fn client<T>(&self, doing: impl Future<Output = T>) -> T {
         struct Wait<'a>(&'a Cell<u32>);
         impl Drop for Wait<'_> {
@@ -205,23 +207,23 @@ impl Limits {
         doing.await
     }
 
-    /// Which wait for the client lasts now, if it has common memory meanwhile.
+    /// Returns the number of the present wait for the client, if the connection holds shared memory meanwhile.
     fn wait_of(&self) -> Option<u64> {
         let is_stalled = self.waiting.get() > 0 && self.memory.common_of(self.bytes.get()) > 0;
         is_stalled.then(|| self.waits.get())
     }
 
-    /// Whether the connection is to end because others wait for its memory.
+    /// Returns whether the connection is to be closed because others wait for its memory.
     pub(super) fn is_given_up(&self) -> bool {
         self.is_given_up.get()
     }
 
-    /// Whether a request is under way that does not wait for the client.
+    /// Returns whether a request is in flight that does not wait for the client.
     pub(super) fn is_working(&self) -> bool {
         self.requests.get() > 0 && self.waiting.get() == 0
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until no request is in flight.
     pub(super) async fn idle(&self) {
         self.released.until(|| (self.requests.get() == 0).then_some(())).await;
     }

@@ -1,19 +1,20 @@
-//! An NBD server over any block device, on the device's own loop.
+//! NBD server for any block device, on the device's own loop.
 //!
-//! Fixed newstyle with `GO`; simple, structured and extended replies; block status; TLS with certificates.
-//! `docs/nbd.md` lists what of the protocol is there.
+//! It implements fixed newstyle with `GO`; simple, structured and extended replies; block status; and TLS with
+//! certificates. `docs/nbd.md` lists the supported parts of the protocol.
 //!
 //! Invariants:
-//! - Clients, requests of a client, bytes of buffers of a client, and those of all clients are bounded. A client at a
-//!   bound is not read from. One that takes no answers keeps no other client from its small requests, and for a while only
-//!   from its large ones.
-//! - Where there is no room for another client, one that is idle gives way, or one of a peer that has more than its share.
-//! - A client that stalls in the handshake is dropped after a while; one that vanishes takes nothing with it: its
-//!   requests end on their own, their answers are thrown away.
-//! - A stopping server answers what is under way, fails what is new with `ESHUTDOWN`, then closes.
+//! - The number of clients, of requests of a client, and of buffer bytes of a client and of all clients are bounded.
+//!   A client at a bound is not read from. A client that does not receive its replies never delays other clients'
+//!   small requests, and delays their large ones only for a while.
+//! - If there is no room for another client, an idle one is evicted, or one of a peer that has more than its share.
+//! - A client that stalls in the handshake is dropped after a timeout. A client that disconnects leaves nothing
+//!   behind: its requests end on their own, and their replies are dropped.
+//! - A stopping server answers requests in flight, fails new ones with `ESHUTDOWN`, then closes.
 //!
-//! How it fails: what the device says goes to the log, and to the client as the spec's error number, with the device's
-//! message where replies have room for one. A client that breaks the protocol is disconnected and named in the log.
+//! Failures: an error of the device is logged, and sent to the client as an error number of the specification, with
+//! the device's message where the reply has room for one. A client that violates the protocol is disconnected and
+//! named in the log.
 
 mod admission;
 mod buffers;
@@ -40,39 +41,39 @@ use admission::{Admission, NoRoom, Peer, Room};
 use buffers::Buffers;
 use limits::Memory;
 
-/// Clients that are turned away within this time of the first are told of together.
+/// Time within which further refused clients are reported in one log line.
 const CROWD_TIME: Duration = Duration::from_secs(10);
 
-/// How a device is served.
+/// Configuration of an NBD server.
 #[derive(Clone)]
 pub struct NbdServerOptions {
-    /// The export's name. Clients that ask for the default export (the empty name) get it too.
+    /// Name of the export. Clients that ask for the default export (the empty name) get it, too.
     pub export: String,
-    /// About the export, for people; may be empty.
+    /// Description of the export for people; may be empty.
     pub description: String,
-    /// Refuse changes, whatever the device allows.
+    /// Refuses changes, even if the device allows them.
     pub read_only: bool,
-    /// Require TLS, with this certificate.
+    /// Certificate for TLS, which is then required.
     pub tls: Option<ServerTls>,
-    /// What the clients are counted with, those of other exports perhaps too.
+    /// Counter of the disk's clients, which other exports may share.
     pub clients: Option<Rc<Clients>>,
-    /// Where what is asked for is counted, beside what is counted of this server alone.
+    /// Statistics of the disk's requests, in addition to those of this server.
     pub activity: Option<Rc<Activity>>,
-    /// Clients at a time. For more, one that is idle gives way, or they are turned away.
+    /// Clients at a time. For further ones an idle client is evicted, or they are refused.
     pub connections_max: usize,
-    /// Requests of one client under way at a time; more wait in the socket.
+    /// Requests of one client in flight; further ones wait in the socket.
     pub requests_max: usize,
-    /// Buffers of one client's requests under way. One request always fits.
+    /// Buffer bytes of one client's requests in flight. One request always fits.
     pub buffer_len_max: ByteLen,
-    /// Buffers of all clients' requests under way: a quarter in equal shares for each of [`Self::connections_max`], the
-    /// rest for whoever asks. The longest request always fits, which may be more than this.
+    /// Buffer bytes of all clients' requests in flight. A quarter is reserved in equal shares for each of
+    /// [`Self::connections_max`], the rest is shared. The longest request always fits, even if it exceeds this.
     pub memory_max: ByteLen,
-    /// How long a client that has more than its share of the memory may keep the server waiting, to take its answers or
-    /// to send what it has announced, while others wait for memory. It may take twice as long until that is noticed.
+    /// Time for which a client that exceeds its share of the memory may keep the server waiting, by not receiving
+    /// replies or not sending an announced payload, while others wait for memory. Detection may take twice as long.
     pub stall_timeout: Duration,
-    /// How long a handshake may take.
+    /// Time within which a handshake must end.
     pub handshake_timeout: Duration,
-    /// How long a stopping server waits for what is under way.
+    /// Time for which a stopping server waits for requests in flight.
     pub stop_timeout: Duration,
 }
 
@@ -96,28 +97,28 @@ impl Default for NbdServerOptions {
     }
 }
 
-/// What a server has done; for status output and tests.
+/// Statistics of a server; for status output and tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NbdServerStatistics {
-    /// Clients now, those in the handshake included.
+    /// Clients now, including those in the handshake.
     pub connections: usize,
-    /// Clients that were let in, ever.
+    /// Clients that were accepted since the start.
     pub connections_accepted: u64,
-    /// Clients that agreed on extended headers, ever.
+    /// Clients that agreed on extended headers since the start.
     pub connections_extended: u64,
-    /// Clients that were turned away because there were too many.
+    /// Clients that were refused because there were too many.
     pub connections_refused: u64,
     /// Requests of all kinds.
     pub requests: u64,
     /// Requests that failed.
     pub requests_failed: u64,
-    /// Bytes that reads asked for.
+    /// Bytes that reads requested.
     pub bytes_read: ByteLen,
-    /// Bytes that writes brought.
+    /// Bytes that writes contained.
     pub bytes_written: ByteLen,
 }
 
-/// Serves one device to any number of clients.
+/// NBD server of one device for any number of clients.
 pub struct NbdServer {
     shared: Rc<Shared>,
 }
@@ -131,20 +132,20 @@ struct Shared {
     buffers: Rc<Buffers>,
     memory: Rc<Memory>,
     counters: Counters,
-    /// Reads left to be answered with data, without a question for extents.
+    /// Number of next reads that are answered with data, without a query of extents.
     sparse_skipped: Cell<u32>,
-    /// The device was asked for extents by a read that has not waited for them.
+    /// True while an extent query that no read waits for is in flight.
     is_asking: Cell<bool>,
     admission: Admission,
-    /// Clients whose connection has not ended yet, those included that have given way.
+    /// Clients whose connection has not ended yet, including evicted ones.
     connections: Cell<usize>,
-    /// Clients that were turned away after the first of a crowd; `None` if there is no crowd.
+    /// Clients that were refused after the first of a crowd; `None` if there is no crowd.
     crowd: Cell<Option<u64>>,
-    /// No new clients, no new requests.
+    /// True if neither clients nor requests are accepted any more.
     stopping: Cell<bool>,
-    /// Enough waited.
+    /// True if the stop timeout has expired.
     cut: Cell<bool>,
-    /// A field above has changed, a question for extents has ended, or a client was given up or has to give way.
+    /// Raised when a field above changes, an extent query ends, or a client is evicted or given up.
     changed: Signal,
 }
 
@@ -154,7 +155,7 @@ struct Counters {
     extended: Cell<u64>,
     refused: Cell<u64>,
     requests: Cell<u64>,
-    /// Those refused included.
+    /// Failed requests, including refused ones.
     failed: Cell<u64>,
     bytes_read: Cell<u64>,
     bytes_written: Cell<u64>,
@@ -189,7 +190,7 @@ impl Counters {
 }
 
 impl NbdServer {
-    /// A server of `device` on `on`, the loop that the device lives on. Nobody can reach it before
+    /// Creates a server of `device` on `on`, the loop that the device runs on. Clients can connect only after
     /// [`NbdServer::listen`].
     pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> Self {
         let shared = Rc::new(Shared {
@@ -214,15 +215,15 @@ impl NbdServer {
         Self { shared }
     }
 
-    /// Takes clients from `listener`, unix or TCP, until the server stops. May be called for several.
+    /// Accepts clients from `listener`, unix or TCP, until the server stops. May be called for several listeners.
     pub fn listen(&self, listener: Listener) {
         let accepting = connection::accept_all(Rc::clone(&self.shared), listener);
         self.shared.on.spawn(accepting);
     }
 
-    /// Stops: listens no more, lets requests under way finish, and closes all connections; those of clients that do
-    /// not take their answers after [`NbdServerOptions::stop_timeout`]. What was written is flushed only if a client
-    /// asked for that.
+    /// Stops the server: stops listening, lets requests in flight finish, and closes all connections. Connections of
+    /// clients that do not receive their replies are closed after [`NbdServerOptions::stop_timeout`]. Written data is
+    /// flushed only if a client asked for that.
     pub async fn stop(&self) {
         let shared = &self.shared;
         shared.stopping.set(true);
@@ -235,7 +236,7 @@ impl NbdServer {
         }
     }
 
-    /// What it has done so far.
+    /// Returns the statistics.
     pub fn statistics(&self) -> NbdServerStatistics {
         let counters = &self.shared.counters;
         NbdServerStatistics {
@@ -251,7 +252,7 @@ impl NbdServer {
     }
 }
 
-/// A server that is dropped stops at once.
+/// Stops the server at once.
 impl Drop for NbdServer {
     fn drop(&mut self) {
         self.shared.cut();
@@ -267,7 +268,7 @@ impl Shared {
         name.is_empty() || name == self.options.export
     }
 
-    /// Wakes the client that gives way, if one has to.
+    /// Wakes the evicted client, if there is one.
     fn wake_victim(&self, room: Room) {
         if room == Room::Made {
             self.changed.raise();
@@ -295,7 +296,7 @@ impl Shared {
         });
     }
 
-    /// Counts a client that there is no room for. The log gets the first of a crowd, and how many more there were.
+    /// Counts a client that is refused. The first of a crowd is logged, and later the number of further ones.
     fn turn_away(self: &Rc<Self>) {
         add(&self.counters.refused, 1);
         if let Some(more) = self.crowd.get() {
@@ -317,7 +318,7 @@ impl Shared {
         });
     }
 
-    /// Tells how many clients of a crowd were turned away after the first. The next one begins another crowd.
+    /// Logs the number of clients that were refused after the first of a crowd. The next one begins another crowd.
     fn end_crowd(&self) {
         let more = self.crowd.take().unwrap_or(0);
         if more > 0 {

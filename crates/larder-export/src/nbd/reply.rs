@@ -1,4 +1,4 @@
-//! Replies on their way out: made when a request has ended, sent in batches.
+//! Outgoing replies: built when a request has ended, sent in batches.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -21,23 +21,23 @@ use super::limits::{Limits, Permit};
 /// Replies that one system call sends at most.
 const BATCH_MAX: usize = 16;
 
-/// The answer to a request: headers, and parts of its buffer between them.
+/// Reply to a request: headers, and parts of its buffer between them.
 pub(super) struct Reply {
     head: SmallVec<[u8; 64]>,
     parts: SmallVec<[Part; 3]>,
     buffer: Option<Buffer>,
-    /// Given back when the reply has been sent.
+    /// Released when the reply has been sent.
     _permit: Permit,
 }
 
 enum Part {
-    /// Of `head`.
+    /// Range of `head`.
     Head(Range<usize>),
-    /// Of `buffer`.
+    /// Range of `buffer`.
     Data(Range<usize>),
 }
 
-/// Makes the reply to one request, chunk by chunk.
+/// Builder of the reply to one request, chunk by chunk.
 pub(super) struct ReplyBuilder<'a> {
     framing: Framing,
     request: &'a Request,
@@ -55,7 +55,7 @@ impl<'a> ReplyBuilder<'a> {
         }
     }
 
-    /// The whole answer is that the request failed.
+    /// Builds a reply that reports a failure.
     pub(super) fn error(mut self, error: u32, text: &str, permit: Permit) -> Reply {
         match self.framing {
             Framing::Simple => push_simple_reply(&mut self.head, error, self.request.cookie),
@@ -64,10 +64,11 @@ impl<'a> ReplyBuilder<'a> {
         self.finish(None, permit)
     }
 
-    /// The whole answer is that the request is done.
+    /// Builds a reply that reports success.
     pub(super) fn done(mut self, permit: Permit) -> Reply {
         match self.framing {
-            // Spec, "Simple reply message": allowed, and shorter, wherever there is no payload but for a read.
+            // Spec, "Simple reply message": a simple reply is allowed, and shorter, wherever there is no payload,
+            // except for reads.
             Framing::Structured if self.request.command == 0 => {
                 self.chunk(chunks::NONE, true, 0);
             }
@@ -79,7 +80,7 @@ impl<'a> ReplyBuilder<'a> {
         self.finish(None, permit)
     }
 
-    /// The whole answer is the data of a read.
+    /// Builds a reply with all data of a read.
     pub(super) fn data(mut self, buffer: Buffer, permit: Permit) -> Reply {
         let len = buffer.len();
         if self.framing == Framing::Simple {
@@ -93,7 +94,7 @@ impl<'a> ReplyBuilder<'a> {
         self.finish(Some(buffer), permit)
     }
 
-    /// A part of the data of a read: bytes of the buffer that goes with the reply.
+    /// Adds a chunk with data of a read: a part of the buffer that is sent with the reply.
     pub(super) fn data_chunk(&mut self, part: Range<usize>, last: bool) {
         let start = self.head.len();
         self.chunk(chunks::OFFSET_DATA, last, 8 + part.len() as u64);
@@ -103,7 +104,8 @@ impl<'a> ReplyBuilder<'a> {
         self.parts.push(Part::Data(part));
     }
 
-    /// A part of a read that is all zeros; at most the longest payload, so 32 bits hold its length.
+    /// Adds a chunk for a part of a read that is all zeros. It is at most the longest payload, so 32 bits hold its
+    /// length.
     pub(super) fn hole_chunk(&mut self, part: Range<usize>, last: bool) {
         let start = self.head.len();
         self.chunk(chunks::OFFSET_HOLE, last, 12);
@@ -113,7 +115,7 @@ impl<'a> ReplyBuilder<'a> {
         self.parts.push(Part::Head(start..self.head.len()));
     }
 
-    /// Lengths and states of extents in order.
+    /// Adds a chunk with the lengths and states of extents, in order.
     pub(super) fn status_chunk(&mut self, context: u32, extents: &[(u64, u64)]) {
         let count = extents.len() as u64;
         match self.framing {
@@ -154,7 +156,7 @@ impl<'a> ReplyBuilder<'a> {
     }
 }
 
-/// The text that goes with an error number when there is nothing better to say.
+/// Returns the default message for an error number.
 pub(super) fn error_text(error: u32) -> &'static str {
     match error {
         errors::ESHUTDOWN => "the server is shutting down",
@@ -186,7 +188,7 @@ impl Reply {
 pub(super) struct Outgoing {
     queue: RefCell<VecDeque<Reply>>,
     added: Signal,
-    /// The connection is gone: replies are thrown away.
+    /// True if the connection is closed: replies are dropped.
     closed: Cell<bool>,
 }
 
@@ -199,14 +201,14 @@ impl Outgoing {
         self.added.raise();
     }
 
-    /// Throws away what waits and what is still to come.
+    /// Drops the waiting replies, and all later ones.
     pub(super) fn close(&self) {
         self.closed.set(true);
         let thrown_away = self.queue.take();
         drop(thrown_away);
     }
 
-    /// Sends replies until the connection breaks; why.
+    /// Sends replies until the connection breaks; returns the error.
     pub(super) async fn send_all(&self, stream: &Rc<Stream>, limits: &Limits) -> io::Error {
         let mut batch: Vec<Reply> = Vec::with_capacity(BATCH_MAX);
         let mut pieces: Vec<IoVec> = Vec::new();
@@ -225,17 +227,18 @@ impl Outgoing {
             if let Err(error) = send_pieces(stream, limits, &pieces).await {
                 return error;
             }
-            // Permits go back: the reader may go on.
+            // Dropping the replies releases their permits, so the reader can continue.
             batch.clear();
         }
     }
 }
 
-/// The pieces belong to replies that the caller keeps until this has ended.
+/// Sends pieces of memory. They belong to replies that the caller keeps alive until this has ended.
 async fn send_pieces(stream: &Stream, limits: &Limits, pieces: &[IoVec]) -> io::Result<()> {
     let mut done = 0;
     loop {
-        // SAFETY: the replies that own the memory live, unmoved and unchanged, until the caller drops them after this.
+        // SAFETY: the replies that own the memory live, unmoved and unchanged, until the caller drops them after this
+        // call.
         let left = unsafe { WriteBuf::from_pieces(pieces) }.skip(done);
         if left.is_empty() {
             return limits.client(stream.flush()).await;

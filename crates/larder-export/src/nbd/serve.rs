@@ -1,4 +1,4 @@
-//! What a request asks of the device, and what is answered.
+//! Execution of requests on the device, and their replies.
 
 use std::rc::Rc;
 use std::task::Poll;
@@ -19,38 +19,39 @@ use super::limits::Permit;
 use super::reply::{Reply, ReplyBuilder, error_text};
 use crate::activity::Kind;
 
-/// Reads shorter than this are answered with data even where there is a hole: asking for extents costs more.
+/// Shortest read, in bytes, that may be answered with holes; for shorter ones an extent query costs more than the
+/// data.
 const SPARSE_LEN_MIN: u64 = 64 << 10;
 
-/// Extents that a sparse read looks at; what lies behind them is sent as data.
+/// Extents that a sparse read queries; the range after them is sent as data.
 const SPARSE_EXTENTS_MAX: usize = 32;
 
-/// Reads answered with data after one without extents at hand, because the question may be a request to a server.
+/// Reads answered with data after an extent query that had to wait, because such a query may be a request to a
+/// server.
 const SPARSE_SKIPPED: u32 = 16;
 
-/// Extents in one reply to block status. The client asks again for the rest.
+/// Extents in one reply to block status. The client queries the rest again.
 const STATUS_EXTENTS_MAX: usize = 4096;
 
-/// Bytes that a request to cache reads at a time...
+/// Bytes that a cache request reads at a time.
 pub(super) const CACHE_STEP: u64 = 1 << 20;
 
-/// ...and in all: the rest is a hint that is not taken.
+/// Bytes that a cache request reads in all; the request is only a hint, and the rest of it is ignored.
 const CACHE_LEN_MAX: u64 = PAYLOAD_LEN_MAX as u64;
 
-/// Memory that the reply to a request without a buffer may take, in bytes.
+/// Returns the memory that the reply to a request without a buffer may take, in bytes.
 pub(super) fn reply_room(command: Command) -> usize {
     match command {
-        // A length and a state of 8 bytes each, as found and as sent.
+        // Each extent takes a length and a state of 8 bytes, once as queried and once as sent.
         Command::BlockStatus => 2 * 16 * STATUS_EXTENTS_MAX,
         _ => 0,
     }
 }
 
-/// Why a request is refused without asking the device.
+/// Error number of a request that is refused without using the device.
 pub(super) struct Refused(pub(super) u32);
 
-/// Checks what can be checked before any payload is read. What is refused is answered when the payload has been
-/// consumed.
+/// Checks a request before any payload is read. A refusal is sent when the payload has been consumed.
 pub(super) fn check(connection: &Connection, request: &Request) -> Result<Command, Refused> {
     let framing = connection.agreed.framing;
     let command = Command::from_code(request.command).ok_or(Refused(errors::EINVAL))?;
@@ -89,24 +90,24 @@ pub(super) fn check(connection: &Connection, request: &Request) -> Result<Comman
     Ok(command)
 }
 
-/// The answer to a request that is refused.
+/// Builds the reply to a refused request.
 pub(super) fn refuse(connection: &Connection, request: &Request, refused: &Refused, permit: Permit) -> Reply {
     connection.shared.counters.failed();
     ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
 }
 
-/// What is answered to a request that did not fail.
+/// Result of a successful request.
 enum Answer {
     Done,
-    /// What was read.
+    /// Data that was read.
     Data(Buffer),
-    /// What was read, and what it consists of; there are zeros.
+    /// Data that was read, with its runs, some of which are zeros.
     Sparse(Vec<Run>, Buffer),
-    /// Lengths and states of extents in order.
+    /// Lengths and states of extents, in order.
     Status(Vec<(u64, u64)>),
 }
 
-/// Does what a request asks and queues the answer. `buffer` is a write's payload, or room for what is read.
+/// Executes a request and queues the reply. `buffer` is a write's payload, or memory for a read's data.
 pub(super) async fn execute(
     connection: Rc<Connection>,
     request: Request,
@@ -132,7 +133,7 @@ pub(super) async fn execute(
     });
 }
 
-/// What a command is counted as, if it is.
+/// Returns the kind as which a command is counted, if it is counted.
 fn kind_of(command: Command) -> Option<Kind> {
     match command {
         Command::Read => Some(Kind::Read),
@@ -161,7 +162,7 @@ async fn carry_out(
 
 fn failed(connection: &Connection, request: &Request, command: Command, error: &IoError, permit: Permit) -> Reply {
     connection.shared.counters.failed();
-    // That zeros are no faster than data is an answer, and the client asked for it.
+    // With FAST_ZERO, "not faster than data" is a regular result that the client asked for.
     let answers = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
     if !answers {
         connection.shared.activity.report(error);
@@ -175,7 +176,7 @@ fn range_of(request: &Request) -> ByteRange {
     ByteRange::new(request.offset, request.len)
 }
 
-/// Everything that is answered with success or failure.
+/// Executes a command whose reply is only success or failure.
 async fn change(connection: &Connection, request: &Request, command: Command, buffer: Option<Buffer>) -> IoResult {
     let device = &*connection.shared.device;
     let range = range_of(request);
@@ -210,7 +211,8 @@ async fn change(connection: &Connection, request: &Request, command: Command, bu
     }
 }
 
-/// Reads, so that the layers below keep what they read. Only a hint: a failure of the device's is the next read's.
+/// Reads, so that the layers below cache the data. This is only a hint: an error of the device reappears in the next
+/// read.
 async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -> IoResult {
     let end = range.end();
     let mut at = range.start;
@@ -250,15 +252,15 @@ async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>
     Ok(Answer::Sparse(runs, buffer))
 }
 
-/// A part of a read that is all data or all zeros; counted from the start of the read.
+/// Part of a read that is all data or all zeros, relative to the start of the read.
 struct Run {
     start: usize,
     len: usize,
     zero: bool,
 }
 
-/// Returns the runs of a read; none if the device would have to wait for them. A server behind the device may be slower
-/// than the read, or disconnected while a cache has the data.
+/// Returns the runs of a read, or none if the device would have to wait for them. A server behind the device may be
+/// slower than the read, or disconnected while a cache has the data.
 async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
     let shared = &connection.shared;
     if shared.is_asking.get() {
@@ -294,8 +296,8 @@ async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
 
 /// Returns the extents of a range, if the device has them without waiting.
 ///
-/// A question that has to wait ends by itself, one at a time: the kernel may be reading into its memory, so dropping it
-/// would stop the whole thread until the device has answered.
+/// A query that has to wait continues in the background, one at a time. The kernel may be reading into its memory, so
+/// dropping it would stop the whole thread until the device has answered.
 async fn extents_at_once(shared: &Rc<Shared>, range: ByteRange) -> Option<Vec<Extent>> {
     let asked = Rc::clone(shared);
     let mut asking = Box::pin(async move { asked.device.extents(range, SPARSE_EXTENTS_MAX).await });
@@ -306,7 +308,7 @@ async fn extents_at_once(shared: &Rc<Shared>, range: ByteRange) -> Option<Vec<Ex
             shared.is_asking.set(true);
             let asker = Rc::clone(shared);
             shared.on.spawn(async move {
-                // The answer would be too late for any read.
+                // The result comes too late for any read.
                 let _ = asking.await;
                 asker.is_asking.set(false);
                 asker.changed.raise();

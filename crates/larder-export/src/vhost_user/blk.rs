@@ -1,4 +1,4 @@
-//! virtio-blk: the configuration space, and requests carried out on a block device (virtio 1.2, section 5.2).
+//! virtio-blk: the configuration space, and the execution of requests on a block device (virtio 1.2, section 5.2).
 
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Geometry, IoError, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
@@ -9,7 +9,7 @@ use super::ring::Chain;
 use crate::activity::{Activity, Kind};
 use crate::turns::Turns;
 
-/// The unit of sectors in virtio-blk, whatever the block size.
+/// Size of a sector in virtio-blk, regardless of the block size.
 const SECTOR_BYTES: u64 = 512;
 
 const T_IN: u32 = 0;
@@ -29,18 +29,18 @@ pub const SERIAL_BYTES: usize = 20;
 /// Size of a request's header, in bytes.
 const HEADER_BYTES: usize = 16;
 
-/// Size of the configuration space up to where write-zeroes ends, in bytes.
+/// Size of the configuration space up to the end of the write-zeroes fields, in bytes.
 const CONFIG_BYTES: usize = 60;
 const CONFIG_WCE: usize = 32;
 
-/// The most segments in one discard or write-zeroes.
+/// Largest number of segments in one discard or write-zeroes.
 const SEGMENTS_MAX: u32 = 256;
 const SEGMENT_BYTES: usize = 16;
 
-/// The longest read or write: no driver makes a longer one.
+/// Longest read or write, in bytes; no driver sends a longer one.
 const DATA_BYTES_MAX: usize = 4 << 30;
 
-/// The longest segment of a discard or write-zeroes: what 32 bits of bytes hold, in whole MiB.
+/// Longest segment of a discard or write-zeroes: the most whole MiB whose bytes fit in 32 bits.
 const SEGMENT_SECTORS_MAX: u32 = (4095 << 20) / SECTOR_BYTES as u32;
 
 /// Feature bits of virtio-blk and virtio that are offered or understood.
@@ -63,16 +63,16 @@ pub mod feature {
     pub const RING_PACKED: u64 = 1 << 34;
 }
 
-/// What a disk says of its queues.
+/// Queue parameters in the configuration space.
 #[derive(Clone, Copy, Debug)]
 pub struct Queues {
-    /// How many there are.
+    /// Number of queues.
     pub count: u16,
-    /// The number of descriptors that the front-end gives each.
+    /// Number of descriptors that the front-end gives each queue.
     pub size: u16,
 }
 
-/// The features of a device like this.
+/// Returns the features that a device with this geometry offers.
 pub fn features(geometry: &Geometry) -> u64 {
     let mut features = feature::SEG_MAX
         | feature::BLK_SIZE
@@ -96,7 +96,7 @@ pub fn features(geometry: &Geometry) -> u64 {
     features
 }
 
-/// `len` bytes of the configuration space from `offset` on; zeros behind its end.
+/// Returns `len` bytes of the configuration space from `offset` on; zeros past its end.
 pub fn config(geometry: &Geometry, queues: Queues, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
     let block = geometry.block_size;
     let mut space = [0u8; CONFIG_BYTES];
@@ -126,46 +126,46 @@ pub fn config(geometry: &Geometry, queues: Queues, write_cache: bool, offset: u3
         .collect()
 }
 
-/// The write-cache setting in a write to the configuration space; anything else there is not the driver's to change.
+/// Returns the write-cache setting in a write to the configuration space. The driver may change no other field.
 pub fn write_cache_in(offset: u32, bytes: &[u8]) -> Option<bool> {
     let at = CONFIG_WCE.checked_sub(offset as usize)?;
     bytes.get(at).map(|value| *value != 0)
 }
 
-/// What a request needs to know beside its device.
+/// State that a request needs, in addition to its device.
 pub struct DiskState<'a> {
-    /// The serial number for GET_ID.
+    /// Serial number for GET_ID.
     pub serial: &'a Serial,
-    /// Off: every write is durable on completion.
+    /// If false, every write is durable on completion.
     pub write_cache: bool,
-    /// Where requests are counted.
+    /// Statistics of the disk's requests.
     pub activity: &'a Activity,
-    /// How reads and writes are made.
+    /// Scheduler of reads and writes.
     pub turns: &'a Turns,
 }
 
-/// How a request ended.
+/// Result of a request.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Bytes written to the chain, the status included.
+    /// Bytes written to the chain, including the status.
     pub written: u32,
-    /// The error to log, if there was one of ours.
+    /// Error to log, if the device failed.
     pub error: Option<IoError>,
 }
 
-/// A request's header: 16 bytes that the device reads.
+/// Header of a request: 16 bytes that the device reads.
 struct Header {
     kind: u32,
     sector: u64,
 }
 
-/// Carries out the request in `chain` on `device` and writes its status. A chain without room for a status, or without
-/// a header, is given back untouched.
+/// Executes the request in `chain` on `device` and writes its status. A chain without room for a status, or without a
+/// header, is left untouched.
 ///
 /// # Safety
 /// The chain's pieces are mapped guest memory until the future has ended or was dropped.
 pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chain: &Chain) -> Outcome {
-    // SAFETY: passed on to our caller.
+    // SAFETY: the caller guarantees it.
     let (readable, writable) = unsafe {
         (
             WriteBuf::from_pieces(chain.readable()),
@@ -202,8 +202,9 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
             .chain(chain.writable())
             .filter(|segment| !segment.is_empty())
         {
-            // What the kernel only fails for is an access of this process now, by which the memory is known to be lost.
-            // SAFETY: it is mapped, as our caller says.
+            // The kernel reports lost memory only as a failed request. An access by this process raises SIGBUS, which
+            // marks the memory as lost.
+            // SAFETY: the piece is mapped, which the caller guarantees.
             let _ = unsafe { segment.base().add(segment.len() - 1).read_volatile() };
         }
     }
@@ -216,9 +217,9 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
 }
 
 enum Refusal {
-    /// The driver asked for something that was not offered.
+    /// The driver requested a feature that was not offered.
     Unsupported,
-    /// The driver broke virtio-blk's rules.
+    /// The driver violated the rules of virtio-blk.
     Malformed,
     Failed(IoError),
 }
@@ -285,7 +286,7 @@ fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
     Ok(ByteOffset::new(start))
 }
 
-/// Discards or zeroes each segment in turn: sector (u64), count of sectors (u32), flags (u32, bit 0: may unmap).
+/// Discards or zeroes each segment in turn: sector (u64), number of sectors (u32), flags (u32, bit 0: may unmap).
 async fn segments(device: &dyn BlockDevice, kind: Kind, list: WriteBuf<'_>, fua: bool) -> (u64, Result<(), Refusal>) {
     let mut total = 0;
     let count = list.len() / SEGMENT_BYTES;

@@ -1,11 +1,11 @@
-//! The region of shared memory in which requests in flight are noted, so that a successor of a killed server can take
-//! them up again. The front-end keeps it; its format is that of QEMU `docs/interop/vhost-user.rst`, "Inflight I/O
+//! In-flight region: shared memory that records the requests in flight, so that the successor of a killed server can
+//! resubmit them. The front-end keeps it. Its format is that of QEMU `docs/interop/vhost-user.rst`, "Inflight I/O
 //! tracking", for split and packed rings.
 //!
-//! What a death at any line leaves behind: a request is noted before it is started, and its note goes after it was given
-//! back. A successor therefore repeats at most requests whose result the guest has not seen. In between, the used index
-//! that the note carries tells whether the last one had been given back. After an orderly stop the version is set back
-//! to 0, "not initialised", so that the next start takes its position from the front-end.
+//! Crash consistency: a request is recorded before it is started, and its record is removed after it was pushed as
+//! used. A successor therefore repeats at most requests whose result the guest has not seen. In between, the used
+//! index in the record tells whether the last request had been pushed. An orderly stop sets the version back to 0,
+//! "not initialised", so that the next start takes the position from the front-end.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -54,7 +54,7 @@ mod entry {
     pub(super) const PACKED_ADDRESS: usize = 24;
 }
 
-/// The whole region: one part per queue.
+/// In-flight region of a disk: one part per queue.
 pub struct InflightRegion {
     mapping: Rc<Mapping>,
     memo: Option<Memo>,
@@ -81,8 +81,8 @@ fn queue_bytes(queue_size: u16, packed: bool) -> usize {
 }
 
 impl InflightRegion {
-    /// A new region, not initialised, with the file to hand to the front-end. Its memo says that the guest's write cache
-    /// is `write_cache`.
+    /// Creates a region that is not initialised, and returns the file for the front-end. Its memo records
+    /// `write_cache` as the guest's write cache setting.
     ///
     /// # Errors
     /// The host is out of memory or descriptors.
@@ -111,13 +111,14 @@ impl InflightRegion {
         Ok((info, file))
     }
 
-    /// The region that the front-end hands back.
+    /// Adopts the region that the front-end hands back.
     ///
     /// # Errors
-    /// It is too small for its queues, begins where its fields are not aligned, or cannot be mapped.
+    /// The region is too small for its queues, begins where its fields are not aligned, or cannot be mapped.
     pub fn adopt(info: &InflightInfo, file: &OwnedFd, packed: bool) -> Result<Self, MemoryError> {
         let bytes_for = |queue_size| (queue_bytes(queue_size, packed) * usize::from(info.queues)) as u64;
-        // QEMU repeats the size that it asked for, whatever it got; one of ours is as long as what it was made for.
+        // QEMU repeats the size that it requested, even if it got another one. The length of a region that Larder
+        // created reveals the size that it was created for.
         let ours = |size: &u16| bytes_for(*size) + MEMO_BYTES as u64 == info.bytes;
         let mut larger = (0..15).map(|shift| 1 << shift).filter(|size| *size > info.queue_size);
         let queue_size = larger.find(ours).unwrap_or(info.queue_size);
@@ -150,21 +151,21 @@ impl InflightRegion {
         })
     }
 
-    /// What is remembered beside the requests, if the region has room for that.
+    /// Returns the memo that is stored after the records, if the region has one.
     pub fn memo(&self) -> Option<&Memo> {
         self.memo.as_ref()
     }
 
-    /// Checks that it is not lost; see [`Mapping::check`].
+    /// Checks that the region is not lost; see [`Mapping::check`].
     ///
     /// # Errors
-    /// It is.
+    /// The region is lost.
     pub fn check(&self) -> Result<(), LostMapping> {
         self.mapping.check()
     }
 
-    /// The part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room for it, or
-    /// was made for rings of the other layout, whose entries have another size.
+    /// Returns the part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room
+    /// for it, or was created for the other ring layout, whose entries have another size.
     pub fn queue(self: &Rc<Self>, index: u16, ring_size: u16, packed: bool) -> Option<InflightQueue> {
         if index >= self.queues || ring_size > self.queue_size || packed != self.packed {
             return None;
@@ -180,7 +181,7 @@ impl InflightRegion {
     }
 }
 
-/// The notes of one queue.
+/// In-flight record of one queue.
 pub struct InflightQueue {
     base: *mut u8,
     size: u16,
@@ -189,11 +190,11 @@ pub struct InflightQueue {
     region: Rc<InflightRegion>,
 }
 
-/// A request that a predecessor had started.
+/// Request that a previous server had started.
 pub struct Resubmission {
-    /// For giving it back.
+    /// Head for pushing the request as used.
     pub head: Head,
-    /// Its note.
+    /// Index of its entry.
     pub note: u16,
     order: u64,
 }
@@ -202,7 +203,7 @@ impl InflightQueue {
     fn read<T: Copy>(&self, at: usize) -> T {
         debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
         // SAFETY: inside the region, whose size `adopt` checked and which `region` keeps mapped; unaligned reads of
-        // plain integers. Volatile: the order of accesses is what a successor relies on.
+        // plain integers. Volatile: a successor relies on the order of accesses.
         unsafe { self.base.add(at).cast::<T>().read_volatile() }
     }
 
@@ -210,7 +211,8 @@ impl InflightQueue {
         #[cfg(test)]
         crash_tests::die_if_due();
         debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
-        // SAFETY: as in `read`; all fields are aligned by the format, and the region begins on 64 bytes of a page.
+        // SAFETY: as in `read`; all fields are aligned by the format, and the region begins at a multiple of 64 bytes
+        // in a page.
         unsafe { self.base.add(at).cast::<T>().write_volatile(value) };
         compiler_fence(Ordering::SeqCst);
     }
@@ -226,12 +228,12 @@ impl InflightQueue {
     /// Checks that the region is not lost; see [`Mapping::check`].
     ///
     /// # Errors
-    /// It is.
+    /// The region is lost.
     pub fn check(&self) -> Result<(), LostMapping> {
         self.region.check()
     }
 
-    /// Notes a chain that was just taken, before anything is done for it. Returns the number of the note.
+    /// Records a chain that was just popped, before it is processed. Returns the index of its entry.
     pub fn begin(&mut self, ring: &Ring, head: Head) -> u16 {
         self.counter += 1;
         match ring {
@@ -268,7 +270,7 @@ impl InflightQueue {
         first
     }
 
-    /// About to give a chain back.
+    /// Prepares the record before a chain is pushed as used.
     pub fn before_give_back(&mut self, ring: &Ring, head: Head, note: u16) {
         match ring {
             Ring::Split(_) => {
@@ -287,7 +289,7 @@ impl InflightQueue {
         }
     }
 
-    /// The chain has been given back.
+    /// Completes the record after a chain was pushed as used.
     pub fn after_give_back(&mut self, ring: &Ring, note: u16) {
         match ring {
             Ring::Split(ring) => {
@@ -306,20 +308,21 @@ impl InflightQueue {
         self.write(offset::PACKED_WRAP, u8::from(cursor.0 & 0x8000 != 0));
     }
 
-    /// Makes the present free list and used position the ones to go back to.
+    /// Commits the present free list and used position, which a successor would otherwise roll back.
     fn commit_packed(&self) {
         self.write(offset::PACKED_OLD_FREE, self.read::<u16>(offset::PACKED_FREE));
         self.write(offset::PACKED_OLD_USED, self.read::<u16>(offset::PACKED_USED));
         self.write(offset::PACKED_OLD_WRAP, self.read::<u8>(offset::PACKED_WRAP));
     }
 
-    /// All requests are done and the front-end has the ring's position from us: the next start begins anew.
+    /// Invalidates the record, when all requests are done and the front-end has received the ring's position: the
+    /// next start takes the position from the front-end.
     pub fn retire(&mut self) {
         self.write(offset::VERSION, 0u16);
     }
 
-    /// Takes up the notes at the start of a queue: sets the ring's position and returns what was in flight, oldest
-    /// first. A region that is not initialised is made so, and leaves the ring where it is.
+    /// Recovers the record at the start of a queue: sets the ring's position and returns the requests in flight,
+    /// oldest first. A region that is not initialised is initialised, and leaves the ring's position unchanged.
     pub fn recover(&mut self, ring: &mut Ring) -> Vec<Resubmission> {
         let known = self.read::<u16>(offset::VERSION) == VERSION && self.read::<u16>(offset::COUNT) == self.size;
         let mut found = match ring {
@@ -386,7 +389,7 @@ impl InflightQueue {
         let old = cursor(self.read(offset::PACKED_OLD_USED), self.read(offset::PACKED_OLD_WRAP));
         let new = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
         if old != new && ring.was_given_back(old) {
-            // The last chain had been given back: the predecessor died before it could note that.
+            // The last chain had been pushed as used: the previous server was killed before it could record that.
             self.commit_packed();
         } else {
             self.write(offset::PACKED_FREE, self.read::<u16>(offset::PACKED_OLD_FREE));
@@ -427,7 +430,7 @@ impl InflightQueue {
     /// Fills `chain` with the descriptors of a request that was in flight.
     ///
     /// # Errors
-    /// They are not (no longer) a valid chain.
+    /// The descriptors are not, or no longer, a valid chain.
     pub fn chain_of(
         &self,
         ring: &Ring,
@@ -464,7 +467,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_whose_fields_are_not_aligned_is_refused() {
+    fn misaligned_region_is_refused() {
         let (info, file) = InflightRegion::create(1, 128, false, true).expect("a region");
         assert!(InflightRegion::adopt(&info, &file, false).is_ok());
         let info = InflightInfo { file_offset: 4, ..info };

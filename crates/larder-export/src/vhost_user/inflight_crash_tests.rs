@@ -1,5 +1,5 @@
-//! A server that dies before any one of its writes to the region of requests in flight, in random sequences; a successor
-//! must find what the driver still waits for, all of it, once.
+//! Crash tests: in random sequences a server is killed before any one of its writes to the in-flight region. A
+//! successor must find every request that the driver still waits for, exactly once.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use memory::{Memory, USER_BASE};
 use ring::{Buffer, DriverRing, Places, RingOptions};
 
 thread_local! {
-    /// Writes until death; `None`: immortal.
+    /// Number of writes until the crash; `None` means no crash.
     static LIFE: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
@@ -41,7 +41,7 @@ pub(super) fn die_if_due() {
     }
 }
 
-/// What `step` returns, unless the server died in it.
+/// Returns the result of `step`, or `None` if the server crashed in it.
 fn unless_dead<T>(step: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(step)) {
         Ok(value) => Some(value),
@@ -69,13 +69,13 @@ const PLACES: Places = Places {
 const DATA: u64 = 0x4000;
 const MEMORY_BYTES: usize = 1 << 20;
 
-/// What survives a server: the guest, and the region with its file.
+/// State that survives a server: the guest, and the in-flight region with its file.
 struct World {
     memory: Arc<Memory>,
     driver: DriverRing,
     region: (InflightInfo, OwnedFd),
     layout: RingLayout,
-    /// By id, where the chain's first buffer is: it names the request.
+    /// Address of the chain's first buffer by chain id; the address identifies the request.
     waiting: BTreeMap<u16, u64>,
     next_name: u64,
 }
@@ -119,7 +119,7 @@ impl World {
         GuestMemory::default().with(info, &file).expect("maps")
     }
 
-    /// The driver makes a request available, if there is room.
+    /// Makes a request available on behalf of the driver, if there is room.
     fn add(&mut self, random: &mut Random) {
         let count = 1 + random.below(3) as usize;
         if self.driver.free_slots() < count {
@@ -142,14 +142,14 @@ impl World {
         self.waiting.insert(id, name);
     }
 
-    /// The driver takes what came back.
+    /// Collects the used requests on behalf of the driver.
     fn collect(&mut self) {
         while let Some((id, _)) = self.driver.take_used() {
             assert!(self.waiting.remove(&id).is_some(), "{id} came back twice");
         }
     }
 
-    /// A new server takes over, and dies with `None`. It starts no new request.
+    /// Starts a new server without new requests; returns `None` if it crashes.
     fn start(&mut self, memory: &GuestMemory) -> Option<Server> {
         let addresses = RingAddresses {
             descriptors: USER_BASE + PLACES.descriptors,
@@ -237,7 +237,7 @@ fn run(seed: u64, packed: bool) {
         if alive.is_some() {
             continue;
         }
-        // The guest goes on meanwhile, and may use the places again that it sees used.
+        // The guest continues meanwhile, and may reuse the slots that it sees used.
         for _ in 0..random.below(12) {
             world.collect();
             world.add(&mut random);
@@ -271,12 +271,14 @@ fn run(seed: u64, packed: bool) {
     );
 }
 
+/// Over split rings, a crash at any write loses no request, and repeats none that was answered.
 #[test]
-fn a_death_at_any_write_loses_no_request_and_repeats_none_that_was_answered_over_split_rings() {
+fn crash_keeps_requests_over_split_rings() {
     (0..3000).for_each(|seed| run(seed, false));
 }
 
+/// Over packed rings, a crash at any write loses no request, and repeats none that was answered.
 #[test]
-fn a_death_at_any_write_loses_no_request_and_repeats_none_that_was_answered_over_packed_rings() {
+fn crash_keeps_requests_over_packed_rings() {
     (0..3000).for_each(|seed| run(seed, true));
 }

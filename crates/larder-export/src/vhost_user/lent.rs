@@ -1,10 +1,10 @@
-//! Which queues a front-end has started, and not taken back since (GET_VRING_BASE). Of those it does not know how far they
-//! are; the rest are where it thinks that they are.
+//! Active queues: those that are started and for which the front-end has not yet sent GET_VRING_BASE. The front-end's
+//! base is stale for these, and exact for all others.
 //!
-//! A successor of a killed server must know that before its front-end is back: a VM that is stopped meanwhile for the end of
-//! a migration takes along what its QEMU makes of such a queue, which is a guess: what the guest has been answered so far, as
-//! if everything before that had been, and nothing after. So it can be kept in a file. The file is for as long as the host
-//! runs, and its one block is written in one go:
+//! A successor of a killed server must know the active queues before its front-end reconnects. A VM that is stopped
+//! meanwhile for the end of a migration is transferred with QEMU's guess of such a queue's position: that every
+//! request up to the last answered one is done, and none after it. The set can therefore be stored in a file. The
+//! file lives as long as the host runs, and its single block is written in one write:
 //!
 //! ```text
 //!   0        8        16
@@ -13,8 +13,8 @@
 //!   +--------+--------+
 //! ```
 //!
-//! A queue is noted before it takes its first request, and crossed out after the front-end was answered where it is. A death
-//! in between leaves a queue noted that is where the front-end thinks: one too many, never one too few.
+//! A queue is added before it takes its first request, and removed after the front-end has received its base. A crash
+//! in between leaves a queue in the set whose base is exact: the set may have one queue too many, never one too few.
 
 use std::cell::{Cell, OnceCell};
 use std::fs::File;
@@ -24,17 +24,17 @@ use std::os::unix::fs::FileExt;
 const MAGIC: [u8; 8] = *b"LARDERq1";
 const BYTES: usize = 16;
 
-/// The queues of a disk that a front-end has lent out.
+/// Set of active queues of a disk.
 #[derive(Debug, Default)]
 pub(super) struct Lent {
     queues: Cell<u64>,
-    /// Where the next process finds it, if it shall.
+    /// File that stores the set for the next process, if there is one.
     file: OnceCell<File>,
 }
 
 impl Lent {
-    /// Goes on with what a process before this one has left in `file`, which is empty if there was none, and notes changes
-    /// there. Said once.
+    /// Continues with the set that a previous process left in `file`, which is empty if there was none, and stores
+    /// changes there. Must be called only once.
     pub(super) fn keep_in(&self, file: File) -> io::Result<()> {
         let mut bytes = [0; BYTES];
         let queues = match file.read_exact_at(&mut bytes, 0) {
@@ -60,22 +60,22 @@ impl Lent {
         bytes
     }
 
-    /// A front-end has started queue `index`.
+    /// Adds queue `index`, which a front-end has started.
     pub(super) fn lend(&self, index: u16) {
         self.set(self.queues.get() | bit(index));
     }
 
-    /// It has been told where the queue is.
+    /// Removes queue `index`, whose base the front-end has received.
     pub(super) fn take_back(&self, index: u16) {
         self.set(self.queues.get() & !bit(index));
     }
 
-    /// The guest that had started queues is no more, or has reset them.
+    /// Clears the set, because the guest that had started the queues has ended or reset them.
     pub(super) fn forget(&self) {
         self.set(0);
     }
 
-    /// Those that were not taken back, the lowest first.
+    /// Returns the active queues in ascending order.
     pub(super) fn queues(&self) -> impl Iterator<Item = u16> + use<> {
         let queues = self.queues.get();
         (0..u64::BITS as u16).filter(move |index| queues & bit(*index) != 0)
@@ -107,8 +107,9 @@ mod tests {
         lent
     }
 
+    /// The active queues are stored for the next process.
     #[test]
-    fn the_next_process_knows_which_queues_were_not_taken_back() {
+    fn active_queues_survive_restart() {
         let file = tempfile::tempfile().expect("a file");
         let now = |lent: &Lent| lent.queues().collect::<Vec<_>>();
         let lent = kept_in(&file);
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_something_else_is_left_alone() {
+    fn foreign_file_is_refused() {
         let file = tempfile::tempfile().expect("a file");
         file.write_all_at(b"of something else, and long enough", 0)
             .expect("writes");

@@ -1,18 +1,18 @@
-//! What the front-end believes of the disk and does not say again when it reconnects, kept behind the notes of requests
-//! in flight: whether the guest's write cache is on, and which size the guest was told last. QEMU sends neither to a
-//! successor of a killed server, nor after a reset of the device; a server that assumed a write cache would acknowledge
-//! writes as durable that are not.
+//! State of the disk that the front-end knows and does not repeat when it reconnects, stored after the in-flight
+//! records: whether the guest's write cache is on, and the size that was last reported to the guest. QEMU sends
+//! neither to the successor of a killed server, nor after a reset of the device. A server that wrongly assumed a
+//! write cache would acknowledge writes as durable that are not.
 //!
 //! ```text
-//!   0        8             16            24
-//!   +--------+-------------+-------------+
-//!   | magic  | write cache | size told   |    u64 each, native byte order like the rest of the region
-//!   +--------+-------------+-------------+
+//!   0        8             16              24
+//!   +--------+-------------+---------------+
+//!   | magic  | write cache | reported size |    u64 each, native byte order like the rest of the region
+//!   +--------+-------------+---------------+
 //! ```
-//! The write cache is 0 (off) or 1; the size is in bytes, 0 if the guest was told none yet.
+//! The write cache is 0 (off) or 1; the size is in bytes, 0 if none was reported yet.
 //!
-//! Each field is one aligned 8-byte store, so a death tears none. A region that another program made has no magic there
-//! and is left alone.
+//! Each field is one aligned 8-byte store, so a crash tears none. A region that another program created has no magic
+//! there and is left alone.
 
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,18 +23,18 @@ use super::memory::Mapping;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"LARDERm1");
 
-/// Size of the memo in bytes.
+/// Size of the memo, in bytes.
 pub const MEMO_BYTES: usize = 24;
 
-/// The memo of one region.
+/// Memo of one region.
 pub struct Memo {
     mapping: Rc<Mapping>,
-    /// Where it begins in the mapping, a multiple of 8.
+    /// Offset in the mapping, a multiple of 8.
     at: usize,
 }
 
 impl Memo {
-    /// The bytes of a new memo.
+    /// Returns the bytes of a new memo.
     pub fn fresh(write_cache: bool) -> [u8; MEMO_BYTES] {
         let mut bytes = [0; MEMO_BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_ne_bytes());
@@ -42,7 +42,7 @@ impl Memo {
         bytes
     }
 
-    /// The memo at byte `at` of `mapping`, if there is one.
+    /// Finds the memo at byte `at` of `mapping`, if there is one.
     pub fn find(mapping: &Rc<Mapping>, at: usize) -> Option<Self> {
         let fits = at.checked_add(MEMO_BYTES).is_some_and(|end| end <= mapping.bytes());
         let aligned = mapping.base().addr().checked_add(at)?.is_multiple_of(8);
@@ -58,21 +58,22 @@ impl Memo {
 
     fn field(&self, index: usize) -> &AtomicU64 {
         debug_assert!(index < MEMO_BYTES / 8);
-        // SAFETY: `find` saw that the memo lies in the mapping, aligned; the mapping lives as long as `self`.
+        // SAFETY: `find` checked that the memo lies in the mapping and is aligned; the mapping lives as long as
+        // `self`.
         unsafe { AtomicU64::from_ptr(self.mapping.base().add(self.at + 8 * index).cast()) }
     }
 
-    /// Whether the guest believes that its writes are cached.
+    /// Returns whether the guest assumes that its writes are cached.
     pub fn write_cache(&self) -> bool {
         self.field(1).load(Ordering::Relaxed) != 0
     }
 
-    /// The guest has been told so.
+    /// Records the state of the write cache that the guest was given.
     pub fn set_write_cache(&self, on: bool) {
         self.field(1).store(u64::from(on), Ordering::Relaxed);
     }
 
-    /// The size that the guest was told last.
+    /// Returns the size that was last reported to the guest.
     pub fn size_told(&self) -> Option<ByteLen> {
         match self.field(2).load(Ordering::Relaxed) {
             0 => None,
@@ -80,7 +81,7 @@ impl Memo {
         }
     }
 
-    /// The guest has been told this size.
+    /// Records the size that was reported to the guest.
     pub fn set_size_told(&self, size: ByteLen) {
         self.field(2).store(size.get(), Ordering::Relaxed);
     }

@@ -1,7 +1,7 @@
-//! Guest memory: the regions that the front-end shares, mapped here, and the log of what we have written to them.
+//! Guest memory: mappings of the regions that the front-end shares, and the log of pages written by this process.
 //!
-//! A [`GuestMemory`] never changes; adding or removing a region makes a new one that shares the other mappings.
-//! Requests under way hold the one that they were translated with, so their memory stays mapped until they are done.
+//! A [`GuestMemory`] is immutable; adding or removing a region makes a new one that shares the other mappings.
+//! Requests in flight hold the one that they were translated with, so their memory stays mapped until they are done.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,13 +18,13 @@ pub use lost::Loss;
 
 mod lost;
 
-/// The most regions at a time; what GET_MAX_MEM_SLOTS answers. QEMU asks for at most 509.
+/// Largest number of regions at a time, reported by GET_MAX_MEM_SLOTS. QEMU uses at most 509.
 pub const SLOTS_MAX: usize = 509;
 
-/// One bit of the dirty log stands for this many bytes.
+/// Bytes of memory per bit of the dirty log.
 const LOG_PAGE_BYTES: u64 = 4096;
 
-/// Why memory cannot be used as the front-end wants.
+/// Reason why memory cannot be used as the front-end requests.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum MemoryError {
@@ -56,33 +56,33 @@ pub enum MemoryError {
     },
 }
 
-/// An address that a guest gave and that is not in its memory.
+/// Guest address that is not in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("guest address {address:#x}, {bytes} bytes, is not in guest memory")]
 pub struct BadAddress {
-    /// Where.
+    /// Address.
     pub address: u64,
-    /// How many.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// Memory that is shared with the front-end no more.
+/// Error for a mapping that is no longer shared with the front-end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{what} is lost: {loss}")]
 pub struct LostMapping {
-    /// What it was.
+    /// Name of the mapping.
     pub what: &'static str,
-    /// Why.
+    /// Reason of the loss.
     pub loss: Loss,
 }
 
-/// A shared mapping of a part of a file.
+/// Shared mapping of a part of a file.
 pub struct Mapping {
     what: &'static str,
-    /// Dropped before the mapping.
+    /// Guard of the mapping, dropped before it.
     guard: Option<Guard>,
     base: NonNull<u8>,
-    /// What was mapped, from a page border on.
+    /// Start of the mapping, at a page boundary.
     mapped_base: NonNull<u8>,
     mapped_bytes: usize,
     bytes: usize,
@@ -95,7 +95,7 @@ impl Mapping {
     /// The file is shorter than that, or cannot be mapped.
     pub fn new(file: &OwnedFd, offset: u64, bytes: u64, what: &'static str) -> Result<Self, MemoryError> {
         let failed = |source| MemoryError::Map { what, bytes, source };
-        // Touching a mapping behind the end of its file is SIGBUS.
+        // An access to a mapping past the end of its file raises SIGBUS.
         let file_bytes = rustix::fs::fstat(file.as_fd()).map_err(|error| failed(error.into()))?;
         let end = offset
             .checked_add(bytes)
@@ -109,7 +109,7 @@ impl Mapping {
             .checked_next_multiple_of(page_bytes)
             .and_then(|bytes| usize::try_from(bytes).ok())
             .ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -126,34 +126,34 @@ impl Mapping {
         let mut mapping = Self {
             what,
             guard: None,
-            // SAFETY: `lead` is within what was just mapped.
+            // SAFETY: `lead` is within the new mapping.
             base: unsafe { mapped_base.add(lead as usize) },
             mapped_base,
             mapped_bytes,
             bytes: bytes as usize,
         };
-        // A core dump of this process is not to have the guest's memory in it: QEMU's has not either.
-        // SAFETY: it is the mapping that was just made; its contents stay.
+        // A core dump of this process must not contain the guest's memory; QEMU excludes it, too.
+        // SAFETY: the range is the new mapping, and its contents stay unchanged.
         unsafe { rustix::mm::madvise(base, mapped_bytes, rustix::mm::Advice::LinuxDontDump) }
             .map_err(|error| failed(error.into()))?;
         mapping.guard = Some(Guard::new(mapped_base, mapped_bytes).map_err(failed)?);
         Ok(mapping)
     }
 
-    /// First byte.
+    /// Returns the address of the first byte.
     pub fn base(&self) -> *mut u8 {
         self.base.as_ptr()
     }
 
-    /// Length in bytes.
+    /// Returns the length, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Checks that what is read here is what the front-end has written, and the other way round.
+    /// Checks that the mapping still shares its contents with the front-end.
     ///
     /// # Errors
-    /// The file was made shorter, or its memory has failed: there are zeros in its place.
+    /// The file was truncated, or its memory has failed: zeros are mapped in its place.
     pub fn check(&self) -> Result<(), LostMapping> {
         match self.guard.as_ref().filter(|_| lost::any()).and_then(Guard::loss) {
             None => Ok(()),
@@ -162,7 +162,7 @@ impl Mapping {
     }
 }
 
-/// The unit in which `file` can be mapped, in bytes: a huge page's for memory that consists of them.
+/// Returns the granularity with which `file` can be mapped, in bytes: the size of a huge page for hugetlbfs.
 fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
     let file_system = rustix::fs::fstatfs(file)?;
     let is_huge = file_system.f_type == libc::HUGETLBFS_MAGIC;
@@ -172,7 +172,7 @@ fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
 impl Drop for Mapping {
     fn drop(&mut self) {
         drop(self.guard.take());
-        // SAFETY: mapped in `new`; whoever uses pointers into it holds the mapping.
+        // SAFETY: mapped in `new`; users of pointers into it hold the mapping.
         let result = unsafe { rustix::mm::munmap(self.mapped_base.as_ptr().cast(), self.mapped_bytes) };
         debug_assert!(result.is_ok());
     }
@@ -190,16 +190,16 @@ impl Region {
     }
 }
 
-/// All regions of a guest, by guest address.
+/// All memory regions of a guest, sorted by guest address.
 #[derive(Default)]
 pub struct GuestMemory {
     regions: Vec<Region>,
-    /// The region that was hit last: mostly the next one too.
+    /// Index of the region that was hit last, which is usually hit next, too.
     recent: Cell<usize>,
 }
 
 impl GuestMemory {
-    /// The memory with one more region.
+    /// Returns the memory with one more region.
     ///
     /// # Errors
     /// The region is malformed, overlaps another, is larger than its file, or cannot be mapped.
@@ -229,7 +229,7 @@ impl GuestMemory {
         })
     }
 
-    /// The memory without a region.
+    /// Returns the memory without a region.
     ///
     /// # Errors
     /// There is no such region.
@@ -248,11 +248,11 @@ impl GuestMemory {
         })
     }
 
-    /// Appends to `pieces` where the guest's `bytes` bytes at `address` are mapped; more than one piece if they run
-    /// across regions.
+    /// Appends to `pieces` the mapping of `bytes` bytes at guest address `address`; several pieces if they span
+    /// regions.
     ///
     /// # Errors
-    /// Some are not in guest memory; `pieces` may have grown all the same.
+    /// Some bytes are not in guest memory; `pieces` may have grown nevertheless.
     pub fn translate(&self, address: u64, bytes: u64, pieces: &mut Vec<IoVec>) -> Result<(), BadAddress> {
         let bad = BadAddress { address, bytes };
         let end = address.checked_add(bytes).ok_or(bad)?;
@@ -269,10 +269,10 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Where the guest's `bytes` bytes at `address` are mapped, all in one region.
+    /// Returns the mapping of `bytes` bytes at guest address `address`, all in one region.
     ///
     /// # Errors
-    /// They are not, or not all of them.
+    /// The bytes are not, or not all, in one region.
     pub fn contiguous(&self, address: u64, bytes: u64) -> Result<*mut u8, BadAddress> {
         let bad = BadAddress { address, bytes };
         let region = self.region_of(address).ok_or(bad)?;
@@ -303,7 +303,7 @@ impl GuestMemory {
     /// Checks that no region is lost; see [`Mapping::check`].
     ///
     /// # Errors
-    /// One is.
+    /// A region is lost.
     pub fn check(&self) -> Result<(), LostMapping> {
         match lost::any() {
             false => Ok(()),
@@ -311,10 +311,11 @@ impl GuestMemory {
         }
     }
 
-    /// Where a part of a ring is mapped: `bytes` bytes at the front-end's `address`, all in one region.
+    /// Returns the mapping of a part of a ring: `bytes` bytes at the front-end's address `address`, all in one
+    /// region.
     ///
     /// # Errors
-    /// It is not in guest memory, or not aligned to `alignment` (a power of two).
+    /// The part is not in guest memory, or not aligned to `alignment` (a power of two).
     pub fn ring_part(
         &self,
         what: &'static str,
@@ -332,7 +333,7 @@ impl GuestMemory {
             .ok_or(MemoryError::BadRing { what, address, bytes })
     }
 
-    /// The guest's address of a byte that is mapped at `host`.
+    /// Returns the guest address of a byte that is mapped at `host`.
     fn guest_address(&self, host: *const u8) -> Option<u64> {
         self.regions.iter().find_map(|region| {
             let offset = (host.addr()).checked_sub(region.mapping.base().addr())?;
@@ -341,8 +342,8 @@ impl GuestMemory {
     }
 }
 
-/// The front-end's log of changed pages, for migration: one bit for each 4 KiB of guest-physical memory, set atomically
-/// because others set bits too.
+/// Dirty log of the front-end, for migration: one bit for each 4 KiB of guest-physical memory, set atomically because
+/// other processes set bits, too.
 pub struct DirtyLog(Mapping);
 
 impl DirtyLog {
@@ -354,15 +355,15 @@ impl DirtyLog {
         Mapping::new(file, offset, bytes, "the dirty log").map(Self)
     }
 
-    /// Checks that it is not lost; see [`Mapping::check`].
+    /// Checks that the log is not lost; see [`Mapping::check`].
     ///
     /// # Errors
-    /// It is.
+    /// The log is lost.
     pub fn check(&self) -> Result<(), LostMapping> {
         self.0.check()
     }
 
-    /// Marks what `piece`, a piece of `memory`, covers.
+    /// Marks the pages of `piece`, a piece of `memory`.
     pub fn mark(&self, memory: &GuestMemory, piece: IoVec) {
         let Some(start) = memory.guest_address(piece.base()) else {
             return;
@@ -375,7 +376,7 @@ impl DirtyLog {
             let Some(index) = usize::try_from(page / 8).ok().filter(|index| *index < self.0.bytes()) else {
                 return;
             };
-            // SAFETY: inside the mapping, which lives as long as `self`; others access it atomically too.
+            // SAFETY: inside the mapping, which lives as long as `self`; other processes access it atomically, too.
             let byte = unsafe { AtomicU8::from_ptr(self.0.base().add(index)) };
             byte.fetch_or(1 << (page % 8), Ordering::SeqCst);
         }

@@ -1,65 +1,65 @@
-//! The vhost-user wire format: requests of the front-end parsed, replies encoded. Pure functions, no state.
+//! vhost-user wire format: parses requests of the front-end, and encodes replies. Pure functions, no state.
 //!
-//! Source: QEMU `docs/interop/vhost-user.rst`. A message is a header of three little-endian u32 (request, flags, payload
-//! size) and a payload, with descriptors as ancillary data.
+//! Source: QEMU `docs/interop/vhost-user.rst`. A message is a header of three little-endian u32 (request, flags,
+//! payload size) and a payload, with descriptors as ancillary data.
 
 use std::os::fd::OwnedFd;
 
-/// Size of the header in bytes.
+/// Size of the header, in bytes.
 pub const HEADER_BYTES: usize = 12;
 
-/// The largest payload of a request that is known here, in bytes: a configuration write. More is refused unread.
+/// Largest payload of a supported request, in bytes: a configuration write. A larger one is refused unread.
 pub const PAYLOAD_BYTES_MAX: usize = 1024;
 
-/// The most memory regions in one SET_MEM_TABLE.
+/// Largest number of memory regions in one SET_MEM_TABLE.
 pub const TABLE_REGIONS_MAX: usize = 8;
 
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 1 << 2;
-/// An acknowledgement is asked for.
+/// Flag that requests an acknowledgement.
 pub(super) const FLAG_NEED_REPLY: u32 = 1 << 3;
 
-/// The header of a request.
+/// Header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The request's number.
+    /// Number of the request.
     pub request: u32,
-    /// The front-end wants an acknowledgement even where there is no reply.
+    /// True if the front-end wants an acknowledgement of a request without a reply.
     pub need_reply: bool,
-    /// Bytes that follow.
+    /// Length of the payload, in bytes.
     pub payload_bytes: usize,
 }
 
-/// Why a message cannot be understood. The connection is closed: what follows it has no known beginning.
+/// Reason why a message cannot be parsed. The connection is closed, because the start of the next message is unknown.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
     /// Another protocol version, or a reply where a request belongs.
     #[error("message flags {0:#x} are not those of a version 1 request; is the client a vhost-user front-end?")]
     Flags(u32),
-    /// More than any request has.
+    /// A payload longer than any request has.
     #[error("a payload of {0} bytes, the most is {PAYLOAD_BYTES_MAX}")]
     TooLong(usize),
-    /// A request that is not known, or was not offered.
+    /// A request that is unknown, or was not offered.
     #[error("request {0} is not known")]
     UnknownRequest(u32),
     /// A payload of the wrong size.
     #[error("request {request} with a payload of {got} bytes, at least {expected} expected")]
     ShortPayload {
-        /// The request's number.
+        /// Number of the request.
         request: u32,
-        /// What it needs.
+        /// Expected length, in bytes.
         expected: usize,
-        /// What came.
+        /// Received length, in bytes.
         got: usize,
     },
     /// Descriptors missing or left over.
     #[error("request {request} came with {got} descriptors, {expected} expected")]
     Descriptors {
-        /// The request's number.
+        /// Number of the request.
         request: u32,
-        /// What it needs.
+        /// Expected number of descriptors.
         expected: usize,
-        /// What came.
+        /// Received number of descriptors.
         got: usize,
     },
     /// More descriptors than any request has.
@@ -70,46 +70,46 @@ pub enum MessageError {
     TooManyRegions(u32),
 }
 
-/// A region of guest memory, as announced.
+/// Region of guest memory, as announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionInfo {
-    /// Where the guest has it, in bytes.
+    /// Guest-physical address.
     pub guest_address: u64,
-    /// Length in bytes.
+    /// Length, in bytes.
     pub len: u64,
-    /// Where the front-end has it in its own address space.
+    /// Address in the front-end's address space.
     pub user_address: u64,
-    /// Where it begins in the file behind the descriptor, in bytes.
+    /// Offset in the file of the descriptor, in bytes.
     pub file_offset: u64,
 }
 
-/// Where the parts of a ring are, in the front-end's address space.
+/// Addresses of the parts of a ring, in the front-end's address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RingAddresses {
-    /// Descriptor table (split) or descriptor ring (packed).
+    /// Address of the descriptor table (split) or descriptor ring (packed).
     pub descriptors: u64,
-    /// Available ring, or driver event suppression.
+    /// Address of the available ring, or of the driver event suppression.
     pub driver: u64,
-    /// Used ring, or device event suppression.
+    /// Address of the used ring, or of the device event suppression.
     pub device: u64,
-    /// Whether writes to the used ring are to be logged.
+    /// True if writes to the used ring are to be logged.
     pub log: bool,
 }
 
-/// The shared memory of requests in flight, as announced.
+/// In-flight region, as announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightInfo {
-    /// Size in bytes.
+    /// Size, in bytes.
     pub bytes: u64,
-    /// Where it begins in the file behind the descriptor.
+    /// Offset in the file of the descriptor, in bytes.
     pub file_offset: u64,
     /// Number of queues.
     pub queues: u16,
-    /// Descriptors in each.
+    /// Number of descriptors of each queue.
     pub queue_size: u16,
 }
 
-/// A request of the front-end.
+/// Request of the front-end.
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub enum Request {
@@ -140,7 +140,7 @@ pub enum Request {
     GetRingBase {
         ring: u32,
     },
-    /// Without a descriptor, the ring is to be polled.
+    /// Kick event of a ring; without a descriptor, the ring is to be polled.
     SetRingKick {
         ring: u32,
         event: Option<OwnedFd>,
@@ -210,14 +210,14 @@ pub mod number {
     pub const REM_MEM_REG: u32 = 38;
     pub const SET_STATUS: u32 = 39;
     pub const GET_STATUS: u32 = 40;
-    /// On the back-end's own channel.
+    /// Number of a message on the back-end's own channel.
     pub const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
-/// Reads a header.
+/// Parses a header.
 ///
 /// # Errors
-/// It is not that of a request, or announces too long a payload.
+/// The header is not that of a request, or announces too long a payload.
 pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> {
     let [request, flags, size] = [0, 4, 8].map(|at| u32_at(bytes, at));
     if flags & 3 != VERSION || flags & FLAG_REPLY != 0 {
@@ -234,10 +234,10 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> 
     })
 }
 
-/// Adds descriptors that came with one part of a message to those of the parts before it.
+/// Adds the descriptors that came with one part of a message to those of the parts before it.
 ///
 /// # Errors
-/// No message has that many.
+/// No message has that many descriptors.
 pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(), MessageError> {
     descriptors.extend(came);
     if descriptors.len() > TABLE_REGIONS_MAX {
@@ -246,12 +246,12 @@ pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(),
     Ok(())
 }
 
-/// The little-endian u32 at byte `at`.
+/// Returns the little-endian u32 at byte `at`.
 pub(super) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     little_endian(&bytes[at..at + 4]) as u32
 }
 
-/// The little-endian u64 at byte `at`.
+/// Returns the little-endian u64 at byte `at`.
 pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     little_endian(&bytes[at..at + 8])
 }
@@ -260,10 +260,10 @@ fn little_endian(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// Reads the request that `header` announced from its whole payload and the descriptors that came along.
+/// Parses the request that `header` announced, from its whole payload and the descriptors that came with it.
 ///
 /// # Errors
-/// It is not known, or payload or descriptors do not fit it.
+/// The request is unknown, or its payload or descriptors do not fit it.
 pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Request, MessageError> {
     let request = header.request;
     let need = |expected: usize| {
@@ -321,7 +321,7 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
             }
         }
         number::SET_LOG_FD => {
-            // An event for log changes, which nobody has ever waited for: accepted and closed.
+            // An event for changes of the log, for which no known front-end waits: accepted and closed.
             drop(descriptors.one()?);
             Request::SetLogEvent
         }
@@ -402,7 +402,7 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
             if request == number::ADD_MEM_REG {
                 Request::AddMemRegion(region, descriptors.one()?)
             } else {
-                // Some front-ends send the descriptor here too.
+                // Some front-ends send the descriptor here, too.
                 descriptors.rest = Vec::new().into_iter();
                 Request::RemMemRegion(region)
             }
@@ -449,39 +449,39 @@ fn region_at(payload: &[u8], at: usize) -> RegionInfo {
     }
 }
 
-/// The reply to `request` with this payload.
+/// Encodes the reply to `request` with this payload.
 pub fn reply(request: u32, payload: &[u8]) -> Vec<u8> {
     encode(request, VERSION | FLAG_REPLY, payload)
 }
 
-/// A reply of one u64: features, counts, acknowledgements (0 is success).
+/// Encodes a reply of one u64: features, counts, acknowledgements (0 is success).
 pub fn reply_u64(request: u32, value: u64) -> Vec<u8> {
     reply(request, &value.to_le_bytes())
 }
 
-/// A reply of a ring's number and a value.
+/// Encodes a reply of a ring's number and a value.
 pub fn reply_ring(request: u32, ring: u32, value: u32) -> Vec<u8> {
     reply(request, &[ring.to_le_bytes(), value.to_le_bytes()].concat())
 }
 
-/// A reply with a part of the configuration space; nothing of it says that the request was refused.
+/// Encodes a reply with a part of the configuration space; an empty part means that the request was refused.
 pub fn reply_config(offset: u32, bytes: &[u8]) -> Vec<u8> {
     let len = bytes.len() as u32;
     let head = [offset.to_le_bytes(), len.to_le_bytes(), 0u32.to_le_bytes()].concat();
     reply(number::GET_CONFIG, &[&head, bytes].concat())
 }
 
-/// A reply that describes the shared memory of requests in flight.
+/// Encodes a reply that describes the in-flight region.
 pub fn reply_inflight(info: &InflightInfo) -> Vec<u8> {
     let mut payload = [info.bytes.to_le_bytes(), info.file_offset.to_le_bytes()].concat();
     payload.extend(info.queues.to_le_bytes());
     payload.extend(info.queue_size.to_le_bytes());
-    // The front-end's structure ends on a multiple of 8 bytes.
+    // The front-end's structure ends at a multiple of 8 bytes.
     payload.extend([0; 4]);
     reply(number::GET_INFLIGHT_FD, &payload)
 }
 
-/// A message on the back-end's own channel: the configuration space has changed.
+/// Encodes a message on the back-end's own channel: the configuration space has changed.
 pub fn config_change() -> Vec<u8> {
     encode(number::BACKEND_CONFIG_CHANGE, VERSION, &[])
 }

@@ -1,10 +1,11 @@
-//! A disk as a vhost-user-blk device: QEMU hands us the guest's memory and virtqueues over a unix socket, and requests
-//! go from the guest to the disk's thread without QEMU.
+//! vhost-user-blk device: QEMU passes the guest's memory and virtqueues over a unix socket, and requests reach the
+//! disk's thread directly from the guest, bypassing QEMU.
 //!
-//! [`message`] parses the protocol, [`receive`] reads messages, [`session`] carries them out, [`memory`] maps the guest,
-//! [`ring`] reads virtqueues, [`inflight`] notes what is under way so that a successor can take it up, [`lent`] which queues
-//! run, [`memo`] what a successor could not ask for, [`record`] what the front-end would not say again, [`takeover`] hands a
-//! connection to the next process, [`queue`] runs requests and [`blk`] says what they mean.
+//! [`message`] parses the protocol, [`receive`] reads messages, [`session`] executes them, [`memory`] maps the
+//! guest's memory, [`ring`] reads virtqueues, [`queue`] runs requests and [`blk`] interprets them. For a successor
+//! process, [`inflight`] records the requests in flight, [`lent`] the active queues, [`memo`] the state that it
+//! cannot query, and [`record`] the messages that the front-end does not repeat; [`takeover`] hands a connection over
+//! to it.
 
 pub mod blk;
 pub mod inflight;
@@ -45,34 +46,33 @@ use queue::{Lost, Shared};
 use session::{End, Leave, Session, not_kept};
 use takeover::{Keeping, Kept};
 
-/// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
+/// Largest number of queues that a disk offers; QEMU uses as many as its `num-queues` option says.
 pub const QUEUES_MAX: u16 = 64;
 
-/// The smallest queue size that can be announced: a request of one segment.
+/// Smallest queue size that can be announced: a request of one segment.
 pub const QUEUE_SIZE_MIN: u16 = 4;
 
-/// The largest, as QEMU has it.
+/// Largest queue size, as in QEMU.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
 
-/// What QEMU's vhost-user-blk uses unless it is told otherwise.
+/// Default queue size of QEMU's vhost-user-blk.
 pub const QUEUE_SIZE_DEFAULT: u16 = 128;
 
-/// How long a front-end may say nothing, and another one wait, before the log tells of it. One that has just ended makes
-/// room sooner.
+/// Time for which a silent front-end may block another one before the block is logged. A front-end that has just
+/// ended makes room sooner.
 const QUIET: Duration = Duration::from_secs(3);
 
-/// How a disk presents itself.
+/// Options of a vhost-user-blk device.
 #[derive(Clone, Debug)]
 pub struct VhostUserOptions {
-    /// Queues offered, 1 to [`QUEUES_MAX`].
+    /// Number of queues offered, 1 to [`QUEUES_MAX`].
     pub queues: u16,
-    /// The number of descriptors that the front-end will give each queue (QEMU's `queue-size`); what a guest may put
-    /// into one request follows from it. A power of two (virtio 1.2, section 2.7), [`QUEUE_SIZE_MIN`] to
-    /// [`QUEUE_SIZE_MAX`].
+    /// Number of descriptors that the front-end will give each queue (QEMU's `queue-size`), which limits the size of
+    /// a request. A power of two (virtio 1.2, section 2.7), from [`QUEUE_SIZE_MIN`] to [`QUEUE_SIZE_MAX`].
     pub queue_size: u16,
-    /// Serial number; the guest sees it in `/dev/disk/by-id`.
+    /// Serial number, which the guest sees in `/dev/disk/by-id`.
     pub serial: Serial,
-    /// Sector size that the guest sees, in bytes: 512 or 4096, as disks have it. The device's own block size is
+    /// Sector size that the guest sees, in bytes: 512 or 4096, as real disks have. The device's own block size is
     /// presented if it is larger. The disk's size must be a multiple of it.
     pub block_size: u32,
 }
@@ -89,10 +89,10 @@ impl Default for VhostUserOptions {
 }
 
 impl VhostUserOptions {
-    /// Checks that they are in range.
+    /// Checks that the options are in range.
     ///
     /// # Errors
-    /// They are not.
+    /// An option is out of range.
     pub fn check(&self) -> Result<(), OptionsError> {
         if !(1..=QUEUES_MAX).contains(&self.queues) {
             return Err(OptionsError::Queues(self.queues));
@@ -107,7 +107,7 @@ impl VhostUserOptions {
     }
 }
 
-/// Why the options are wrong.
+/// Reason why options are invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OptionsError {
@@ -131,7 +131,8 @@ pub enum OptionsError {
     View(std::io::ErrorKind),
 }
 
-/// Serves a disk to one front-end at a time; the next one is accepted when the last one's requests are done.
+/// Server of a disk for one front-end at a time. The next one is accepted when all requests of the previous one are
+/// done.
 pub struct VhostUserServer {
     on: Loop,
     shared: Rc<Shared>,
@@ -139,34 +140,34 @@ pub struct VhostUserServer {
     current: RefCell<Option<Rc<Socket>>>,
     stopping: Cell<bool>,
     clients: OnceCell<Rc<Clients>>,
-    /// Where the connection is kept for the next process.
+    /// Store that keeps the connection for the next process.
     keeping: OnceCell<Keeping>,
-    /// What the process before this one has left.
+    /// Connection that the previous process left.
     left: RefCell<Option<(Kept, OwnedFd)>>,
-    /// Who may connect; everybody if that is not said.
+    /// Check of the peers that may connect; without it every process may.
     admits: OnceCell<Admits>,
-    /// Those that have connected while another one is served, and may.
+    /// Connections that were accepted while another front-end is served.
     next: RefCell<VecDeque<Socket>>,
     leave: Rc<Leave>,
 }
 
-/// Says why the process at the other end of a connection may not use the disk, if it may not.
+/// Check of a connecting process; returns the reason if it may not use the disk.
 pub type Admits = Box<dyn Fn(BorrowedFd<'_>) -> Result<(), String>>;
 
-/// Front-ends that wait to be served, beside those in the listener's queue.
+/// Front-ends that wait to be served, in addition to those in the listener's queue.
 const NEXT_MAX: usize = 8;
 
-/// What becomes of a front-end's connection when its server stops.
+/// Handling of the front-end's connection when its server stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// It is closed.
+    /// The connection is closed.
     Close,
-    /// It is left to the next process, if it is kept for that; else it is closed.
+    /// The connection is left to the next process, if it is stored for that; otherwise it is closed.
     Leave,
 }
 
 impl VhostUserServer {
-    /// A server for `device`, on the device's own loop. What it is asked for is counted in `activity`.
+    /// Creates a server for `device`, on the device's own loop. Requests are counted in `activity`.
     ///
     /// # Errors
     /// The options are out of range, or there is no memory.
@@ -221,19 +222,19 @@ impl VhostUserServer {
         }))
     }
 
-    /// Counts front-ends among `clients`, which is said once.
+    /// Counts front-ends among `clients`; must be called only once.
     pub fn count_among(&self, clients: &Rc<Clients>) {
         let _ = self.clients.set(Rc::clone(clients));
     }
 
-    /// Closes the connections of those that `admits` refuses; what it returns says why. Said once, before
-    /// [`VhostUserServer::run`].
+    /// Closes connections that `admits` refuses, and logs the reason that it returns. Must be called only once,
+    /// before [`VhostUserServer::run`].
     pub fn admit(&self, admits: Admits) {
         let _ = self.admits.set(admits);
     }
 
-    /// Keeps connections for the next process, and goes on with the one that was left there. Said once, before
-    /// [`VhostUserServer::run`].
+    /// Stores connections for the next process, and continues with the one that was left there. Must be called only
+    /// once, before [`VhostUserServer::run`].
     pub fn keep_in(&self, keeping: &Keeping) {
         match Kept::take_up(keeping) {
             Ok(left) => *self.left.borrow_mut() = left,
@@ -242,39 +243,41 @@ impl VhostUserServer {
         let _ = self.keeping.set(keeping.clone());
     }
 
-    /// Whether a front-end is connected.
+    /// Returns whether a front-end is connected.
     pub fn is_connected(&self) -> bool {
         self.current.borrow().is_some()
     }
 
-    /// Has no queue take a request, while all else is answered, or has them go on.
+    /// Pauses or resumes all queues. A paused queue accepts no request; messages are still answered.
     pub fn rest(&self, rests: bool) {
-        // Queues look again when the loop has done what calls this.
+        // Queues recheck the flag when the loop has returned from the caller.
         self.shared.rests.set(rests);
     }
 
-    /// Whether a front-end has started a queue and not stopped it: its guest runs.
+    /// Returns whether a front-end has started a queue and not stopped it: its guest runs.
     pub fn is_at_work(&self) -> bool {
         !self.shared.at_work.borrow().is_empty()
     }
 
-    /// Has a process after this one know which queues were not taken back, by this file, which is its disk's alone and empty
-    /// at first; this one goes on with what is in it. Said once, before [`VhostUserServer::run`].
+    /// Records the active queues in `file` for a successor process, and continues with the queues that are recorded
+    /// there. The file must belong to this disk alone and be empty at first. Must be called only once, before
+    /// [`VhostUserServer::run`].
     ///
     /// # Errors
-    /// It cannot be read or written, or is something else.
+    /// The file cannot be read or written, or has other contents.
     pub fn note_queues_in(&self, file: File) -> io::Result<()> {
         self.shared.lent.keep_in(file)
     }
 
-    /// Whether no queue was started since it was taken back.
+    /// Returns whether the front-end has fetched the position of every started queue (GET_VRING_BASE).
     pub fn all_taken_back(&self) -> bool {
         self.shared.lent.queues().next().is_none()
     }
 
-    /// A queue of which the front-end does not know where it is, so that its guest, once stopped, could not go on elsewhere:
-    /// it runs, or its server was killed, or its connection had ended, before the front-end had asked. One that has been
-    /// started where the front-end said, and has taken nothing since, is where it thinks.
+    /// Returns a queue whose position the front-end does not know, so that its stopped guest could not continue on
+    /// another host. Such a queue runs, or its server was killed or its connection had ended before the front-end
+    /// fetched the position. A queue that was started at the front-end's position, and has taken no request since, is
+    /// still at that position.
     pub fn not_taken_back(&self) -> Option<u16> {
         let at_work = self.shared.at_work.borrow();
         let is_as_told = |index: u16| {
@@ -309,7 +312,7 @@ impl VhostUserServer {
         Ok(())
     }
 
-    /// Accepts the next front-end that may connect, and closes the connections of others.
+    /// Accepts the next front-end that may connect, and closes other connections.
     async fn accept(&self, listener: &Listener) -> io::Result<Socket> {
         loop {
             let socket = listener.accept(&self.on).await?;
@@ -326,13 +329,13 @@ impl VhostUserServer {
         }
     }
 
-    /// While a front-end is served, tells once that another one waits. Where not everybody may connect, those that do are taken
-    /// out of the listener's queue, so that strangers do not fill it. Never ends.
+    /// Logs once, while a front-end is served, that another one waits. With an admission check, permitted connections
+    /// are also taken out of the listener's queue, so that others do not fill it. Never completes.
     async fn take_next(&self, listener: &Listener) {
         if self.admits.get().is_none() {
             let waits = listener.readable().await;
             self.on.sleep(QUIET).await;
-            // A broken listener is reported when the next one is accepted.
+            // A broken listener is reported when the next front-end is accepted.
             if waits.is_ok() {
                 self.tell_of_next();
             }
@@ -340,7 +343,7 @@ impl VhostUserServer {
         }
         let mut is_told = false;
         while let Ok(next) = self.accept(listener).await {
-            // One that is not taken is closed.
+            // A connection that is not stored is closed by the drop.
             if self.next.borrow().len() < NEXT_MAX {
                 self.next.borrow_mut().push_back(next);
             }
@@ -360,12 +363,12 @@ impl VhostUserServer {
         );
     }
 
-    /// Serves a front-end that is connected already, until it disconnects.
+    /// Serves a connected front-end until it disconnects.
     pub async fn serve(&self, socket: Socket) {
         self.serve_kept(socket, None).await;
     }
 
-    /// Serves a front-end; one that was served by the process before this one comes with what was kept of it.
+    /// Serves a front-end; `kept` is its stored state if the previous process served it.
     async fn serve_kept(&self, socket: Socket, kept: Option<Kept>) {
         let _client = self.clients.get().map(Clients::enter);
         let socket = Rc::new(socket);
@@ -408,15 +411,15 @@ impl VhostUserServer {
             Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
         }
         done.set(true);
-        // Lets the announcer see that it is done.
+        // Wakes the announcer, which then ends.
         self.shared.device.size_changes().wake();
         *self.current.borrow_mut() = None;
     }
 
-    /// Waits for a front-end's first message, which QEMU sends at once. Whoever is connected keeps all others out.
+    /// Waits for a front-end's first message, which QEMU sends at once. A connected front-end keeps all others out.
     async fn until_it_speaks(&self, socket: &Socket) {
         let readable = async {
-            // An error is the session's to report.
+            // Errors are reported by the session.
             let _ = socket.readable().await;
         };
         let mut speaks = pin!(first_of(readable, self.leave.asked()));
@@ -430,14 +433,14 @@ impl VhostUserServer {
         }
     }
 
-    /// The process that is connected, for messages.
+    /// Returns a description of the connected process, for messages.
     fn front_end(&self) -> String {
         let current = self.current.borrow();
         let named = current.as_ref().and_then(|socket| socket.peer_process());
         named.map_or_else(|| "one".to_owned(), |process| format!("one ({process})"))
     }
 
-    /// Takes no more requests; what is under way is done, then the present connection ends as `how` says.
+    /// Accepts no more requests. The requests in flight finish, then the present connection ends as `how` says.
     pub fn stop(&self, how: Stop) {
         self.stopping.set(true);
         match (how, self.current.borrow().as_ref()) {
@@ -448,7 +451,7 @@ impl VhostUserServer {
     }
 }
 
-/// Tells the front-end of changes of the disk's size, by a configuration change.
+/// Notifies the front-end of changes of the disk's size, by configuration changes.
 async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>, done: Rc<Cell<bool>>) {
     let changes = shared.device.size_changes();
     let mut generation = changes.generation();

@@ -1,7 +1,8 @@
-//! A virtqueue at work: takes requests, runs each as a task on the disk's loop, gives them back.
+//! Running virtqueue: pops available requests, runs each as a task on the disk's loop, and pushes them as used.
 //!
-//! A request is a token ([`Request`]): it is given back exactly once, and dropping one unanswered panics. While a queue
-//! runs it is polled by the loop, and kicks are asked for only before the loop sleeps. Interrupts go out once per turn.
+//! A request is a token ([`Request`]): it is pushed as used exactly once, and dropping it before that panics. A
+//! running queue is polled by the loop, and kicks are enabled only before the loop sleeps. At most one interrupt is
+//! sent per turn and batch.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -24,38 +25,39 @@ use crate::activity::Activity;
 use crate::turns::{PIECE_LEN, PIECES_AT_ONCE, Turns};
 use crate::view::{Begun, UnderWay};
 
-/// What all queues of a disk share.
+/// State that all queues of a disk share.
 pub(super) struct Shared {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) serial: Serial,
-    /// The smallest sector size to present, in bytes.
+    /// Smallest sector size to present, in bytes.
     pub(super) block_size: u32,
-    /// The number of descriptors that a front-end is expected to give a queue.
+    /// Number of descriptors that a front-end is expected to give a queue.
     pub(super) queue_size: u16,
-    /// The guest may switch it off; then every write is durable on completion. It stays off until the guest switches
-    /// it on: front-ends do not say it again after a reset or a reconnect.
+    /// Write-cache setting of the guest. If it is off, every write is durable on completion. It stays off until the
+    /// guest switches it on, because front-ends do not repeat it after a reset or a reconnect.
     pub(super) write_cache: Cell<bool>,
-    /// The driver knows flushes, or the setting above. One that does not relies on every write.
+    /// True if the driver supports flushes or the write-cache setting. A driver with neither relies on the durability
+    /// of every write.
     pub(super) driver_flushes: Cell<bool>,
-    /// Set while the front-end wants to know what we write.
+    /// Log of written pages, set while the front-end requests it.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) activity: Rc<Activity>,
     pub(super) turns: Turns,
-    /// No queue takes a request: the disk is not here.
+    /// True while queues are paused, because the disk is not on this host.
     pub(super) rests: Cell<bool>,
-    /// The front-end's memory that was found to be lost, for its session.
+    /// Report to the session that the front-end's memory is lost.
     pub(super) lost: Lost,
-    /// What the requests under way weigh.
+    /// Total weight of the requests in flight.
     pub(super) weight: Cell<u32>,
     /// Queues that were started and not stopped.
     pub(super) at_work: RefCell<Vec<Weak<Queue>>>,
-    /// Queues that the front-end has not taken back.
+    /// Queues whose position the front-end has not fetched.
     pub(super) lent: Lent,
-    /// For whoever takes pages out of guest memory.
+    /// Counter of requests in flight for the pager.
     pub(super) under_way: UnderWay,
 }
 
-/// Passes on that memory of the front-end's is lost.
+/// Report that memory of the front-end is lost.
 #[derive(Default)]
 pub(super) struct Lost {
     found: Cell<Option<LostMapping>>,
@@ -72,19 +74,19 @@ impl Lost {
         self.found.get().is_some()
     }
 
-    /// Forgets what an earlier session has lost.
+    /// Clears the report of an earlier session.
     pub(super) fn reset(&self) {
         self.found.set(None);
     }
 
-    /// Waits until some is lost.
+    /// Waits until memory is lost.
     pub(super) async fn wait(&self) -> LostMapping {
         self.changed.until(|| self.found.get()).await
     }
 }
 
 impl Shared {
-    /// The device as the guest is to see it.
+    /// Returns the geometry of the device as presented to the guest.
     pub(super) fn geometry(&self) -> Geometry {
         let mut geometry = self.device.geometry();
         geometry.block_size = geometry.block_size.max(self.block_size);
@@ -107,27 +109,29 @@ impl Shared {
     }
 }
 
-/// In a long batch the guest is interrupted after this many requests, so that it works on the first results while we
-/// work on the rest; it asks for one interrupt at a time, so this costs it nothing more.
+/// Number of requests after which the guest is interrupted in a long batch, so that it processes the first results
+/// while the rest is being served. The guest asks for one interrupt at a time, so this costs it nothing.
 const SIGNAL_EVERY: u32 = 8;
 
-/// What a queue takes in one turn of the loop, so that others, and what has completed meanwhile, get theirs.
+/// Requests and bytes that a queue takes in one turn of the loop, so that other queues and completed requests get
+/// their turn.
 const TURN_REQUESTS: u32 = 64;
 const TURN_BYTES: usize = 256 << 10;
 
-/// What all requests of a disk may weigh before each queue has its share only, of as much again. A request weighs 1, or more
-/// if it is cut into pieces, or its memory is scattered. A queue at its limit takes its next request when others have ended:
-/// what layers need for requests is the host's memory, and a guest may send as many as its rings have descriptors.
+/// Total weight of a disk's requests from which each queue is limited to its share of the same amount. A request
+/// weighs 1, or more if it is split into pieces or its memory is scattered. A queue at its limit takes its next
+/// request when others have ended. The limit exists because layers use host memory for requests, and a guest may send
+/// as many as its rings have descriptors.
 const WEIGHT_MAX: u32 = 1024;
 
-/// Pieces of memory that a request of weight 1 may have.
+/// Number of memory pieces that a request of weight 1 may have.
 const MEMORY_PIECES: usize = 128;
 
-/// Chains that a queue keeps to be used again, and the most pieces of memory that one of them has room for.
+/// Number of chains that a queue retains for reuse, and the largest capacity of a retained chain.
 const CHAINS_KEPT: usize = 256;
 const ROOM_KEPT: usize = 256;
 
-/// Everything that a queue needs to run.
+/// Parts from which a queue is created.
 pub(super) struct QueueParts {
     pub(super) index: u16,
     pub(super) shared: Rc<Shared>,
@@ -135,17 +139,17 @@ pub(super) struct QueueParts {
     pub(super) ring: Ring,
     pub(super) size: u32,
     pub(super) inflight: Option<InflightQueue>,
-    /// Where the front-end thinks that it is, as SET_VRING_BASE has it, if that is known.
+    /// Position that the front-end assumes, as set by SET_VRING_BASE, if it is known.
     pub(super) told: Option<u32>,
-    /// None: the front-end does not kick, and the ring is polled without sleep.
+    /// Kick event. `None` means that the front-end does not kick, so the ring is polled without sleep.
     pub(super) kick: Option<Rc<OwnedFd>>,
-    /// None: the front-end polls the used ring.
+    /// Call event. `None` means that the front-end polls the used ring.
     pub(super) call: Option<Rc<OwnedFd>>,
     pub(super) enabled: bool,
     pub(super) log_ring: bool,
 }
 
-/// A running virtqueue.
+/// Running virtqueue.
 pub(super) struct Queue {
     me: Weak<Queue>,
     index: u16,
@@ -157,16 +161,16 @@ pub(super) struct Queue {
     has_kick: bool,
     call: RefCell<Option<Rc<OwnedFd>>>,
     enabled: Cell<bool>,
-    /// No more requests are taken: being stopped, or broken by the guest.
+    /// True if no more requests are taken, because the queue is being stopped.
     stopped: Cell<bool>,
     broken: Cell<bool>,
     log_ring: Cell<bool>,
-    /// Something was given back since the guest was last interrupted.
+    /// True if a request was pushed as used since the last interrupt.
     unsignalled: Cell<bool>,
     running: Cell<u32>,
-    /// What those weigh.
+    /// Total weight of the running requests.
     weight: Cell<u32>,
-    /// It is not where the front-end thinks.
+    /// True if the queue is not at the position that the front-end assumes.
     moved: Cell<bool>,
     idle_waker: RefCell<Option<Waker>>,
     kick_waker: RefCell<Option<Waker>>,
@@ -175,10 +179,10 @@ pub(super) struct Queue {
     poller: RefCell<Option<PollerGuard>>,
 }
 
-/// Starts a request's task. Behind a box because the task's type has no name.
+/// Function that starts a request's task. It is boxed because the task's type has no name.
 type Start = Box<dyn Fn(Request)>;
 
-/// A request under way: a token that must be given back.
+/// Request in flight: a token that must be pushed as used.
 struct Request {
     queue: Rc<Queue>,
     memory: Rc<GuestMemory>,
@@ -199,7 +203,7 @@ impl Drop for Request {
     }
 }
 
-/// How much a request counts among those under way.
+/// Returns the weight of a request.
 fn weight_of(chain: &Chain) -> u32 {
     let pieces = chain.bytes().div_ceil(PIECE_LEN).min(PIECES_AT_ONCE);
     let scattered = chain.pieces().div_ceil(MEMORY_PIECES);
@@ -219,7 +223,7 @@ async fn serve(mut request: Request) {
     if let Some(error) = &outcome.error {
         shared.activity.report(error);
     }
-    // No device reads or writes its memory any more.
+    // No device reads or writes the request's memory any more.
     shared.under_way.end(request.begun);
     request.answered = true;
     let chain = std::mem::take(&mut request.chain);
@@ -227,7 +231,7 @@ async fn serve(mut request: Request) {
 }
 
 impl Queue {
-    /// Starts a queue: first what a predecessor left in flight, then what is available.
+    /// Starts a queue: first the requests that a previous server left in flight, then available ones.
     pub(super) fn start(on: &Loop, parts: QueueParts) -> Rc<Self> {
         let packed = matches!(parts.ring, Ring::Packed(_));
         let queue = Rc::new_cyclic(|me| Self {
@@ -257,7 +261,7 @@ impl Queue {
         let pool = TaskPool::new(on, parts.size as usize);
         *queue.start.borrow_mut() = Some(Box::new(move |request: Request| {
             if pool.start(serve(request)).is_err() {
-                // Not more than `size` chains can be in flight: `take_available` sees to it.
+                // The number of chains in flight is at most `size`, which `take_available` ensures.
                 panic!("more requests in flight than the ring has descriptors");
             }
         }));
@@ -266,7 +270,7 @@ impl Queue {
         if parts.told != Some(queue.position().to_base(packed)) {
             queue.moved.set(true);
         }
-        // What was given back by a predecessor whose interrupt never went out: one too many does no harm.
+        // A previous server may have pushed requests without interrupting; a superfluous interrupt does no harm.
         queue.unsignalled.set(true);
         *queue.poller.borrow_mut() = Some(on.add_poller(Rc::clone(&queue) as Rc<dyn Poller>));
         if let Some(kick) = parts.kick {
@@ -325,7 +329,7 @@ impl Queue {
         }
     }
 
-    /// Takes and starts what is available, within a turn's bounds; whether there was anything.
+    /// Takes and starts available requests within a turn's bounds; returns whether there were any.
     fn take_available(self: &Rc<Self>) -> bool {
         let mut taken = 0u32;
         let mut bytes = 0;
@@ -372,7 +376,7 @@ impl Queue {
         }
     }
 
-    /// The guest broke the rules: the queue rests until it is reset. Requests under way go on.
+    /// Stops the queue until its reset, because the guest violated the protocol. Requests in flight continue.
     fn break_down(&self, error: RingError) {
         if let Err(lost) = self.check(&self.memory.borrow()) {
             return self.lose(lost);
@@ -385,7 +389,7 @@ impl Queue {
         }
     }
 
-    /// Checks that neither this memory, which a request has, nor what the queue itself uses is lost.
+    /// Checks that neither the given memory of a request nor memory of the queue itself is lost.
     fn check(&self, of_request: &GuestMemory) -> Result<(), LostMapping> {
         of_request.check()?;
         self.memory.borrow().check()?;
@@ -397,14 +401,14 @@ impl Queue {
             .map_or(Ok(()), |log| log.check())
     }
 
-    /// Takes no more requests, and has the session end: what is read in the front-end's memory, or written there, is not what
-    /// the guest has there.
+    /// Takes no more requests, and ends the session: data read from, or written to, lost memory differs from the
+    /// guest's.
     fn lose(&self, lost: LostMapping) {
         self.broken.set(true);
         self.shared.lost.report(lost);
     }
 
-    /// Has the session end if memory is lost; whether that was found now.
+    /// Ends the session if memory is lost; returns whether that was found by this call.
     fn find_loss(&self) -> bool {
         let found = match self.shared.lost.is_reported() {
             true => None,
@@ -415,8 +419,8 @@ impl Queue {
 
     fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
         if let Err(lost) = self.check(&request.memory) {
-            // The guest has not got what was read, nor is what was written what it wrote: the request stays in flight, for the
-            // next session.
+            // The guest has not received the data read, or its data was not what was written. The request therefore
+            // stays in flight for the next session.
             self.lose(lost);
         } else {
             let mut ring = self.ring.borrow_mut();
@@ -435,7 +439,7 @@ impl Queue {
             if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {
                 log.mark(&self.memory.borrow(), IoVec::new(changed.base(), changed.len()));
             }
-            // A ring that was lost just now does not have it: the request stays in flight.
+            // A ring that was lost just now has not received the entry: the request stays in flight.
             let is_given_back = self.memory.borrow().check().is_ok();
             if let Some(inflight) = inflight.as_mut().filter(|_| is_given_back) {
                 inflight.after_give_back(&ring, request.note);
@@ -457,7 +461,7 @@ impl Queue {
         }
     }
 
-    /// Interrupts the guest if something was given back that it wants to be interrupted for.
+    /// Interrupts the guest if a request was pushed as used, unless the guest suppresses it.
     fn signal(&self) {
         if self.unsignalled.replace(false) {
             self.interrupt();
@@ -468,19 +472,19 @@ impl Queue {
         if self.ring.borrow_mut().wants_interrupt()
             && let Some(call) = self.call.borrow().as_ref()
         {
-            // A full counter means that the event is raised already.
+            // A full counter means that the event is already signalled.
             let _ = rustix::io::write(call.as_ref(), &1u64.to_ne_bytes());
         }
     }
 
-    /// Adds what a request weighs to what is under way, or takes it away.
+    /// Adds or subtracts a request's weight.
     fn weighs(&self, weight: u32, change: fn(u32, u32) -> u32) {
         for sum in [&self.weight, &self.shared.weight] {
             sum.set(change(sum.get(), weight));
         }
     }
 
-    /// Another request may be taken.
+    /// Returns whether the weight limit allows another request.
     fn has_room(&self) -> bool {
         self.shared.weight.get() < WEIGHT_MAX || {
             let queues = self.shared.at_work.borrow().len().max(1) as u32;
@@ -498,7 +502,7 @@ impl Queue {
 
     pub(super) fn set_call(&self, call: Option<Rc<OwnedFd>>) {
         *self.call.borrow_mut() = call;
-        // What the one before was told, or was not there to be told, the new one may have missed.
+        // The new event may have missed an interrupt that was sent to the old one, or not sent at all.
         self.ring.borrow_mut().forget_interrupts();
         self.unsignalled.set(true);
     }
@@ -511,7 +515,7 @@ impl Queue {
         self.index
     }
 
-    /// Whether it is not where the front-end thinks.
+    /// Returns whether the queue is not at the position that the front-end assumes.
     pub(super) fn has_moved(&self) -> bool {
         self.moved.get()
     }
@@ -520,15 +524,15 @@ impl Queue {
         self.ring.borrow().position()
     }
 
-    /// Goes on in another table of guest memory, whose part of it is `ring`.
+    /// Continues in another table of guest memory, in which `ring` is the ring.
     pub(super) fn replace_memory(&self, memory: Rc<GuestMemory>, ring: Ring) {
         *self.memory.borrow_mut() = memory;
         *self.ring.borrow_mut() = ring;
         self.unsignalled.set(true);
     }
 
-    /// Takes no more requests, waits for those under way, and gives back where the ring goes on. The notes of requests in
-    /// flight say the same.
+    /// Takes no more requests, waits for those in flight, and returns the ring's position. The in-flight record has
+    /// the same position.
     pub(super) async fn stop(&self) -> RingPosition {
         self.stopped.set(true);
         if let Some(waker) = self.kick_waker.borrow_mut().take() {
@@ -565,7 +569,7 @@ impl Poller for Queue {
     }
 
     fn arm(&self) -> bool {
-        // What ends wakes the loop.
+        // A request that ends wakes the loop.
         if !self.may_take() || !self.has_room() {
             return false;
         }
@@ -577,7 +581,7 @@ impl Poller for Queue {
             ring.want_kicks(true);
             ring.has_available()
         };
-        // A ring that is lost has nothing.
+        // A lost ring has no available requests.
         has_available || self.find_loss()
     }
 
@@ -588,13 +592,13 @@ impl Poller for Queue {
     }
 
     fn recheck(&self) {
-        // A wish that the guest expressed before it looked at the used ring for the last time, and that was not to be
-        // seen yet when the ring was asked for it.
+        // The guest may have enabled interrupts before its last look at the used ring, without this being visible yet
+        // when the ring was checked.
         self.interrupt();
     }
 }
 
-/// Turns kicks into turns of the loop: the poller does the rest. Ends when the queue stops.
+/// Wakes the loop for each kick; the poller does the rest. Ends when the queue stops.
 async fn watch_kicks(on: Loop, kick: Rc<OwnedFd>, queue: Weak<Queue>) {
     loop {
         let mut readable = pin!(on.readable(kick.as_fd()));
@@ -612,7 +616,7 @@ async fn watch_kicks(on: Loop, kick: Rc<OwnedFd>, queue: Weak<Queue>) {
             return;
         }
         let mut counter = [0; 8];
-        // Empty when the front-end has read it itself.
+        // The read finds nothing if the front-end has read the counter itself.
         let _ = rustix::io::read(kick.as_ref(), &mut counter);
     }
 }

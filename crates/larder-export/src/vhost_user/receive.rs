@@ -1,4 +1,4 @@
-//! Reads a front-end's messages: from its connection, or again as the process before this one has noted them.
+//! Receiver of a front-end's messages: from its connection, or from the previous process's record.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,15 +9,15 @@ use super::message::{self, HEADER_BYTES, Header, Request, parse_header, parse_re
 use super::record::Message;
 use super::session::SessionError;
 
-/// A message that came.
+/// Received message.
 pub(super) struct Received {
     pub(super) header: Header,
     pub(super) request: Request,
-    /// For the record, with copies of its descriptors, if that was wanted.
+    /// Copy for the record, with duplicated descriptors, if one was requested.
     pub(super) raw: Option<Message>,
 }
 
-/// The next message; `None` when the front-end has closed the connection between two of them.
+/// Receives the next message; returns `None` if the front-end has closed the connection between two messages.
 pub(super) async fn next(socket: &Socket, for_record: bool) -> Result<Option<Received>, SessionError> {
     let mut bytes = vec![0; HEADER_BYTES];
     let mut descriptors = Vec::new();
@@ -38,7 +38,7 @@ pub(super) async fn next(socket: &Socket, for_record: bool) -> Result<Option<Rec
     Ok(Some(Received { header, request, raw }))
 }
 
-/// What was said before.
+/// Parses recorded messages again.
 pub(super) fn again(messages: &[Message]) -> Result<Vec<Request>, SessionError> {
     let request = |said: &Message| {
         let (head, payload) = said.bytes().split_first_chunk().ok_or_else(cut)?;
@@ -48,7 +48,8 @@ pub(super) fn again(messages: &[Message]) -> Result<Vec<Request>, SessionError> 
     messages.iter().map(request).collect()
 }
 
-/// Fills `bytes`, and adds the descriptors that come along; false if the stream ends before the first byte.
+/// Fills `bytes`, and adds the descriptors that arrive with them; returns false if the stream ends before the first
+/// byte.
 async fn fill(socket: &Socket, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> Result<bool, SessionError> {
     let mut filled = 0;
     while filled < bytes.len() {
@@ -69,7 +70,7 @@ fn copies(descriptors: &[OwnedFd]) -> io::Result<Vec<OwnedFd>> {
     descriptors.iter().map(OwnedFd::try_clone).collect()
 }
 
-/// A message ended early.
+/// Returns the error for a message that ended early.
 fn cut() -> io::Error {
     io::ErrorKind::UnexpectedEof.into()
 }

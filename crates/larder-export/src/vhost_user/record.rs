@@ -1,21 +1,21 @@
-//! What a front-end has told a disk's server and would not tell the next one: the last message of each kind, in an order
-//! in which a new server can be told them.
+//! Record of the messages that a front-end has sent and would not repeat to the next server: the last one of each
+//! kind, in an order in which a new server can process them.
 
 use std::os::fd::OwnedFd;
 
 use super::message::{FLAG_NEED_REPLY, HEADER_BYTES, number};
 
-/// A message of either side as it came, with its descriptors.
+/// Message of either side as received, with its descriptors.
 #[derive(Debug)]
 pub struct Message {
     bytes: Vec<u8>,
     descriptors: Vec<OwnedFd>,
-    /// What whoever keeps the descriptors calls each of them.
+    /// Numbers of the descriptors in the descriptor store.
     pub(super) files: Vec<u64>,
 }
 
 impl Message {
-    /// One whose header and payload are `bytes`. What a header lacks reads as 0.
+    /// Creates a message whose header and payload are `bytes`. Missing bytes of a header read as 0.
     pub fn new(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Self {
         Self {
             bytes,
@@ -24,23 +24,23 @@ impl Message {
         }
     }
 
-    /// One that a front-end might have sent, without descriptors.
+    /// Creates a message as a front-end would send it, without descriptors.
     fn plain(request: u32, payload: &[u8]) -> Self {
         let head = [request, 1, payload.len() as u32].map(u32::to_le_bytes).concat();
         Self::new([&head, payload].concat(), Vec::new())
     }
 
-    /// Header and payload.
+    /// Returns header and payload.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// What came along.
+    /// Returns the descriptors that came with the message.
     pub fn descriptors(&self) -> &[OwnedFd] {
         &self.descriptors
     }
 
-    /// The request that it is, or replies to.
+    /// Returns the number of the request that the message is, or replies to.
     pub fn request(&self) -> u32 {
         word(&self.bytes, 0)
     }
@@ -53,7 +53,7 @@ impl Message {
         self.bytes.get(HEADER_BYTES..).unwrap_or_default()
     }
 
-    /// The little-endian u32 at byte `at` of the payload; 0 where there is none.
+    /// Returns the little-endian u32 at byte `at` of the payload; 0 past its end.
     fn word(&self, at: usize) -> u32 {
         word(self.payload(), at)
     }
@@ -64,7 +64,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     word.map_or(0, u32::from_le_bytes)
 }
 
-/// What is said to a server before anything else comes what others build on; rings start when all is known.
+/// Order of replay: a message comes after those that it depends on; rings start when all is set up.
 const ORDER: &[&[u32]] = &[
     &[number::SET_OWNER],
     &[number::SET_PROTOCOL_FEATURES],
@@ -85,11 +85,11 @@ const ORDER: &[&[u32]] = &[
 
 const MEMORY: &[u32] = &[number::SET_MEM_TABLE, number::ADD_MEM_REG, number::REM_MEM_REG];
 
-/// The messages, in the order in which they are to be repeated.
+/// Recorded messages, in the order of replay.
 #[derive(Debug, Default)]
 pub struct Record(Vec<Message>);
 
-/// What a later message of the same kind is about, if it takes the place of this one.
+/// Object of a message: a later message of the same kind about the same object replaces it.
 #[derive(PartialEq, Eq)]
 enum Subject {
     Device,
@@ -121,25 +121,25 @@ fn subject(message: &Message) -> Subject {
 }
 
 impl Record {
-    /// What a new server is to be told, first things first.
+    /// Returns the messages to replay to a new server, in order.
     pub fn messages(&self) -> &[Message] {
         &self.0
     }
 
-    /// Notes what `message`, answered by `reply` if it has one, changes. Refused ones change nothing.
+    /// Records the effect of `message`, which was answered by `reply` if it has one. Refused messages have no effect.
     pub fn note(&mut self, message: Message, reply: Option<&Message>) {
         if reply.is_some_and(|reply| is_refusal(&message, reply)) {
             return;
         }
         match message.request() {
             number::GET_VRING_BASE => {
-                // It has stopped, and goes on where the reply says.
+                // The ring has stopped; the reply has its position.
                 let Some(reply) = reply else { return };
                 self.forget(|said| said.request() == number::SET_VRING_KICK && subject(said) == subject(&message));
                 self.put(Message::plain(number::SET_VRING_BASE, reply.payload()));
             }
-            // The rings have stopped, and nobody knows where they go on. A successor starts them: it finds that in the
-            // region of requests in flight, and is asked for it next.
+            // The rings have stopped at positions that are not known here. A successor starts them: it finds the
+            // positions in the in-flight region, and the front-end fetches them next.
             number::SET_STATUS if message.word(0) == 0 => self.forget(|said| said.request() == number::SET_STATUS),
             number::RESET_OWNER => self.forget(|said| said.request() == number::SET_VRING_KICK),
             number::RESET_DEVICE => self.forget(|said| {
@@ -154,7 +154,7 @@ impl Record {
                 let before = self.0.len();
                 self.forget(|said| said.request() == number::ADD_MEM_REG && subject(said) == subject(&message));
                 if self.0.len() == before {
-                    // It came with a table.
+                    // The region was part of a table.
                     self.put(message);
                 }
             }
@@ -162,13 +162,13 @@ impl Record {
         }
     }
 
-    /// A running ring has stopped there. Whoever is told of it next starts it again.
+    /// Records the position at which a running ring has stopped. A successor starts it again from there.
     pub(super) fn rests_at(&mut self, ring: u32, base: u32) {
         let position = [ring, base].map(u32::to_le_bytes).concat();
         self.put(Message::plain(number::SET_VRING_BASE, &position));
     }
 
-    /// Takes in what [`Record::messages`] of another one said.
+    /// Creates a record from the [`Record::messages`] of another one.
     pub(super) fn from_messages(messages: Vec<Message>) -> Self {
         Self(messages)
     }
@@ -177,7 +177,7 @@ impl Record {
         self.0.retain(|said| !which(said));
     }
 
-    /// Puts it at its place, instead of the one before about the same. Questions have none.
+    /// Inserts a message at its place in the order, replacing one about the same object. Queries are not recorded.
     fn put(&mut self, message: Message) {
         let place = |said: &Message| ORDER.iter().position(|kind| kind.contains(&said.request()));
         let Some(ours) = place(&message) else { return };
@@ -188,7 +188,7 @@ impl Record {
     }
 }
 
-/// Requests whose reply is more than that it went well.
+/// Requests whose reply contains more than success or failure.
 const QUESTIONS: &[u32] = &[
     number::GET_FEATURES,
     number::GET_PROTOCOL_FEATURES,
@@ -200,13 +200,13 @@ const QUESTIONS: &[u32] = &[
     number::GET_VRING_BASE,
 ];
 
-/// Whether the server sends something back: an answer, or an acknowledgement where it was asked for. That of a log is
-/// always sent.
+/// Returns whether the server replies to a message: to a query, or with an acknowledgement if one was requested.
+/// SET_LOG_BASE is always acknowledged.
 pub fn has_reply(message: &Message) -> bool {
     message.needs_reply() || message.request() == number::SET_LOG_BASE || QUESTIONS.contains(&message.request())
 }
 
-/// Whether `reply` is an acknowledgement that says no.
+/// Returns whether `reply` is a negative acknowledgement.
 pub fn is_refusal(message: &Message, reply: &Message) -> bool {
     !QUESTIONS.contains(&message.request()) && reply.payload().iter().any(|byte| *byte != 0)
 }
@@ -215,7 +215,7 @@ pub fn is_refusal(message: &Message, reply: &Message) -> bool {
 mod tests {
     use super::*;
 
-    /// A message about a ring or of one value, little-endian.
+    /// Records a message whose payload is little-endian words, with its reply.
     fn say(record: &mut Record, request: u32, words: &[u32]) {
         let payload: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let message = Message::plain(request, &payload);
@@ -223,7 +223,7 @@ mod tests {
         record.note(message, reply.as_ref());
     }
 
-    /// What a successor is told, with the first two words of each message.
+    /// Returns the messages for a successor, each with its first two words.
     fn told(record: &Record) -> Vec<(u32, [u32; 2])> {
         let messages = record.messages().iter();
         messages
@@ -231,8 +231,9 @@ mod tests {
             .collect()
     }
 
+    /// A successor receives the last message of each kind, in order of dependency.
     #[test]
-    fn of_each_kind_a_successor_is_told_the_last_and_first_what_others_build_on() {
+    fn last_messages_replay_in_dependency_order() {
         let mut record = Record::default();
         say(&mut record, number::SET_VRING_KICK, &[0x101, 0]);
         say(&mut record, number::SET_VRING_BASE, &[1, 7]);
@@ -252,13 +253,14 @@ mod tests {
         assert_eq!(told(&record), expected);
     }
 
+    /// A ring that was stopped stays stopped, and one that was started again runs.
     #[test]
-    fn a_ring_that_was_stopped_stays_so_and_one_that_was_started_again_runs() {
+    fn ring_state_survives_in_record() {
         let mut record = Record::default();
         say(&mut record, number::SET_VRING_BASE, &[0, 0]);
         say(&mut record, number::SET_VRING_KICK, &[0, 0]);
         say(&mut record, number::SET_STATUS, &[15, 0]);
-        // QEMU stops the device in two steps; only the second one says where the ring goes on.
+        // QEMU stops the device in two steps; only the second one has the ring's position.
         say(&mut record, number::SET_STATUS, &[0, 0]);
         let running = [(number::SET_VRING_BASE, [0, 0]), (number::SET_VRING_KICK, [0, 0])];
         assert_eq!(told(&record), running);
@@ -269,15 +271,16 @@ mod tests {
         assert_eq!(told(&record), running);
     }
 
+    /// Removing a memory region cancels its addition.
     #[test]
-    fn memory_is_what_is_left_of_it() {
+    fn removed_memory_region_leaves_record() {
         let region = |address: u32| [0, 0, address, 0, 16, 0, 0, 0, 0, 0];
         let mut record = Record::default();
         say(&mut record, number::SET_MEM_TABLE, &[2]);
         say(&mut record, number::ADD_MEM_REG, &region(1));
         say(&mut record, number::REM_MEM_REG, &region(1));
         assert_eq!(told(&record).len(), 1, "it came and went");
-        // One of the table's goes, and comes again.
+        // A region of the table is removed, and added again.
         say(&mut record, number::REM_MEM_REG, &region(2));
         say(&mut record, number::ADD_MEM_REG, &region(2));
         let requests: Vec<u32> = told(&record).into_iter().map(|(request, _)| request).collect();

@@ -1,18 +1,18 @@
-//! A disk's serial number, as the request VIRTIO_BLK_T_GET_ID shows it (virtio 1.2, section 5.2.6).
+//! Serial number of a disk, as the request VIRTIO_BLK_T_GET_ID returns it (virtio 1.2, section 5.2.6).
 
 use std::fmt;
 
 use super::blk::SERIAL_BYTES;
 
-/// A serial number: up to 20 bytes, then zeros.
+/// Serial number: up to 20 bytes, then zeros.
 ///
-/// Management software gives disks longer ones, UUIDs for example. QEMU's virtio-blk shows a guest the first 20 bytes of
-/// those, and so does Larder: the guest finds its disk by the same name under either.
+/// Management software gives disks longer ones, UUIDs for example. QEMU's virtio-blk shows a guest their first 20
+/// bytes, and so does Larder: the guest finds its disk by the same name with either.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Serial([u8; SERIAL_BYTES]);
 
 impl Serial {
-    /// Returns the serial number that a guest sees of `text`: its first 20 bytes, or those before a zero byte.
+    /// Returns the serial number that a guest sees for `text`: its first 20 bytes, or those before a zero byte.
     pub fn of(text: &str) -> Self {
         let mut serial = [0; SERIAL_BYTES];
         let bytes = text.bytes().take_while(|byte| *byte != 0);
@@ -32,7 +32,7 @@ impl Serial {
         &self.0[..len]
     }
 
-    /// Returns a sentence for people if a guest sees less than `text`.
+    /// Returns a message for people if a guest sees less than `text`.
     pub fn note_on(text: &str) -> Option<String> {
         let serial = Self::of(text);
         (serial.text() != text.as_bytes()).then(|| {
@@ -47,7 +47,7 @@ impl Serial {
     }
 }
 
-/// The serial number as text; a character that was cut in two prints as U+FFFD.
+/// Formats the serial number as text; a character that was cut in two prints as U+FFFD.
 impl fmt::Display for Serial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&String::from_utf8_lossy(self.text()))
@@ -64,7 +64,7 @@ impl fmt::Debug for Serial {
 mod tests {
     use super::*;
 
-    /// A guest sees what it sees of a disk that QEMU serves itself.
+    /// A guest sees the same serial as of a disk that QEMU serves itself.
     #[test]
     fn long_serial_is_cut_to_20_bytes() {
         for (given, shown) in [

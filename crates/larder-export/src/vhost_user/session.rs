@@ -1,9 +1,9 @@
-//! One front-end's connection: carries out its messages, and owns the queues that it has set up.
+//! Session of one front-end's connection: executes its messages, and owns the queues that it has set up.
 //!
-//! How it fails: a message that cannot be understood, or that asks for the impossible, closes the connection (with a
-//! negative acknowledgement first, if the front-end wanted one); the front-end may connect again. However a connection
-//! ends, its queues stop: requests under way are finished and given back, so that the next connection finds the rings in
-//! order.
+//! Failures: a message that cannot be parsed, or that requests something impossible, closes the connection (after a
+//! negative acknowledgement, if the front-end asked for one); the front-end may connect again. However a connection
+//! ends, its queues stop: requests in flight are finished and pushed as used, so that the next connection finds the
+//! rings in a consistent state.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -28,8 +28,8 @@ use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
 use super::takeover::Kept;
 use crate::view::{self, View};
 
-/// How often it is looked whether the pager has registered our mappings, at first and at last, and after how long it is told
-/// that it has not.
+/// Interval of polling whether the pager has registered new mappings, at first and at last, and the time after which
+/// a missing registration is logged.
 const PAGER_PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAGER_PAUSE_MAX: Duration = Duration::from_millis(20);
 const PAGER_TELL_AFTER: Duration = Duration::from_secs(5);
@@ -57,7 +57,7 @@ mod protocol {
         | STATUS;
 }
 
-/// Why a connection was closed by us.
+/// Reason why the server closed a connection.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SessionError {
@@ -84,39 +84,39 @@ pub enum SessionError {
     InflightSize(u16, u16),
 }
 
-/// What the front-end has said of one ring.
+/// Setup of one ring by the front-end.
 #[derive(Default)]
 struct RingSetup {
     size: u32,
     addresses: Option<RingAddresses>,
     base: u32,
-    /// Where the front-end thinks that the ring is, if it has said so to this process.
+    /// Position that the front-end assumes, if it has set it in this process.
     told: Option<u32>,
     kick: Option<Rc<OwnedFd>>,
-    /// SET_VRING_KICK was received, with or without a descriptor: the ring is started.
+    /// True after SET_VRING_KICK, with or without a descriptor: the ring is started.
     started: bool,
     call: Option<Rc<OwnedFd>>,
     enabled: bool,
     queue: Option<Rc<Queue>>,
-    /// It has been at work on this connection.
+    /// True if the ring has run on this connection.
     ran: bool,
-    /// Started, but stopped again because its part of guest memory went.
+    /// True if the ring is started, but was stopped because its guest memory was unmapped.
     homeless: bool,
 }
 
-/// How long the rest of a message may take to come when this process is about to end.
+/// Time within which the rest of a message must arrive when this process is about to end.
 const REST_OF_MESSAGE: Duration = Duration::from_secs(1);
 
-/// How a connection has ended that was in order.
+/// Regular end of a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// The front-end has closed it.
+    /// The front-end closed the connection.
     Closed,
-    /// It is left to the next process.
+    /// The connection is left to the next process.
     Left,
 }
 
-/// Tells a session to leave its connection to the next process.
+/// Signal to a session to leave its connection to the next process.
 #[derive(Default)]
 pub(super) struct Leave {
     asked: Cell<bool>,
@@ -124,7 +124,7 @@ pub(super) struct Leave {
 }
 
 impl Leave {
-    /// As soon as no message is in hand.
+    /// Asks the session to leave as soon as no message is being handled.
     pub(super) fn ask(&self) {
         self.asked.set(true);
         self.changed.raise();
@@ -148,12 +148,12 @@ pub(super) struct Session {
     inflight: Option<Rc<InflightRegion>>,
     log: Option<Rc<DirtyLog>>,
     backend_channel: Rc<RefCell<Option<Socket>>>,
-    /// The size that the front-end was told on this connection.
+    /// Size that was reported to the front-end on this connection.
     size_told: Option<ByteLen>,
-    /// For the next process.
+    /// State kept for the next process.
     kept: Option<Kept>,
     leave: Rc<Leave>,
-    /// What is carried out was said to the process before this one, or follows from it.
+    /// True while messages are replayed that the previous process received.
     repeats: bool,
 }
 
@@ -179,12 +179,12 @@ impl Session {
         }
     }
 
-    /// Where messages to the front-end go, once it has opened the channel for them.
+    /// Returns the channel for messages to the front-end, which is set once the front-end has opened it.
     pub(super) fn backend_channel(&self) -> Rc<RefCell<Option<Socket>>> {
         Rc::clone(&self.backend_channel)
     }
 
-    /// What is said will be kept for the next process; what was said to the one before this comes along.
+    /// Keeps messages for the next process, beginning with those that the previous process left.
     pub(super) fn keep(&mut self, kept: Kept) {
         self.kept = Some(kept);
     }
@@ -246,17 +246,17 @@ impl Session {
         }
     }
 
-    /// Waits for the front-end; false if this process is about to end.
+    /// Waits for a message; returns false if this process is about to end.
     ///
     /// # Errors
-    /// Memory of the front-end's is lost.
+    /// Memory of the front-end is lost.
     async fn speaks(&self) -> Result<bool, SessionError> {
         let asked = async {
             self.leave.asked().await;
             Ok(false)
         };
         let speaks = async {
-            // An error is the next read's to report.
+            // Errors are reported by the next read.
             let _ = self.socket.readable().await;
             Ok(true)
         };
@@ -264,7 +264,7 @@ impl Session {
         first_of(lost, first_of(asked, speaks)).await
     }
 
-    /// The next message; `None` when the front-end has closed the connection between two of them.
+    /// Receives the next message; returns `None` if the front-end has closed the connection between two messages.
     async fn take_in_hand(&mut self) -> Result<Option<Received>, SessionError> {
         if let Some(kept) = &self.kept {
             kept.take_in_hand()?;
@@ -279,8 +279,8 @@ impl Session {
 
     async fn answer(&mut self, received: Received) -> Result<(), SessionError> {
         let Received { header, request, raw } = received;
-        // Whoever asks knows about acknowledgements, and waits for it, even where they were agreed on with a predecessor:
-        // QEMU before 9.1 may go on like that after a server has died.
+        // A front-end that asks for an acknowledgement waits for it, even if REPLY_ACK was negotiated with a previous
+        // server only: QEMU before 9.1 may continue like that after a server was killed.
         let acknowledge = header.need_reply;
         let number = header.request;
         let carried_out = self.carry_out(request).await;
@@ -296,7 +296,7 @@ impl Session {
             Err(_) => None,
         };
         let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
-        // Before the answer: whoever has that may count on what it says.
+        // The message is recorded before it is answered, because the front-end may rely on it from then on.
         if let (Some(kept), Some(raw)) = (&mut self.kept, raw) {
             let noted = kept.note(&self.on, raw, reply.as_ref()).await;
             self.goes_on_kept(noted).await;
@@ -307,7 +307,8 @@ impl Session {
             }
             (Ok(Reply::Position { ring, .. }), Some(reply)) => {
                 self.socket.write_all(reply).await?;
-                // Only now: a death before that must leave the position in the notes, nobody else has it.
+                // The in-flight record is retired only now. A crash before the reply must leave the position in it,
+                // because no other place has it.
                 self.retire(ring);
                 self.shared.lent.take_back(ring as u16);
             }
@@ -322,7 +323,7 @@ impl Session {
         Ok(())
     }
 
-    /// Goes on without keeping the connection if that does not work.
+    /// If recording failed, stops keeping the connection and continues without.
     async fn goes_on_kept(&mut self, noted: io::Result<()>) {
         let Err(error) = noted else { return };
         not_kept(&error);
@@ -368,7 +369,8 @@ impl Session {
             Request::SetStatus(status) => {
                 self.status = status;
                 if status == 0 {
-                    // QEMU before 8.1 says so when the guest is only paused, and asks for the rings' places afterwards.
+                    // QEMU before 8.1 sends this when the guest is only paused, and fetches the rings' positions
+                    // afterwards.
                     self.stop_all().await;
                 }
             }
@@ -433,7 +435,8 @@ impl Session {
                 let setup = self.idle_ring(ring)?;
                 setup.base = base;
                 setup.told = (!repeats).then_some(base);
-                // One that is new here may go on from a predecessor's notes, which know better.
+                // A ring that is new on this connection may continue from a previous server's in-flight record, which
+                // is more accurate.
                 if setup.ran {
                     self.retire(ring);
                 }
@@ -462,7 +465,7 @@ impl Session {
                 }
             }
             Request::SetRingError { ring, event } => {
-                // Errors are told in the log; nobody has ever listened here.
+                // Errors are logged instead; no known front-end uses this event.
                 drop(event);
                 self.ring(ring)?;
             }
@@ -500,7 +503,7 @@ impl Session {
             return Err(SessionError::Running(ring as u32));
         }
         self.features = features;
-        // A driver that cannot flush relies on every write (virtio 1.2, 5.2.6.2).
+        // A driver that cannot flush relies on the durability of every write (virtio 1.2, 5.2.6.2).
         self.shared
             .driver_flushes
             .set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
@@ -514,14 +517,14 @@ impl Session {
     }
 
     fn config(&mut self, offset: u32, len: u32) -> Vec<u8> {
-        // The protocol's own limit on the configuration space (VHOST_USER_MAX_CONFIG_SIZE).
+        // Limit of the protocol on the configuration space (VHOST_USER_MAX_CONFIG_SIZE).
         if offset.checked_add(len).is_none_or(|end| end > 256) {
             return message::reply_config(offset, &[]);
         }
         let geometry = self.shared.geometry();
         if self.inflight.is_none() && self.rings.iter().all(|ring| !ring.ran) {
-            // Of a device that has just been made: one that had run has the region of requests in flight, and hands that
-            // over, and starts its rings, before it asks.
+            // The device is new. For a device that had run, the front-end hands over the in-flight region and starts
+            // the rings before it reads the configuration.
             self.shared.lent.forget();
         }
         if offset == 0 && len >= 8 {
@@ -545,11 +548,11 @@ impl Session {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
         if self.rings.iter().all(|ring| ring.queue.is_none()) {
-            // What an earlier guest has left, or this one before its reset, nobody takes up.
+            // Active queues of an earlier guest, or of this one before its reset, have no successor.
             self.shared.lent.forget();
         }
         let write_cache = self.shared.write_cache.get();
-        // QEMU 10 asks for the size that its user gave, and may then have rings of 1024.
+        // QEMU 10 requests the size that its user configured, and may nevertheless use rings of 1024.
         let queue_size = info.queue_size.max(QUEUE_SIZE_MAX);
         let (made, file) = InflightRegion::create(info.queues, queue_size, self.packed(), write_cache)?;
         Ok(Reply::WithFile(message::reply_inflight(&made), file))
@@ -559,7 +562,8 @@ impl Session {
         self.inflight.as_ref().and_then(|region| region.memo())
     }
 
-    /// Takes over what a predecessor has noted, and tells a guest that missed a change of the size meanwhile.
+    /// Adopts the in-flight region of a previous server, and notifies a guest that missed a change of the size
+    /// meanwhile.
     fn adopt_inflight(&mut self, region: InflightRegion) {
         let size = self.shared.geometry().size;
         if let Some(memo) = region.memo() {
@@ -583,7 +587,7 @@ impl Session {
         if let Some(memo) = self.memo() {
             memo.set_write_cache(on);
         }
-        // A driver without a cache sends no flush: what was cached until now must not wait for one.
+        // A driver without a cache sends no flush, so writes that were cached until now must be flushed here.
         let must_flush = before && !on && !self.shared.geometry().read_only;
         if must_flush && let Err(error) = self.shared.device.flush().await {
             tracing::error!("{error}");
@@ -631,7 +635,7 @@ impl Session {
         Ok(())
     }
 
-    /// The notes of a ring hold for it no more: its next start is where the front-end says.
+    /// Invalidates the in-flight record of a ring: its next start takes the position from the front-end.
     fn retire(&mut self, ring: u32) {
         let packed = self.packed();
         let Ok(size) = self.ring(ring).map(|setup| setup.size as u16) else {
@@ -646,7 +650,7 @@ impl Session {
         }
     }
 
-    /// Stops every ring as GET_VRING_BASE does, and keeps where it goes on.
+    /// Stops every ring as GET_VRING_BASE does, and keeps its position.
     async fn stop_all(&mut self) {
         let packed = self.packed();
         for ring in &mut self.rings {
@@ -666,11 +670,11 @@ impl Session {
         }
     }
 
-    /// Starts a ring of which everything is known.
+    /// Starts a ring, if its setup is complete.
     fn start_ring(&mut self, ring: u32) -> Result<(), SessionError> {
         let size = self.ring(ring)?.size;
         let layout = self.layout(size);
-        // Without that feature there is no enable message: rings are enabled from the start.
+        // Without this feature there is no enable message: rings are enabled from the start.
         let always_enabled = self.features & feature::PROTOCOL_FEATURES == 0;
         let (memory, inflight) = (Rc::clone(&self.memory), self.inflight.clone());
         let (on, shared) = (self.on.clone(), Rc::clone(&self.shared));
@@ -678,7 +682,7 @@ impl Session {
         let (true, Some(addresses)) = (setup.started && setup.queue.is_none(), setup.addresses) else {
             return Ok(());
         };
-        // The layout may have been negotiated after the size.
+        // The layout may have been negotiated after the size was set.
         if setup.size == 0 || (!layout.packed && !setup.size.is_power_of_two()) {
             return Err(SessionError::RingSize { ring, size: setup.size });
         }
@@ -698,7 +702,7 @@ impl Session {
         let its_ring = Ring::new(&memory, layout, &addresses, position)?;
         let index = ring as u16;
         setup.ran = true;
-        // Before it takes anything.
+        // Marked active before it takes any request.
         shared.lent.lend(index);
         setup.queue = Some(Queue::start(
             &on,
@@ -719,8 +723,8 @@ impl Session {
         Ok(())
     }
 
-    /// Memory in these files was mapped, and not touched yet. Where somebody keeps it within a budget, that is waited for
-    /// who brings pages that are not there.
+    /// Waits for the pager, if the memory in these files is managed. The memory was mapped and not touched yet; the
+    /// pager must register the mapping before it can page in missing pages.
     async fn wait_for_pager(&self, files: &[OwnedFd]) {
         let is_managed = |file: &&OwnedFd| {
             view::is_managed(file.as_fd()).unwrap_or_else(|error| {
@@ -750,8 +754,8 @@ impl Session {
         }
     }
 
-    /// Moves every running queue over to a new table of guest memory. One whose ring is no longer in it stops, and
-    /// starts again once it is: a front-end that moves the border of a region removes it first, then adds it anew.
+    /// Moves every running queue to a new table of guest memory. A queue whose ring is not in the table stops, and
+    /// starts again once it is: a front-end that changes the bounds of a region removes it first, then adds it anew.
     async fn replace_memory(&mut self, memory: GuestMemory) {
         let memory = Rc::new(memory);
         self.memory = Rc::clone(&memory);
@@ -783,14 +787,14 @@ impl Session {
     }
 }
 
-/// The next process will have to do without the connection.
+/// Logs that the connection is not kept for the next process.
 pub(super) fn not_kept(error: &io::Error) {
     tracing::warn!(
         "the connection to the front-end is not kept for the next process, and is made again after a restart: {error}"
     );
 }
 
-/// Tells the front-end, if it listens, that the configuration space has changed.
+/// Notifies the front-end of a change of the configuration space, if it has opened a channel for that.
 pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
     let taken = channel.borrow_mut().take();
     let Some(socket) = taken else { return };
@@ -800,7 +804,7 @@ pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
     channel.borrow_mut().get_or_insert(socket);
 }
 
-/// An event of the front-end's: reading or writing it must never block the disk's thread.
+/// Makes an event of the front-end non-blocking, so that it can never block the disk's thread.
 fn prepare_event(event: OwnedFd) -> Result<Rc<OwnedFd>, SessionError> {
     rustix::io::ioctl_fionbio(&event, true).map_err(std::io::Error::from)?;
     Ok(Rc::new(event))
@@ -809,7 +813,7 @@ fn prepare_event(event: OwnedFd) -> Result<Rc<OwnedFd>, SessionError> {
 enum Reply {
     None,
     Bytes(Vec<u8>),
-    /// Where a stopped ring goes on.
+    /// Position of a stopped ring.
     Position {
         ring: u32,
         base: u32,

@@ -1,8 +1,8 @@
-//! A front-end's connection outlives the server's process: it is kept by whoever starts the server again, and the next
-//! process goes on with it. The front-end sees a pause.
+//! Hand-over of a front-end's connection to the next server process. The service manager keeps the connection, and
+//! the next process continues with it. The front-end sees a pause.
 //!
-//! What it keeps ([`Store`]): the connection; the descriptors that came with what the front-end has said and would not say
-//! again ([`Record`]); and the ledger, a file in memory with those messages themselves.
+//! The manager keeps ([`Store`]): the connection; the descriptors that came with messages which the front-end would
+//! not repeat ([`Record`]); and the ledger, a memfd with those messages themselves.
 //!
 //! ```text
 //! ledger  0        8               16          24      4096        4096 + 1 MiB
@@ -13,7 +13,7 @@
 //!
 //! text    0        8
 //!         +--------+-------------------------------------+
-//!         | bytes  | messages of so many bytes           |     little-endian
+//!         | bytes  | messages, of that length in all     |     little-endian
 //!         +--------+-------------------------------------+
 //!
 //! message 0       4             8
@@ -22,17 +22,17 @@
 //!         +-------+-------------+---------------------+--------------------+
 //! ```
 //!
-//! A descriptor is kept as `larder/NUMBER`, the ledger as `larder/DISK/ledger`, the connection as
+//! A descriptor is stored as `larder/NUMBER`, the ledger as `larder/DISK/ledger`, the connection as
 //! `larder/DISK/connection`.
 //!
-//! A new text is written where the old one is not, after its descriptors were put away; state and which are one store of
-//! eight bytes. So a process that is killed leaves one of three things:
+//! A new text is written to the inactive half, after its descriptors were stored. State and active half are then set
+//! by one store of eight bytes. A killed process therefore leaves one of three states:
 //!
 //! | state | the next process |
 //! | --- | --- |
-//! | 0: between two messages | goes on; requests are in the region of requests in flight, without which it cannot |
+//! | 0: between two messages | continues; the in-flight region, which is required, has the requests |
 //! | 1: a message was read, and perhaps not answered | closes the connection: the front-end has to connect again |
-//! | 2: stopped, all requests done | goes on where the text says |
+//! | 2: stopped, all requests done | continues at the ring positions in the text |
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -52,32 +52,33 @@ const MAGIC: [u8; 8] = *b"LARDERt1";
 
 const STATE_AT: u64 = 8;
 
-/// Where it says which image the disk has: its length (u64), and its name.
+/// Offset of the name of the disk's image: its length (u64), then its bytes.
 const IMAGE_AT: u64 = 16;
 
-/// The longest name of an image that fits, in bytes.
+/// Longest name of an image that fits, in bytes.
 pub const IMAGE_BYTES_MAX: usize = 4000;
 
-/// Where the two texts begin.
+/// Offsets of the two texts.
 const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
 
-/// A disk of 64 queues and 509 regions of memory takes some 80 KiB.
+/// Size of a text, in bytes. A disk of 64 queues and 509 memory regions takes about 80 KiB.
 const TEXT_BYTES_MAX: u64 = 1 << 20;
 
 const MESSAGE_HEAD_BYTES: usize = 8;
 
-/// Where a disk's connection is kept for the next process.
+/// Configuration of the hand-over of a disk's connection.
 #[derive(Clone, Debug)]
 pub struct Keeping {
-    /// With whom.
+    /// Store that keeps the connection.
     pub store: Arc<Store>,
-    /// What the disk is called there.
+    /// Name of the disk in the store.
     pub disk: String,
-    /// What its image is: a guest never goes on with another one. At most [`IMAGE_BYTES_MAX`] bytes of it count.
+    /// Identity of the disk's image; a guest never continues with another image. At most [`IMAGE_BYTES_MAX`] bytes of
+    /// it count.
     pub image: String,
 }
 
-/// Why a connection cannot be gone on with.
+/// Reason why a connection cannot be continued.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TakeoverError {
@@ -102,18 +103,18 @@ enum State {
     Stopped = 2,
 }
 
-/// A connection that is kept.
+/// Connection that is kept for the next process.
 pub(super) struct Kept {
     keeping: Keeping,
     ledger: File,
     which: usize,
     record: Record,
-    /// The numbers of descriptors that are kept for this connection.
+    /// Numbers of the stored descriptors of this connection.
     files: BTreeSet<u64>,
 }
 
 impl Kept {
-    /// Puts a new connection of the disk away.
+    /// Stores a new connection of the disk.
     pub(super) async fn begin(on: &Loop, keeping: &Keeping, connection: impl AsFd) -> io::Result<Self> {
         let this = Self::new(keeping, memfd_create("larder-connection", MemfdFlags::CLOEXEC)?.into());
         this.ledger.write_all_at(&MAGIC, 0)?;
@@ -144,8 +145,8 @@ impl Kept {
         }
     }
 
-    /// Goes on with the connection that the process before this one has left, if it has. One that cannot be gone on with is
-    /// closed.
+    /// Takes over the connection that the previous process left, if it left one. A connection that cannot be
+    /// continued is closed.
     pub(super) fn take_up(keeping: &Keeping) -> Result<Option<(Self, OwnedFd)>, TakeoverError> {
         let names = names(&keeping.disk);
         let (ledger, connection) = match names.each_ref().map(|name| keeping.store.take(name)) {
@@ -204,16 +205,16 @@ impl Kept {
             State::Idle | State::Stopped => {}
         }
         self.record = Record::from_messages(messages);
-        // Requests may be under way from now on.
+        // The state is idle, because requests may be in flight from now on.
         Ok(self.set(State::Idle)?)
     }
 
-    /// A message is about to be read.
+    /// Marks that a message is about to be read.
     pub(super) fn take_in_hand(&self) -> io::Result<()> {
         self.set(State::InHand)
     }
 
-    /// What the front-end has said, and is about to be answered.
+    /// Records a message of the front-end that is about to be answered.
     pub(super) async fn note(&mut self, on: &Loop, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
         if !message.descriptors().is_empty() {
             let store = Arc::clone(&self.keeping.store);
@@ -247,29 +248,29 @@ impl Kept {
         Ok(())
     }
 
-    /// It was answered.
+    /// Marks that the message was answered.
     pub(super) fn answered(&self) -> io::Result<()> {
         self.set(State::Idle)
     }
 
-    /// What was said, for this process.
+    /// Returns the recorded messages.
     pub(super) fn messages(&self) -> &[Message] {
         self.record.messages()
     }
 
-    /// A ring has stopped there, for this process only.
+    /// Records the position at which a ring has stopped, in memory only.
     pub(super) fn rests_at(&mut self, ring: u32, base: u32) {
         self.record.rests_at(ring, base);
     }
 
-    /// All requests are done, and the connection is the next process'.
+    /// Leaves the connection to the next process, after all requests are done.
     pub(super) fn leave(mut self) -> io::Result<()> {
         self.turn_page(State::Stopped)
     }
 
-    /// The connection has ended.
+    /// Removes the connection from the store, because it has ended.
     pub(super) async fn forget(self, on: &Loop) {
-        // Without a thread it is let go with the service.
+        // If the blocking task cannot run, the manager drops the files when the service ends.
         let _ = on.run_blocking(move || self.let_go()).await;
     }
 
@@ -280,7 +281,7 @@ impl Kept {
             .for_each(|name| self.keeping.store.remove(name));
     }
 
-    /// Writes down what the record says now.
+    /// Writes the record to the inactive half, and makes it the active one.
     fn turn_page(&mut self, state: State) -> io::Result<()> {
         let other = 1 - self.which;
         self.write_text(other)?;
@@ -308,7 +309,7 @@ impl Kept {
         self.ledger.write_all_at(&text, TEXTS_AT[which])
     }
 
-    /// Eight bytes of a page: a kill comes before or after them.
+    /// Writes the state word. It is eight bytes of one page, so a kill happens before or after the write.
     fn set(&self, state: State) -> io::Result<()> {
         let mut word = [0; 8];
         word[0] = state as u8;
@@ -317,19 +318,19 @@ impl Kept {
     }
 }
 
-/// What the ledger and the connection of a disk are called.
+/// Returns the names of a disk's ledger and connection in the store.
 fn names(disk: &str) -> [String; 2] {
     ["ledger", "connection"].map(|what| format!("{disk}/{what}"))
 }
 
-/// What of an image's name is noted.
+/// Returns the stored part of an image's name.
 fn named(image: &str) -> &[u8] {
     &image.as_bytes()[..image.len().min(IMAGE_BYTES_MAX)]
 }
 
-/// Ends it for the front-end, too, whoever else still holds it.
+/// Closes the connection for the front-end, too, even if other processes still have descriptors of it.
 fn close(connection: &OwnedFd) {
-    // It may have ended already.
+    // The connection may have ended already.
     let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
 }
 
@@ -356,7 +357,7 @@ fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {
     }
 }
 
-/// A message, and the numbers of the descriptors that it came with.
+/// Bytes of a message, and the numbers of its descriptors.
 type Said = (Vec<u8>, Vec<u64>);
 
 fn read_text(ledger: &File, which: usize) -> Result<Vec<Said>, TakeoverError> {

@@ -1,29 +1,29 @@
-//! Mappings of files that another process can make shorter while they are mapped.
+//! Protection against mapped files that another process truncates.
 //!
-//! An access past the end of a mapped file raises SIGBUS, which would end this process, and with it every disk of the VM. A
-//! page whose memory has failed, and a huge page that the host has not got, do the same. [`handle_sigbus`] maps anonymous
-//! memory over the mapping in which that happens, so that the access goes on with zeros, and marks the mapping as lost.
-//! Who uses a mapping calls [`Mapping::check`](super::Mapping::check) before it acts on what it has read there, or acknowledges what it has
-//! written there.
+//! An access past the end of a mapped file raises SIGBUS, which would kill this process, and with it every disk of
+//! the VM. The same happens for a page with a memory error, and for a huge page that the host cannot provide.
+//! [`handle_sigbus`] replaces the affected mapping by anonymous memory, so that the access continues with zeros, and
+//! marks the mapping as lost. Users of a mapping call [`Mapping::check`](super::Mapping::check) before they act on
+//! data read from it, or acknowledge data written to it.
 //!
-//! The handler may run in any thread, between any two instructions: it reads and writes atomics, and calls mmap(2).
+//! The handler may run in any thread, between any two instructions: it only accesses atomics, and calls mmap(2).
 
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The most mappings of a process that can be guarded at a time: those of 32 disks with the most regions.
+/// Largest number of guarded mappings of a process: those of 32 disks with the most regions.
 const MAPPINGS_MAX: usize = 16 * 1024;
 
-/// A guarded mapping; `bytes` is 0 in one that is free.
+/// Guarded mapping; `bytes` is 0 in a free slot.
 #[derive(Debug)]
 struct Slot {
-    /// Odd while the other fields are being changed.
+    /// Version, odd while the other fields are being changed.
     version: AtomicUsize,
     start: AtomicUsize,
     bytes: AtomicUsize,
-    /// The `si_code` of the SIGBUS by which it was lost; 0 if it was not.
+    /// `si_code` of the SIGBUS by which the mapping was lost; 0 if it was not.
     lost: AtomicI32,
 }
 
@@ -36,16 +36,16 @@ static SLOTS: [Slot; MAPPINGS_MAX] = [const {
     }
 }; MAPPINGS_MAX];
 
-/// The start of a slot that is being set: no page begins there.
+/// Value of `start` in a slot that is being set; no page begins at this address.
 const RESERVED: usize = 1;
 
-/// Slots from here on were never used.
+/// Number of slots that were ever used; all later ones are free.
 static SLOTS_USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Mappings that are lost and not unmapped yet.
+/// Number of lost mappings that are not unmapped yet.
 static LOST: AtomicUsize = AtomicUsize::new(0);
 
-/// Why a mapping was lost.
+/// Reason why a mapping was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Loss {
@@ -59,7 +59,7 @@ pub enum Loss {
 }
 
 impl Slot {
-    /// Changes it as a whole for [`Slot::range`].
+    /// Changes the slot so that [`Slot::range`] never sees it half changed.
     fn set(&self, start: usize, bytes: usize) {
         self.version.fetch_add(1, Ordering::AcqRel);
         self.start.store(start, Ordering::Release);
@@ -67,7 +67,8 @@ impl Slot {
         self.version.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The start and length of its mapping; none while it is being changed, when nobody uses the mapping.
+    /// Returns the start and length of the mapping; `None` while the slot is being changed, when the mapping is not
+    /// in use.
     fn range(&self) -> Option<(usize, usize)> {
         let version = self.version.load(Ordering::Acquire);
         let range = (self.start.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire));
@@ -75,15 +76,16 @@ impl Slot {
     }
 }
 
-/// Guards a mapping until it is dropped.
+/// Guard of a mapping, active until it is dropped.
 #[derive(Debug)]
 pub(super) struct Guard(&'static Slot);
 
 impl Guard {
-    /// Guards `bytes` bytes from `start` on, which the caller has mapped, and keeps mapped until it has dropped the guard.
+    /// Guards `bytes` bytes from `start` on, which the caller has mapped, and keeps mapped until it has dropped the
+    /// guard.
     ///
     /// # Errors
-    /// There are too many, or the handler cannot be installed.
+    /// There are too many guarded mappings, or the handler cannot be installed.
     pub(super) fn new(start: NonNull<u8>, bytes: usize) -> io::Result<Self> {
         install()?;
         let is_free = |slot: &Slot| {
@@ -101,7 +103,7 @@ impl Guard {
         Ok(Self(slot))
     }
 
-    /// Why the mapping was lost, if it was.
+    /// Returns the reason why the mapping was lost, if it was.
     pub(super) fn loss(&self) -> Option<Loss> {
         match self.0.lost.load(Ordering::Acquire) {
             0 => None,
@@ -121,7 +123,7 @@ impl Drop for Guard {
     }
 }
 
-/// Whether any mapping of this process is lost: cheap enough to be asked for each request.
+/// Returns whether any mapping of this process is lost; cheap enough for every request.
 pub(super) fn any() -> bool {
     LOST.load(Ordering::Acquire) != 0
 }
@@ -131,8 +133,8 @@ fn install() -> io::Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
     if !*installed {
-        // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler has the signature that SA_SIGINFO calls for,
-        // and keeps to what may be done between any two instructions.
+        // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler has the signature that SA_SIGINFO
+        // requires, and only does what is safe between any two instructions.
         let done = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handle_sigbus as *const () as usize;
@@ -147,15 +149,16 @@ fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// Maps anonymous memory over the guarded mapping that was accessed. A SIGBUS of another address, or one that was sent, ends
-/// the process as if it were not handled.
+/// Maps anonymous memory over the guarded mapping that was accessed. A SIGBUS at another address, or one that a
+/// process sent, ends the process as without a handler.
 extern "C" fn handle_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid siginfo; whoever sends a signal by kill(2) has a code of 0 or less, and no address.
+    // SAFETY: the kernel passes a valid siginfo; a signal sent by kill(2) has a code of 0 or less, and no address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     if code > 0 && replace(address, code) {
         return;
     }
-    // The access is repeated, and the signal then has its default action. One that was sent is raised again.
+    // The access is repeated, and the signal then has its default action. A signal that a process sent is raised
+    // again.
     // SAFETY: both calls are async-signal-safe (signal-safety(7)).
     unsafe {
         libc::signal(signal, libc::SIG_DFL);
@@ -165,7 +168,7 @@ extern "C" fn handle_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _co
     }
 }
 
-/// Replaces the mapping that has `address` by zeros; whether there is one.
+/// Replaces the mapping that contains `address` by zeros; returns whether there is one.
 fn replace(address: usize, code: i32) -> bool {
     let used = SLOTS_USED.load(Ordering::Acquire).min(MAPPINGS_MAX);
     let found = SLOTS[..used].iter().find_map(|slot| {
@@ -175,10 +178,10 @@ fn replace(address: usize, code: i32) -> bool {
     let Some((slot, start, bytes)) = found else {
         return false;
     };
-    // SAFETY: the kernel's own value of this thread, which may be read and written at any time.
+    // SAFETY: errno is the thread's own value, which may be read and written at any time.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the range is a mapping that a guard's owner made and keeps, and that is accessed by atomics and by volatile and
-    // raw copies only, as what other processes change must be.
+    // SAFETY: the range is a mapping that a guard's owner made and keeps. It is only accessed by atomics and by
+    // volatile and raw copies, as memory that other processes change must be.
     let mapped = unsafe {
         libc::mmap(
             std::ptr::with_exposed_provenance_mut(start),
@@ -189,7 +192,7 @@ fn replace(address: usize, code: i32) -> bool {
             0,
         )
     };
-    // SAFETY: as above.
+    // SAFETY: as for the read above.
     unsafe { *libc::__errno_location() = errno };
     if mapped == libc::MAP_FAILED {
         return false;
@@ -215,8 +218,9 @@ mod tests {
         file
     }
 
+    /// An access past the end of a truncated file reads zeros and marks only that mapping as lost.
     #[test]
-    fn truncated_mapping_reads_zeros_and_is_lost() {
+    fn truncated_mapping_becomes_zeros_and_lost() {
         let (one, other) = (file(1 << 20), file(1 << 20));
         let lost = Mapping::new(&one, 0, 1 << 20, "a file").expect("mapped");
         let kept = Mapping::new(&other, 4096, 8192, "another file").expect("mapped");

@@ -1,8 +1,8 @@
-//! Virtqueues: taking descriptor chains that the guest made available, giving them back used, and asking for or
+//! Virtqueues: popping descriptor chains that the guest made available, pushing them as used, and enabling or
 //! suppressing notifications. Split and packed layout (virtio 1.2, sections 2.7 and 2.8).
 //!
-//! Everything here reads memory that a guest controls: every index, length and address is checked, every walk is
-//! bounded, and a ring that breaks the rules is an error, never a panic.
+//! This module reads memory that a guest controls: every index, length and address is checked, every walk is bounded,
+//! and a ring that violates the rules is an error, never a panic.
 
 mod packed;
 mod split;
@@ -16,11 +16,11 @@ pub(super) use packed::Cursor;
 pub use packed::PackedRing;
 pub use split::SplitRing;
 
-/// The largest ring, in descriptors, as virtio 1.2 allows.
+/// Largest ring that virtio 1.2 allows, in descriptors.
 pub const RING_SIZE_MAX: u32 = 32768;
 
-/// The most descriptors in one chain that are followed: what Linux and Windows drivers use at most, doubled. A chain
-/// may not be longer than the ring, except through an indirect table.
+/// Largest number of descriptors of one chain: twice the most that Linux and Windows drivers use. A chain may not be
+/// longer than the ring, except through an indirect table.
 const CHAIN_MAX: u32 = 2048;
 
 const DESC_F_NEXT: u16 = 1;
@@ -30,50 +30,50 @@ const DESC_F_INDIRECT: u16 = 4;
 /// Size of a descriptor in either layout, in bytes.
 const DESC_BYTES: u64 = 16;
 
-/// What identifies a chain that was taken, for giving it back.
+/// Identifier of a popped chain, for pushing it as used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Head {
-    /// Split: the index of the first descriptor. Packed: the buffer id.
+    /// Split: index of the first descriptor. Packed: buffer id.
     pub id: u16,
-    /// Places in the ring that the chain takes up; split: always 1.
+    /// Number of slots in the ring that the chain occupies; split: always 1.
     pub slots: u16,
 }
 
-/// The memory of one chain: first what the device reads, then what it writes.
+/// Memory of one chain: first the pieces that the device reads, then those that it writes.
 #[derive(Default)]
 pub struct Chain {
     pieces: Vec<IoVec>,
-    /// How many of the pieces are for the device to read.
+    /// Number of pieces that the device reads.
     readable_count: usize,
 }
 
 impl Chain {
-    /// The pieces that the device reads.
+    /// Returns the pieces that the device reads.
     pub fn readable(&self) -> &[IoVec] {
         &self.pieces[..self.readable_count]
     }
 
-    /// The pieces that the device writes.
+    /// Returns the pieces that the device writes.
     pub fn writable(&self) -> &[IoVec] {
         &self.pieces[self.readable_count..]
     }
 
-    /// How many pieces it has.
+    /// Returns the number of pieces.
     pub fn pieces(&self) -> usize {
         self.pieces.len()
     }
 
-    /// Pieces that it has memory for.
+    /// Returns the number of pieces that fit without a new allocation.
     pub fn room(&self) -> usize {
         self.pieces.capacity()
     }
 
-    /// Bytes of all its pieces.
+    /// Returns the total length of all pieces, in bytes.
     pub fn bytes(&self) -> usize {
         self.pieces.iter().map(|piece| piece.len()).sum()
     }
 
-    /// Empties it for the next request; its memory is kept.
+    /// Empties the chain for the next request, and keeps its allocation.
     pub fn clear(&mut self) {
         self.pieces.clear();
         self.readable_count = 0;
@@ -92,17 +92,17 @@ impl Chain {
     }
 }
 
-/// One descriptor, copied out of guest memory before it is looked at.
+/// Descriptor, copied out of guest memory before it is checked.
 #[derive(Clone, Copy, Debug)]
 struct Descriptor {
     address: u64,
     len: u32,
     flags: u16,
-    /// Split: the next descriptor. Packed: the buffer id.
+    /// Split: index of the next descriptor. Packed: buffer id.
     link: u16,
 }
 
-/// How a guest broke the rules of its ring. The queue stops until it is reset.
+/// Violation of the ring's rules by the guest. The queue stops until it is reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum RingError {
@@ -126,25 +126,25 @@ pub enum RingError {
     Address(#[from] BadAddress),
 }
 
-/// A ring of either layout.
+/// Ring of either layout.
 pub enum Ring {
-    /// The classic layout: descriptor table, available ring, used ring.
+    /// Classic layout: descriptor table, available ring, used ring.
     Split(SplitRing),
-    /// One ring of descriptors that both sides write.
+    /// Packed layout: one ring of descriptors that both sides write.
     Packed(PackedRing),
 }
 
-/// Where a ring goes on: the front-end keeps it while nobody serves the ring.
+/// Position of a ring, which the front-end keeps while no server runs the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingPosition {
-    /// The next chain to take: an index, for packed rings with the wrap counter in bit 15.
+    /// Next chain to pop: an index, for packed rings with the wrap counter in bit 15.
     pub available: u16,
-    /// The next place to give back to, likewise. Split rings have it in the used ring itself.
+    /// Next slot to push to, in the same encoding. Split rings store it in the used ring itself.
     pub used: u16,
 }
 
 impl RingPosition {
-    /// From the value of SET_VRING_BASE.
+    /// Decodes the value of SET_VRING_BASE.
     pub fn from_base(base: u32, packed: bool) -> Self {
         Self {
             available: base as u16,
@@ -152,29 +152,29 @@ impl RingPosition {
         }
     }
 
-    /// The value for GET_VRING_BASE.
+    /// Encodes the value for GET_VRING_BASE.
     pub fn to_base(self, packed: bool) -> u32 {
         let used = if packed { u32::from(self.used) << 16 } else { 0 };
         used | u32::from(self.available)
     }
 }
 
-/// What a ring is like, apart from where it is.
+/// Parameters of a ring, except for its addresses.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RingLayout {
-    /// Packed instead of split.
+    /// True for the packed layout, false for the split one.
     pub packed: bool,
-    /// Notifications by index (VIRTIO_F_EVENT_IDX).
+    /// True if notifications are suppressed by index (VIRTIO_F_EVENT_IDX).
     pub event_index: bool,
     /// Number of descriptors.
     pub size: u32,
 }
 
 impl Ring {
-    /// A ring in `memory`, going on at `position`.
+    /// Creates a ring in `memory` that continues at `position`.
     ///
     /// # Errors
-    /// A part of it is not in guest memory or not aligned.
+    /// A part of the ring is not in guest memory or not aligned.
     pub fn new(
         memory: &GuestMemory,
         layout: RingLayout,
@@ -188,10 +188,10 @@ impl Ring {
         }
     }
 
-    /// Takes the next available chain into `chain` (empty), if there is one.
+    /// Pops the next available chain into `chain` (empty), if there is one.
     ///
     /// # Errors
-    /// The guest broke the rules. What had been taken before stays valid.
+    /// The guest violated the rules. Chains that were popped before stay valid.
     pub fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         match self {
             Self::Split(ring) => ring.take(memory, chain),
@@ -199,7 +199,7 @@ impl Ring {
         }
     }
 
-    /// Whether a chain is available.
+    /// Returns whether a chain is available.
     pub fn has_available(&self) -> bool {
         match self {
             Self::Split(ring) => ring.has_available(),
@@ -207,7 +207,7 @@ impl Ring {
         }
     }
 
-    /// Asks for (or no longer for) a kick when a chain becomes available.
+    /// Enables or suppresses kicks for chains that become available.
     pub fn want_kicks(&mut self, want: bool) {
         match self {
             Self::Split(ring) => ring.want_kicks(want),
@@ -215,7 +215,7 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back, `written` bytes of it written. Returns the memory that this changed, for the dirty log.
+    /// Pushes a chain as used, with `written` bytes written. Returns the changed memory, for the dirty log.
     pub fn give_back(&mut self, head: Head, written: u32) -> IoVec {
         match self {
             Self::Split(ring) => ring.give_back(head, written),
@@ -223,8 +223,8 @@ impl Ring {
         }
     }
 
-    /// Whether the guest wants to be interrupted for what was given back since this last said so. Then it is to be
-    /// interrupted.
+    /// Returns whether the guest wants an interrupt for chains pushed since this last returned true. The caller must
+    /// then interrupt it.
     pub fn wants_interrupt(&mut self) -> bool {
         match self {
             Self::Split(ring) => ring.wants_interrupt(),
@@ -232,7 +232,7 @@ impl Ring {
         }
     }
 
-    /// Interrupts so far count no more: the next [`Ring::wants_interrupt`] does not rely on them.
+    /// Forgets earlier interrupts: the next [`Ring::wants_interrupt`] does not rely on them.
     pub fn forget_interrupts(&mut self) {
         match self {
             Self::Split(ring) => ring.forget_interrupts(),
@@ -240,7 +240,7 @@ impl Ring {
         }
     }
 
-    /// Where it goes on.
+    /// Returns the position at which the ring continues.
     pub fn position(&self) -> RingPosition {
         match self {
             Self::Split(ring) => ring.position(),
@@ -249,8 +249,8 @@ impl Ring {
     }
 }
 
-/// Whether the other side asked for an event at or before `new` and after `old` (virtio 1.2, 2.7.10): it wants one when
-/// the index passes `event`.
+/// Returns whether the other side asked for an event at or before `new` and after `old` (virtio 1.2, 2.7.10): it
+/// wants one when the index passes `event`.
 fn event_passed(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -264,8 +264,8 @@ unsafe fn read_descriptor(table: *const u8, index: usize) -> [u8; 16] {
     unsafe { table.add(index * 16).cast::<[u8; 16]>().read_volatile() }
 }
 
-/// Follows an indirect table: `parse` makes a descriptor of 16 bytes; `chained` says whether they are linked by index
-/// (split) or simply follow each other (packed).
+/// Follows an indirect table. `parse` decodes a descriptor of 16 bytes; `chained` tells whether descriptors are
+/// linked by index (split) or simply adjacent (packed).
 fn take_indirect(
     memory: &GuestMemory,
     chain: &mut Chain,
@@ -313,7 +313,7 @@ fn take_indirect(
     Ok(())
 }
 
-/// Copies a descriptor, all of which lies in one region of guest memory.
+/// Copies a descriptor, which must lie in one region of guest memory.
 fn read_guest_descriptor(memory: &GuestMemory, address: u64) -> Result<[u8; 16], BadAddress> {
     let base = memory.contiguous(address, DESC_BYTES)?;
     // SAFETY: `contiguous` found 16 mapped bytes there; volatile because the guest may write at the same time.
@@ -325,7 +325,7 @@ mod tests {
     use super::event_passed;
 
     #[test]
-    fn events_are_due_when_the_index_passes_them() {
+    fn event_is_due_when_index_passes() {
         assert!(event_passed(0, 1, 0));
         assert!(event_passed(4, 6, 3));
         assert!(!event_passed(6, 6, 3));

@@ -1,7 +1,7 @@
-//! The packed layout: one ring of descriptors that driver and device write in turn (virtio 1.2, section 2.8).
+//! Packed layout: one ring of descriptors that driver and device write in turn (virtio 1.2, section 2.8).
 //!
-//! A descriptor is available when its AVAIL flag equals the driver's wrap counter and its USED flag does not; used when
-//! both equal the device's. Counters flip each time an index wraps.
+//! A descriptor is available when its AVAIL flag equals the driver's wrap counter and its USED flag does not; used
+//! when both equal the device's. Counters flip each time an index wraps.
 
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
@@ -21,7 +21,7 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_AT_INDEX: u16 = 2;
 
-/// An index into the ring with its wrap counter in bit 15.
+/// Index into the ring, with its wrap counter in bit 15.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::vhost_user) struct Cursor(pub(in crate::vhost_user) u16);
 
@@ -34,7 +34,7 @@ impl Cursor {
         self.0 & 0x8000 != 0
     }
 
-    /// `count` (at most `size`) places on.
+    /// Returns the cursor advanced by `count` (at most `size`) slots.
     pub(in crate::vhost_user) fn advanced(self, count: u16, size: u16) -> Self {
         let next = u32::from(self.index()) + u32::from(count);
         if next >= u32::from(size) {
@@ -45,19 +45,20 @@ impl Cursor {
     }
 }
 
-/// A packed ring. The pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
+/// Packed ring. Its pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
 pub struct PackedRing {
     size: u16,
     event_index: bool,
     descriptors: *mut u8,
-    /// off_wrap, flags: what the driver wants to be told.
+    /// Driver event suppression (off_wrap, flags): the notifications that the driver wants.
     driver_event: *mut u16,
-    /// off_wrap, flags: what we want to be told.
+    /// Device event suppression (off_wrap, flags): the notifications that the device wants.
     device_event: *mut u16,
     next_available: Cursor,
     next_used: Cursor,
-    /// Chains' places given back since the guest was last interrupted, at most `size`. `None`: a predecessor did, or
-    /// died before it could; then the guest's event index is not enough to tell, and it gets one.
+    /// Slots pushed as used since the last interrupt, at most `size`. `None`: a previous server pushed some and may
+    /// have been killed before it interrupted. The guest's event index is then not sufficient, so the guest is
+    /// interrupted.
     uninterrupted: Option<u16>,
 }
 
@@ -73,7 +74,7 @@ impl PackedRing {
         let driver_event = memory.ring_part("the driver event suppression", addresses.driver, 4, 4)?;
         let device_event = memory.ring_part("the device event suppression", addresses.device, 4, 4)?;
         let in_ring = |cursor: u16| {
-            // A front-end that names a place outside the ring means its beginning.
+            // A position outside the ring is treated as the start of the ring.
             let index = cursor & 0x7fff;
             Cursor(if u64::from(index) < size {
                 cursor
@@ -98,10 +99,11 @@ impl PackedRing {
         unsafe { AtomicU16::from_ptr(self.descriptors.add(usize::from(index) * 16 + 14).cast()) }
     }
 
-    /// Word 0 (place) or 1 (flags) of an event suppression structure.
+    /// Returns word 0 (off_wrap) or 1 (flags) of an event suppression structure.
     fn event_word(&self, at: *mut u16, index: usize) -> &AtomicU16 {
         debug_assert!(index < 2);
-        // SAFETY: `new` found both structures mapped and aligned; the owner keeps them mapped while we live.
+        // SAFETY: `new` checked that both structures are mapped and aligned; the owner keeps them mapped as long as
+        // self lives.
         unsafe { AtomicU16::from_ptr(at.add(index)) }
     }
 
@@ -151,7 +153,7 @@ impl PackedRing {
         parse(unsafe { read_descriptor(self.descriptors, usize::from(cursor.index())) })
     }
 
-    /// Fills `chain` from descriptors that were copied earlier, as a predecessor left them in flight.
+    /// Fills `chain` from copies of descriptors that a previous server left in flight.
     pub(in crate::vhost_user) fn follow_copies(
         memory: &GuestMemory,
         copies: impl Iterator<Item = [u8; 16]>,
@@ -168,7 +170,7 @@ impl PackedRing {
         Ok(())
     }
 
-    /// The raw descriptors of the `slots` places before the next one to take: those of the chain taken last.
+    /// Returns the raw descriptors of the `slots` slots before the next one to pop: those of the chain popped last.
     pub(in crate::vhost_user) fn taken_last(&self, slots: u16) -> impl Iterator<Item = [u8; 16]> + '_ {
         let first = u32::from(self.next_available.index()) + u32::from(self.size) - u32::from(slots);
         (0..u32::from(slots)).map(move |offset| {
@@ -188,10 +190,10 @@ impl PackedRing {
                 EVENT_AT_INDEX
             }
         };
-        // Release: the place is there before the flags that point to it.
+        // Release: off_wrap is visible before the flags that refer to it.
         self.event_word(self.device_event, 1).store(flags, Ordering::Release);
         if want {
-            // Before the ring is looked at once more.
+            // The fence orders this before the caller's recheck of the ring.
             fence(Ordering::SeqCst);
         }
     }
@@ -200,7 +202,7 @@ impl PackedRing {
         let index = self.next_used.index();
         // SAFETY: the index is below the size.
         let base = unsafe { self.descriptors.add(usize::from(index) * 16) };
-        // SAFETY: len (u32 at 8) and id (u16 at 12) of a mapped, aligned descriptor that is ours to write.
+        // SAFETY: len (u32 at 8) and id (u16 at 12) of a mapped, aligned descriptor that the device may write.
         unsafe {
             base.add(8).cast::<u32>().write_volatile(written);
             base.add(12).cast::<u16>().write_volatile(head.id);
@@ -219,14 +221,14 @@ impl PackedRing {
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        // The used descriptors must be visible before the guest's wish is read.
+        // The used descriptors must be visible before the guest's event suppression is read.
         fence(Ordering::SeqCst);
         let flags = self.event_word(self.driver_event, 1).load(Ordering::Acquire) & 3;
         let wants = match (flags, self.uninterrupted) {
             (EVENT_DISABLE, _) | (_, Some(0)) => false,
             (EVENT_AT_INDEX, Some(count)) if self.event_index => {
                 let wanted = Cursor(self.event_word(self.driver_event, 0).load(Ordering::Relaxed));
-                // Both as distances on a line that goes up by `size` with every wrap.
+                // Both are distances on a line that increases by `size` with every wrap.
                 let new = self.next_used.index();
                 let mut event = wanted.index();
                 if wanted.wrap() != self.next_used.wrap() {
@@ -253,19 +255,19 @@ impl PackedRing {
         }
     }
 
-    /// The next place to give back to.
+    /// Returns the next slot to push to.
     pub(in crate::vhost_user) fn used_cursor(&self) -> Cursor {
         self.next_used
     }
 
-    /// Goes on at `used`, behind `taken` places that were taken before and not given back.
+    /// Continues at `used`, after `taken` slots that were popped before and not pushed.
     pub(in crate::vhost_user) fn resume_at(&mut self, used: Cursor, taken: u16) {
         self.next_used = used;
         self.next_available = used.advanced(taken, self.size);
     }
 
-    /// Whether the place at `cursor`, which the driver had made available in the lap of `cursor`, has been given back
-    /// since. It need not look used: the driver may have taken it up again for its next lap.
+    /// Returns whether the slot at `cursor`, which the driver had made available in the lap of `cursor`, has been
+    /// pushed as used since. The slot need not look used: the driver may have reused it for its next lap.
     pub(in crate::vhost_user) fn was_given_back(&self, cursor: Cursor) -> bool {
         !self.is_available(cursor)
     }

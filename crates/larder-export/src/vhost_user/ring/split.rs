@@ -1,4 +1,4 @@
-//! The split layout: descriptor table, available ring, used ring (virtio 1.2, section 2.7).
+//! Split layout: descriptor table, available ring, used ring (virtio 1.2, section 2.7).
 
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 
@@ -14,24 +14,25 @@ use crate::vhost_user::message::RingAddresses;
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 const USED_F_NO_NOTIFY: u16 = 1;
 
-/// How far behind `next_used` the last interrupt is remembered: not less than the largest ring, so that whatever a guest
-/// can still wait for lies behind it, and not so much that the index could wrap.
+/// Largest distance from `next_used` to the recorded last interrupt: not less than the largest ring, so that every
+/// index a guest can still wait for is after it, and small enough that the index cannot wrap.
 const LOOK_BACK: u16 = super::RING_SIZE_MAX as u16;
 
-/// A split ring. The pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
+/// Split ring. Its pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
 pub struct SplitRing {
     size: u16,
     event_index: bool,
     descriptors: *const u8,
-    /// flags, idx, ring\[size\], used_event: u16 each.
+    /// Available ring: flags, idx, ring\[size\], used_event: u16 each.
     available: *mut u16,
-    /// flags, idx: u16; then (id, len): u32 each.
+    /// Used ring: flags, idx: u16; then (id, len): u32 each.
     used: *mut u16,
-    /// Position in the used ring behind its avail_event.
+    /// Index of the next available chain; also the value stored as avail_event after the used ring.
     next_available: u16,
     next_used: u16,
-    /// `next_used` when the guest was last interrupted, or [`LOOK_BACK`] before now if that is later. `None`: a
-    /// predecessor did, or died before it could; then the guest's event index is not enough to tell, and it gets one.
+    /// `next_used` at the last interrupt, or [`LOOK_BACK`] before now if that is later. `None`: a previous server
+    /// pushed chains and may have been killed before it interrupted. The guest's event index is then not sufficient,
+    /// so the guest is interrupted.
     interrupted: Option<u16>,
 }
 
@@ -61,12 +62,13 @@ impl SplitRing {
     }
 
     fn available_word(&self, index: usize) -> &AtomicU16 {
-        // SAFETY: `index` is at most size + 2, inside the part that `new` checked, aligned, and mapped while we live.
+        // SAFETY: `index` is at most size + 2, inside the part that `new` checked, aligned, and mapped as long as
+        // self lives.
         unsafe { AtomicU16::from_ptr(self.available.add(index)) }
     }
 
     fn used_word(&self, index: usize) -> &AtomicU16 {
-        // SAFETY: as above; only 0, 1 and the avail_event behind the ring are asked for.
+        // SAFETY: as above; only 0, 1 and the avail_event after the ring are used.
         unsafe { AtomicU16::from_ptr(self.used.add(index)) }
     }
 
@@ -100,7 +102,7 @@ impl SplitRing {
         Ok(Some(Head { id, slots: 1 }))
     }
 
-    /// Fills `chain` from the descriptors that begin at `id`; also for a chain that a predecessor left in flight.
+    /// Fills `chain` from the descriptors that begin at `id`; also for a chain that a previous server left in flight.
     pub(in crate::vhost_user) fn follow(
         &self,
         memory: &GuestMemory,
@@ -134,7 +136,7 @@ impl SplitRing {
 
     pub(super) fn want_kicks(&mut self, want: bool) {
         if self.event_index {
-            // An event index that lies behind asks for none.
+            // An event index that has already passed requests no kick.
             if want {
                 let at = 2 + 4 * usize::from(self.size);
                 self.used_word(at).store(self.next_available, Ordering::Relaxed);
@@ -144,7 +146,7 @@ impl SplitRing {
             self.used_word(0).store(flags, Ordering::Relaxed);
         }
         if want {
-            // Before the available index is looked at once more.
+            // The fence orders this before the caller's recheck of the available index.
             fence(Ordering::SeqCst);
         }
     }
@@ -161,12 +163,12 @@ impl SplitRing {
         self.next_used = self.next_used.wrapping_add(1);
         // Release: the guest sees the entry, and the data, before the index.
         self.used_word(1).store(self.next_used, Ordering::Release);
-        // From the index at the start to the entry: a superset of what changed, mostly one page.
+        // From the index at the start to the entry: a superset of the changed bytes, usually one page.
         IoVec::new(self.used.cast(), 2 * at + 8)
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        // The used index must be visible before the guest's wish is read.
+        // The used index must be visible before the guest's event suppression is read.
         fence(Ordering::SeqCst);
         let wanted = match self.interrupted {
             None => true,
@@ -194,12 +196,12 @@ impl SplitRing {
         }
     }
 
-    /// The index of the used ring, as the guest sees it.
+    /// Returns the index of the used ring, as the guest sees it.
     pub(in crate::vhost_user) fn used_index(&self) -> u16 {
         self.next_used
     }
 
-    /// Goes on behind `count` chains that were taken before and not given back.
+    /// Continues after `count` chains that were popped before and not pushed.
     pub(in crate::vhost_user) fn resume_behind(&mut self, count: u16) {
         self.next_available = self.next_used.wrapping_add(count);
     }
