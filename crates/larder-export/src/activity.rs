@@ -1,9 +1,9 @@
 //! Statistics of a disk's requests, across all its exports: counts and durations.
 //!
 //! Every request is counted. Durations are sampled: a request that does not complete within the call, and that is
-//! alone, is always timed, with the time of the loop's turns. Of requests that complete within the call, and of those
-//! that begin while others are in flight, one in a fixed number is timed, with that weight. Timing each of them would
-//! cost a twentieth of their duration.
+//! alone, is always timed, with the time of the loop's turns. One in a fixed number is timed, with that weight, of the
+//! requests that complete within the call and of those that begin while others are in flight. Timing each of them
+//! would cost a twentieth of their duration.
 
 use std::cell::{Cell, RefCell};
 use std::pin::pin;

@@ -15,9 +15,12 @@
 //!
 //! ```text
 //! larder-view, 16 KiB, sealed against shrinking
-//!      0  "LARDVIEW"          8  version, 4 bytes     12  the pager's userfaultfd number here plus 1, 4 bytes (set by the pager)
-//!     64  count of mapping requests (set here)        72  count up to which mappings are registered (set by the pager)
-//!    128  epoch, 0 or 1 (set by the pager), 4 bytes
+//!      0  "LARDVIEW"
+//!      8  version, 4 bytes
+//!     12  number of the pager's userfaultfd in this process plus 1, 4 bytes (set by the pager)
+//!     64  count of mapping requests, 8 bytes (set by this process)
+//!     72  count up to which mappings are registered, 8 bytes (set by the pager)
+//!    128  epoch, 0 or 1, 4 bytes (set by the pager)
 //!  4 KiB  64 slots of 128 bytes: requests in flight that began in epoch 0, 8 bytes at 0; in epoch 1, at 64
 //! ```
 //!

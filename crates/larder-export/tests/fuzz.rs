@@ -1,11 +1,13 @@
-//! Random inputs for whatever reads bytes of a guest or a front-end: a small part of what `testbed/fuzz.sh` does.
+//! Random inputs for all code that parses bytes of a guest, a front-end or an NBD peer: a small part of the fuzzing
+//! that `testbed/fuzz.sh` does.
 
 mod front_end;
 mod fuzz_inputs;
 
 use fuzz_inputs::{message, nbd, ring, session};
 
-/// Inputs from a fixed sequence, of many lengths, with more zeros and small numbers than chance would give.
+/// Calls `run` with `count` inputs from a fixed pseudo-random sequence, of many lengths, with extra zeros and small
+/// numbers.
 fn each(count: u64, mut run: impl FnMut(&[u8])) {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -28,31 +30,31 @@ fn each(count: u64, mut run: impl FnMut(&[u8])) {
 }
 
 #[test]
-fn any_bytes_are_a_message_or_refused() {
+fn random_message_is_parsed_or_refused() {
     each(20_000, message::run);
 }
 
 #[test]
-fn any_memory_is_a_split_ring_or_refused() {
+fn random_split_ring_is_refused_safely() {
     each(20_000, |data| ring::run(data, false));
 }
 
 #[test]
-fn any_memory_is_a_packed_ring_or_refused() {
+fn random_packed_ring_is_refused_safely() {
     each(20_000, |data| ring::run(data, true));
 }
 
 #[test]
-fn any_connection_comes_to_an_end() {
+fn random_session_ends() {
     each(3_000, session::run);
 }
 
 #[test]
-fn an_nbd_server_outlives_any_client() {
+fn nbd_server_survives_random_client() {
     each(3_000, nbd::server);
 }
 
 #[test]
-fn an_nbd_client_outlives_any_server() {
+fn nbd_client_survives_random_server() {
     each(150, nbd::client);
 }

@@ -1,4 +1,4 @@
-//! The NBD server against clients that babble, stall, vanish or come in crowds; and how it stops.
+//! Tests of the NBD server with clients that send garbage, stall, disconnect or are too many; and of its stop.
 
 #[path = "../../larder-block/tests/nbd_support/mod.rs"]
 mod nbd_support;
@@ -26,7 +26,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
     on.block_on(test(&on));
 }
 
-/// A disk whose reads wait until the gate is opened; it counts what it is asked.
+/// Disk whose reads wait until the gate is opened; it counts requests.
 struct Gated {
     disk: MemoryDevice,
     open: Cell<bool>,
@@ -127,7 +127,7 @@ impl Served {
         }
     }
 
-    /// A client in the transmission phase, by the old way in: requests of 28 bytes, simple replies.
+    /// Connects a client to the transmission phase with EXPORT_NAME: requests of 28 bytes, simple replies.
     async fn client(&self) -> UnixStream {
         let mut socket = self.connect();
         let talk = move || {
@@ -155,7 +155,7 @@ fn request(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> Vec<
     message
 }
 
-/// Reads simple replies without data: their cookies and errors.
+/// Reads simple replies without data; returns their cookies and errors.
 async fn replies(on: &Loop, socket: &UnixStream, count: usize) -> Vec<(u64, u32)> {
     let mut socket = socket.try_clone().expect("a descriptor");
     let read = move || {
@@ -173,17 +173,18 @@ async fn replies(on: &Loop, socket: &UnixStream, count: usize) -> Vec<(u64, u32)
     on.run_blocking(read).await.expect("a thread")
 }
 
-/// Whether the server has closed the connection, after whatever it still had to say.
+/// Returns true when the server has closed the connection, after reading all pending data.
 async fn is_closed(on: &Loop, socket: UnixStream) -> bool {
     let mut socket = socket;
     let read = move || socket.read_to_end(&mut Vec::new());
-    // A reset is as final as an end.
+    // A reset closes the connection, too.
     let _ = on.run_blocking(read).await.expect("a thread");
     true
 }
 
+/// Garbage in or after the handshake ends only the connection that sent it.
 #[test]
-fn garbage_in_the_handshake_or_after_it_ends_that_connection_only() {
+fn garbage_ends_only_its_connection() {
     on_loop(async |on| {
         let served = serve(on, true, NbdServerOptions::default());
         let mut random = Random(11);
@@ -196,7 +197,7 @@ fn garbage_in_the_handshake_or_after_it_ends_that_connection_only() {
             };
             let mut bytes: Vec<u8> = (0..1000).map(|_| random.next() as u8).collect();
             match round % 6 {
-                // Right flags, then garbage where an option should be.
+                // Valid flags, then garbage in place of an option.
                 2 => bytes[..4].copy_from_slice(&3u32.to_be_bytes()),
                 // An option of 4 GiB.
                 4 => bytes[..20].copy_from_slice(b"\0\0\0\x03IHAVEOPT\0\0\0\x07\xff\xff\xff\xff"),
@@ -204,7 +205,7 @@ fn garbage_in_the_handshake_or_after_it_ends_that_connection_only() {
                 3 => bytes[..28].copy_from_slice(&request(1, 0, 1, 0, u32::MAX)),
                 _ => {}
             }
-            // It may have hung up already.
+            // The server may have closed the connection already.
             let _ = socket.write_all(&bytes);
             assert!(is_closed(on, socket).await);
         }
@@ -215,7 +216,7 @@ fn garbage_in_the_handshake_or_after_it_ends_that_connection_only() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_refused_one_by_one() {
+fn invalid_requests_are_refused_individually() {
     on_loop(async |on| {
         let served = serve(on, true, NbdServerOptions::default());
         let socket = served.client().await;
@@ -246,7 +247,7 @@ fn requests_that_make_no_sense_are_refused_one_by_one() {
 }
 
 #[test]
-fn a_read_only_export_refuses_changes() {
+fn read_only_export_refuses_changes() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             read_only: true,
@@ -264,7 +265,7 @@ fn a_read_only_export_refuses_changes() {
 }
 
 #[test]
-fn a_client_that_stalls_in_the_handshake_is_dropped() {
+fn stalled_handshake_is_dropped() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             handshake_timeout: Duration::from_millis(50),
@@ -275,7 +276,7 @@ fn a_client_that_stalls_in_the_handshake_is_dropped() {
         let mut hesitant = served.connect();
         hesitant.write_all(b"\0\0\0\x03IHAVEO").expect("writes");
         assert!(is_closed(on, silent).await && is_closed(on, hesitant).await);
-        // Who is in may be silent.
+        // A client in the transmission phase may be silent.
         let patient = served.client().await;
         let another = served.connect();
         assert!(is_closed(on, another).await);
@@ -285,7 +286,7 @@ fn a_client_that_stalls_in_the_handshake_is_dropped() {
 }
 
 #[test]
-fn a_client_that_vanishes_leaves_nothing_behind() {
+fn disconnected_client_leaves_nothing_behind() {
     on_loop(async |on| {
         let served = serve(on, false, NbdServerOptions::default());
         let mut in_payload = served.client().await;
@@ -304,8 +305,9 @@ fn a_client_that_vanishes_leaves_nothing_behind() {
     });
 }
 
+/// No further requests are read from a client that has as many in flight as it may.
 #[test]
-fn a_client_at_its_limit_is_not_read_from() {
+fn client_at_limit_is_not_read() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             requests_max: 4,
@@ -320,7 +322,7 @@ fn a_client_at_its_limit_is_not_read_from() {
             .write_all(&[request(1, 0, 9, 0, 512), vec![1; 512]].concat())
             .expect("writes");
         served.until(|served| served.device.reads.get() == 4).await;
-        // Another client's whole round trip: time enough for a fifth read to begin, if it could.
+        // The round trip of another client gives a fifth read time to begin, if it could.
         let other = served.client().await;
         (&other).write_all(&request(3, 0, 1, 0, 0)).expect("writes");
         assert_eq!(replies(on, &other, 1).await, [(1, 0)]);
@@ -332,7 +334,7 @@ fn a_client_at_its_limit_is_not_read_from() {
 }
 
 #[test]
-fn a_crowd_is_let_in_only_so_far() {
+fn excess_clients_are_refused() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             connections_max: 3,
@@ -352,8 +354,9 @@ fn a_crowd_is_let_in_only_so_far() {
     });
 }
 
+/// A stopping server answers requests in flight, and refuses new ones.
 #[test]
-fn a_stopping_server_answers_what_is_under_way_and_refuses_what_is_new() {
+fn stopping_server_refuses_new_requests() {
     on_loop(async |on| {
         let served = serve(on, false, NbdServerOptions::default());
         let socket = served.client().await;
@@ -381,8 +384,9 @@ fn a_stopping_server_answers_what_is_under_way_and_refuses_what_is_new() {
     });
 }
 
+/// A client that does not receive its replies delays a stop only up to the timeout.
 #[test]
-fn a_client_that_does_not_take_its_answers_cannot_keep_a_server_from_stopping() {
+fn stuck_client_does_not_prevent_stop() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             stop_timeout: Duration::from_millis(50),
@@ -391,7 +395,7 @@ fn a_client_that_does_not_take_its_answers_cannot_keep_a_server_from_stopping() 
         let served = serve(on, true, options);
         let mut socket = served.client().await;
         for cookie in 0..8 {
-            // More than the socket holds.
+            // More than the socket buffers.
             socket
                 .write_all(&request(0, 0, cookie, 0, SIZE as u32))
                 .expect("writes");
@@ -402,7 +406,7 @@ fn a_client_that_does_not_take_its_answers_cannot_keep_a_server_from_stopping() 
     });
 }
 
-/// Asks for the whole disk `count` times, and leaves the answers where they are.
+/// Requests the whole disk `count` times, and receives no reply.
 fn ask_for_much(socket: &UnixStream, count: u64) {
     let asked: Vec<u8> = (0..count)
         .flat_map(|cookie| request(0, 0, cookie, 0, SIZE as u32))
@@ -410,7 +414,7 @@ fn ask_for_much(socket: &UnixStream, count: u64) {
     (&*socket).write_all(&asked).expect("writes");
 }
 
-/// Reads the reply to a read of `len` bytes.
+/// Receives the reply to a read of `len` bytes.
 async fn answer(on: &Loop, socket: &UnixStream, len: usize) -> Vec<u8> {
     let mut socket = socket.try_clone().expect("a descriptor");
     let read = move || {
@@ -420,8 +424,9 @@ async fn answer(on: &Loop, socket: &UnixStream, len: usize) -> Vec<u8> {
     on.run_blocking(read).await.expect("a thread").expect("a reply")
 }
 
+/// Clients that receive no replies hold at most the server's memory, and other clients' small requests are served.
 #[test]
-fn clients_that_take_no_answers_hold_no_more_memory_than_there_is_for_all() {
+fn stuck_clients_hold_bounded_memory() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             connections_max: 16,
@@ -437,7 +442,7 @@ fn clients_that_take_no_answers_hold_no_more_memory_than_there_is_for_all() {
             stuck.push(socket);
         }
         served.until(|served| served.device.reads.get() >= 48).await;
-        // What one client has for itself is there for it whatever the others do: again and again.
+        // The memory reserved for one client is always available to it, whatever other clients do.
         let modest = served.client().await;
         for cookie in 0..20 {
             (&modest)
@@ -450,8 +455,9 @@ fn clients_that_take_no_answers_hold_no_more_memory_than_there_is_for_all() {
     });
 }
 
+/// A client that receives no replies is disconnected when other clients need its memory, and not before.
 #[test]
-fn a_client_that_takes_no_answers_loses_its_connection_when_others_need_its_memory() {
+fn stuck_client_is_dropped_for_memory() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             memory_max: ByteLen::mib(48),
@@ -462,7 +468,7 @@ fn a_client_that_takes_no_answers_loses_its_connection_when_others_need_its_memo
         let stuck = served.client().await;
         ask_for_much(&stuck, 40);
         served.until(|served| served.device.reads.get() >= 32).await;
-        // As long as nobody else wants it, it may have it.
+        // As long as no other client needs the memory, the connection stays.
         let idle = served.client().await;
         (&idle).write_all(&request(3, 0, 1, 0, 0)).expect("writes");
         assert_eq!(replies(on, &idle, 1).await, [(1, 0)]);
@@ -479,8 +485,9 @@ fn a_client_that_takes_no_answers_loses_its_connection_when_others_need_its_memo
     });
 }
 
+/// Clients that announce payloads and do not send them are disconnected when others need their memory.
 #[test]
-fn clients_that_announce_much_and_send_nothing_lose_their_connections_when_others_need_their_memory() {
+fn silent_writers_are_dropped_for_memory() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             memory_max: ByteLen::mib(32),
@@ -488,7 +495,7 @@ fn clients_that_announce_much_and_send_nothing_lose_their_connections_when_other
             ..NbdServerOptions::default()
         };
         let served = serve(on, true, options);
-        // 128 KiB are each client's own: 36 have 31.5 MiB of the 32 MiB that are common.
+        // 128 KiB are reserved for each client, so 36 clients hold 31.5 MiB of the 32 MiB that are shared.
         let mut silent = Vec::new();
         for _ in 0..36 {
             let socket = served.client().await;
@@ -506,8 +513,9 @@ fn clients_that_announce_much_and_send_nothing_lose_their_connections_when_other
     });
 }
 
+/// A client that waits for the disk is not disconnected, although others need its memory.
 #[test]
-fn a_client_that_waits_for_the_disk_keeps_its_connection() {
+fn client_waiting_for_disk_stays_connected() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             memory_max: ByteLen::mib(48),
@@ -515,7 +523,7 @@ fn a_client_that_waits_for_the_disk_keeps_its_connection() {
             ..NbdServerOptions::default()
         };
         let served = serve(on, false, options);
-        // Half a payload, of a client that stalls; all the rest of the memory, of one that does not.
+        // Half a payload, of a client that stalls; the rest of the memory, of one that does not stall.
         let stuck = served.client().await;
         (&stuck).write_all(&request(1, 0, 1, 0, SIZE as u32)).expect("writes");
         let patient = served.client().await;
@@ -529,7 +537,7 @@ fn a_client_that_waits_for_the_disk_keeps_its_connection() {
     });
 }
 
-/// Spec: no string has a NUL in it. Such a name is no export's, not even with the export's own name before it.
+/// Spec: no string contains a NUL. A name with a NUL is refused, even if it begins with the export's name.
 #[test]
 fn names_with_nuls_are_refused() {
     on_loop(async |on| {

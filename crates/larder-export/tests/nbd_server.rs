@@ -1,4 +1,4 @@
-//! The NBD server against other people's clients: libnbd's tools, QEMU's, fio.
+//! Tests of the NBD server with third-party clients: libnbd's tools, QEMU's, fio.
 
 #[path = "../../larder-block/tests/nbd_support/mod.rs"]
 mod nbd_support;
@@ -22,7 +22,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
     on.block_on(test(&on));
 }
 
-/// A file as a disk, on a file system with holes and direct I/O.
+/// Creates a file as a disk, on a file system with holes and direct I/O.
 async fn file_disk(on: &Loop, size: u64) -> (Rc<FileDevice>, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("an image");
     file.as_file().set_len(size).expect("room for it");
@@ -41,7 +41,7 @@ fn serve(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> (
     (server, place)
 }
 
-/// Runs a program beside the loop; what it printed.
+/// Runs a program in another thread while the loop runs; returns its output. Panics if the program fails.
 async fn run_beside(on: &Loop, command: Command) -> String {
     let named = format!("{command:?}");
     let (success, printed) = try_beside(on, command).await;
@@ -49,7 +49,7 @@ async fn run_beside(on: &Loop, command: Command) -> String {
     printed
 }
 
-/// Runs a program beside the loop; whether it succeeded, and all that it printed.
+/// Runs a program in another thread while the loop runs; returns whether it succeeded, and its output.
 async fn try_beside(on: &Loop, mut command: Command) -> (bool, String) {
     let output = on.run_blocking(move || output(&mut command)).await.expect("a thread");
     let printed = [output.stdout, output.stderr].concat();
@@ -62,8 +62,9 @@ fn with<const N: usize>(name: &str, arguments: [&str; N]) -> Command {
     command
 }
 
+/// nbdinfo reports every feature, and finds the export by its name and as the default export.
 #[test]
-fn nbdinfo_sees_every_feature_and_the_export_by_both_its_names() {
+fn nbdinfo_sees_features_and_export_names() {
     on_loop(async |on| {
         let options = NbdServerOptions {
             export: "disk".to_owned(),
@@ -123,7 +124,8 @@ fn nbdinfo_sees_every_feature_and_the_export_by_both_its_names() {
 }
 
 #[test]
-fn what_other_clients_copy_in_comes_out_again() {
+fn data_of_other_clients_reads_back() {
+    /// Data that other clients copy to the export is read back unchanged.
     on_loop(async |on| {
         let (device, image) = file_disk(on, 32 * MIB).await;
         let (_server, place) = serve(on, device, NbdServerOptions::default());
@@ -157,7 +159,7 @@ fn what_other_clients_copy_in_comes_out_again() {
             )
             .await;
             let back = place.path("back").display().to_string();
-            // Without asking for the map, so that reads run across the borders of holes.
+            // Without the allocation map reads span the boundaries of holes.
             for how in ["--no-extents", "--requests=16"] {
                 run_beside(on, with("nbdcopy", [how, &uri, &back])).await;
                 run_beside(on, with("cmp", [&source, &back])).await;
@@ -169,7 +171,8 @@ fn what_other_clients_copy_in_comes_out_again() {
 }
 
 #[test]
-fn the_map_of_an_export_is_the_map_of_its_file() {
+fn export_map_equals_file_map() {
+    /// The allocation map of an export equals that of its file.
     on_loop(async |on| {
         let (device, image) = file_disk(on, 8 * MIB).await;
         for (at, len) in [(0, 64 << 10), (MIB, 128 << 10), (5 * MIB, MIB)] {
@@ -203,7 +206,7 @@ fn the_map_of_an_export_is_the_map_of_its_file() {
 }
 
 #[test]
-fn qemu_io_reads_what_it_wrote_zeroed_and_discarded() {
+fn qemu_io_verifies_its_own_requests() {
     on_loop(async |on| {
         let (device, image) = file_disk(on, 64 * MIB).await;
         let (server, place) = serve(on, device, NbdServerOptions::default());
@@ -245,8 +248,9 @@ fn qemu_io_reads_what_it_wrote_zeroed_and_discarded() {
     });
 }
 
+/// fio verifies its own data, written with many requests in flight.
 #[test]
-fn fio_verifies_what_many_of_its_requests_wrote() {
+fn fio_verifies_concurrent_writes() {
     on_loop(async |on| {
         let (device, _image) = file_disk(on, 32 * MIB).await;
         let (server, place) = serve(on, device, NbdServerOptions::default());
@@ -277,7 +281,8 @@ fn fio_verifies_what_many_of_its_requests_wrote() {
 }
 
 #[test]
-fn qemu_uses_extended_headers_where_it_knows_them() {
+fn qemu_uses_extended_headers() {
+    /// A QEMU that supports extended headers uses them.
     const GIB: u64 = 1 << 30;
     on_loop(async |on| {
         let (device, image) = file_disk(on, 6 * GIB).await;
@@ -341,7 +346,7 @@ fn qemu_uses_extended_headers_where_it_knows_them() {
     });
 }
 
-/// A disk that never answers where it has data, like one whose server is away.
+/// Disk whose extent queries never complete, as if its server were unreachable.
 struct Silent(Rc<dyn BlockDevice>);
 
 impl Filter for Silent {
@@ -354,7 +359,7 @@ impl Filter for Silent {
     }
 }
 
-/// A read waits for the data alone, not for word of where there is data.
+/// A read waits for its data alone, and not for the extents.
 #[test]
 fn read_does_not_wait_for_extents() {
     on_loop(async |on| {
@@ -371,7 +376,7 @@ fn read_does_not_wait_for_extents() {
     });
 }
 
-/// A disk that needs a while to find out where it has data, and notes questions that end before it knows.
+/// Disk whose extent queries take a while, and which counts queries that are dropped before they complete.
 struct Slow {
     lower: Rc<dyn BlockDevice>,
     on: Loop,
@@ -404,9 +409,9 @@ impl Filter for Slow {
     }
 }
 
-/// A question for extents that a read does not wait for is not dropped, for its memory may be the kernel's.
+/// An extent query that a read does not wait for is not dropped, because the kernel may be writing to its memory.
 #[test]
-fn question_for_extents_ends_by_itself() {
+fn extent_query_is_not_dropped() {
     on_loop(async |on| {
         let (device, _image) = file_disk(on, 8 * MIB).await;
         let slow = Rc::new(Slow {

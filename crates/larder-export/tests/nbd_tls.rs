@@ -1,4 +1,4 @@
-//! The NBD server over TLS and TCP, with libnbd, QEMU (both GnuTLS) and our own client.
+//! Tests of the NBD server over TLS and TCP, with libnbd, QEMU (both use GnuTLS) and Larder's own client.
 
 #[path = "../../larder-block/tests/nbd_support/mod.rs"]
 mod nbd_support;
@@ -22,7 +22,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
     on.block_on(test(&on));
 }
 
-/// A server that requires TLS, and clients' certificates, on some TCP port; and the port.
+/// Starts a server that requires TLS with client certificates; returns it and its TCP port.
 fn serve(on: &Loop, pki: &Path) -> (NbdServer, u16) {
     let tls = ServerTls::load_folder(pki, true).unwrap_or_else(|error| panic!("{error}"));
     let options = NbdServerOptions {
@@ -51,7 +51,7 @@ fn with<const N: usize>(name: &str, arguments: [&str; N]) -> Command {
 }
 
 #[test]
-fn clients_with_the_right_certificates_move_data() {
+fn clients_with_certificates_transfer_data() {
     on_loop(async |on| {
         let folder = nbd_support::folder();
         let pki = folder.path().join("pki");
@@ -98,8 +98,9 @@ fn clients_with_the_right_certificates_move_data() {
     });
 }
 
+/// Clients without TLS, without a certificate, or with one of an unknown authority are refused.
 #[test]
-fn nobody_else_gets_in() {
+fn clients_without_certificates_are_refused() {
     on_loop(async |on| {
         let folder = nbd_support::folder();
         let (pki, other) = (folder.path().join("pki"), folder.path().join("other"));
@@ -109,10 +110,10 @@ fn nobody_else_gets_in() {
         let plain = format!("nbd://127.0.0.1:{port}/disk");
         let (in_clear, told) = try_beside(on, with("qemu-img", ["info", &plain])).await;
         assert!(!in_clear && told.contains("TLS"), "{told}");
-        // The old way in, which skips all options.
+        // EXPORT_NAME, which skips all options.
         let (in_clear, told) = try_beside(on, with("nbdinfo", ["--list", &plain])).await;
         assert!(!in_clear, "{told}");
-        // Trusts the server, but shows a certificate of an authority that the server does not know, or none.
+        // Trusts the server, but presents a certificate of an authority that the server does not know, or none.
         std::fs::copy(pki.join("ca-cert.pem"), other.join("ca-cert.pem")).expect("room");
         let stranger = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", other.display());
         let (is_in, told) = try_beside(on, with("nbdinfo", ["--size", &stranger])).await;

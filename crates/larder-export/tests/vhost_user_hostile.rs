@@ -1,4 +1,4 @@
-//! A guest that breaks the rules of its rings stops that queue, and nothing else.
+//! Tests with guests that violate the rules of their rings: only the affected queue stops.
 
 mod front_end;
 mod vhost_user_server;
@@ -17,7 +17,7 @@ fn flush_works(guest: &mut FrontEnd, queue: usize) {
     assert_eq!(guest.queues[queue].run(&Request::flush()).expect("an answer").status, 0);
 }
 
-/// The same guest, whose driver has reset queue 0 and begins anew, as a guest does after such an error.
+/// Resets queue 0 and starts it anew, as a guest's driver does after such an error.
 fn reset(guest: &mut FrontEnd) {
     guest.stop_queue(0).expect("stops");
     let (places, options) = (guest.queues[0].ring.places(), guest.queues[0].ring.options());
@@ -25,17 +25,18 @@ fn reset(guest: &mut FrontEnd) {
     guest.start_queue(0).expect("starts");
 }
 
-/// Sets up a guest with two queues, lets `corrupt` spoil queue 0, and sees that it alone stops, until its reset.
+/// Sets up a guest with two queues, lets `corrupt` damage queue 0, and checks that only this queue stops, until its
+/// reset.
 fn check(what: &str, options: Options, corrupt: impl Fn(&mut FrontEnd)) {
     let server = Server::start();
     let mut guest = FrontEnd::over(server.connect(), Options { queues: 2, ..options }).expect("sets up");
     flush_works(&mut guest, 0);
     corrupt(&mut guest);
     guest.queue().kick_now();
-    // The other queue, and the connection.
+    // The other queue and the connection still work.
     flush_works(&mut guest, 1);
     assert!(guest.capacity().is_ok(), "{what}");
-    // Its answer shows that the kick of the broken one was seen too, a turn of the loop earlier.
+    // This reply shows that the kick of the broken queue was handled, too, in an earlier turn of the loop.
     flush_works(&mut guest, 1);
     assert_eq!(
         server.probe.errors.load(Ordering::SeqCst),
@@ -81,7 +82,8 @@ fn put_split(guest: &mut FrontEnd, chain: &[(u64, u32, u16, u16)]) {
     ring.publish();
 }
 
-/// The same in a packed ring, whose first place was used up by the flush before: (address, length, flags, id).
+/// Makes a chain of these descriptors available in a packed ring, whose first slots the earlier flush used: (address,
+/// length, flags).
 fn put_packed(guest: &mut FrontEnd, chain: &[(u64, u32, u16)]) {
     let ring = &mut guest.queues[0].ring;
     let first = 2;
@@ -99,7 +101,7 @@ fn put_packed(guest: &mut FrontEnd, chain: &[(u64, u32, u16)]) {
 }
 
 #[test]
-fn a_corrupt_split_ring_stops_only_its_queue() {
+fn corrupt_split_ring_stops_its_queue() {
     let size = split().size;
     check("an available index that jumps", split(), |guest| {
         let places = guest.queue().ring.places();
@@ -142,7 +144,7 @@ fn a_corrupt_split_ring_stops_only_its_queue() {
 }
 
 #[test]
-fn a_corrupt_packed_ring_stops_only_its_queue() {
+fn corrupt_packed_ring_stops_its_queue() {
     check("a chain without an end", packed(), |guest| {
         let data = guest.data();
         put_packed(guest, &[(data, 16, DESC_F_NEXT); 14]);
@@ -168,7 +170,7 @@ fn a_corrupt_packed_ring_stops_only_its_queue() {
 }
 
 #[test]
-fn a_corrupt_indirect_table_stops_only_its_queue() {
+fn corrupt_indirect_table_stops_its_queue() {
     for options in [split(), packed()] {
         let put = move |guest: &mut FrontEnd, address: u64, len: u32, flags: u16| {
             if options.packed {
@@ -227,8 +229,9 @@ fn a_corrupt_indirect_table_stops_only_its_queue() {
     });
 }
 
+/// Descriptors that are made available again before they were used stop only their queue.
 #[test]
-fn a_guest_that_makes_descriptors_available_again_before_they_are_used_stops_its_queue() {
+fn descriptor_reuse_in_flight_stops_queue() {
     let server = Server::start();
     let options = Options {
         queues: 2,
@@ -243,7 +246,7 @@ fn a_guest_that_makes_descriptors_available_again_before_they_are_used_stops_its
     }
     guest.queue().go();
     server.probe.wait_started(4);
-    // All four are under way; here they come again.
+    // All four are in flight, and are now made available again.
     for id in 0..4 {
         guest.queue().ring.put_available(id);
     }
@@ -263,8 +266,9 @@ fn a_guest_that_makes_descriptors_available_again_before_they_are_used_stops_its
     flush_works(&mut next, 0);
 }
 
+/// A chain without room for a header or a status is pushed as used without being written to.
 #[test]
-fn a_chain_without_room_for_header_or_status_comes_back_untouched() {
+fn short_chain_is_returned_untouched() {
     let server = Server::start();
     let mut guest = FrontEnd::over(server.connect(), split()).expect("sets up");
     let data = guest.data();
@@ -288,8 +292,9 @@ fn a_chain_without_room_for_header_or_status_comes_back_untouched() {
     }
 }
 
+/// A queue that is always busy delays neither the other queue nor protocol messages.
 #[test]
-fn a_busy_guest_starves_neither_the_other_queue_nor_the_protocol() {
+fn busy_queue_does_not_starve_others() {
     let server = Server::start();
     let options = Options {
         queues: 2,
@@ -300,7 +305,7 @@ fn a_busy_guest_starves_neither_the_other_queue_nor_the_protocol() {
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     let theirs = std::sync::Arc::clone(&stop);
     let thread = std::thread::spawn(move || {
-        // Makes available again at once what comes back, without ever sleeping.
+        // Makes completed requests available again at once, and never sleeps.
         let mut busy = busy;
         while !theirs.load(Ordering::Relaxed) {
             while busy.has_room(0) {
@@ -323,7 +328,7 @@ fn a_busy_guest_starves_neither_the_other_queue_nor_the_protocol() {
 }
 
 #[test]
-fn a_memory_table_that_lies_is_refused() {
+fn invalid_memory_table_is_refused() {
     let server = Server::start();
     let options = split();
     let whole = AREA_BYTES + options.data_bytes as u64;

@@ -1,4 +1,4 @@
-//! What a vhost-user front-end relies on, whatever order it says things in.
+//! Tests of the guarantees that a vhost-user front-end relies on, for any order of its messages.
 
 mod front_end;
 mod vhost_user_server;
@@ -73,8 +73,9 @@ fn check_round_trip(guest: &mut FrontEnd, queue: usize, seed: u64) {
     assert_eq!(guest.memory.read_vec(data + 8192, 4096), bytes);
 }
 
+/// Data that was written is read back over every kind of ring.
 #[test]
-fn what_is_written_is_read_back_over_every_kind_of_ring() {
+fn data_reads_back_over_every_ring() {
     let server = Server::start();
     for kind in kinds() {
         let options = Options { queues: 3, ..kind };
@@ -90,10 +91,10 @@ fn what_is_written_is_read_back_over_every_kind_of_ring() {
 }
 
 #[test]
-fn rings_go_on_when_their_indices_wrap() {
+fn rings_continue_after_index_wrap() {
     let server = Server::start();
     for kind in kinds() {
-        // Packed rings need not be a power of two.
+        // The size of a packed ring need not be a power of two.
         let size = if kind.packed { 13 } else { 16 };
         let mut guest = FrontEnd::over(server.connect(), Options { size, ..kind }).expect("sets up");
         let into = [Buffer {
@@ -117,8 +118,9 @@ fn rings_go_on_when_their_indices_wrap() {
     }
 }
 
+/// Every kind of virtio-blk request gets the status that the specification requires.
 #[test]
-fn every_request_of_virtio_blk_is_answered_by_its_rules() {
+fn every_request_gets_specified_status() {
     let server = Server::start();
     let mut guest = FrontEnd::over(server.connect(), Options::default()).expect("sets up");
     let data = guest.data();
@@ -199,13 +201,14 @@ fn every_request_of_virtio_blk_is_answered_by_its_rules() {
     }
 }
 
+/// An interrupt that a killed server did not send is sent by its successor.
 #[test]
-fn an_interrupt_that_a_dead_server_owed_is_sent_by_its_successor() {
+fn successor_sends_missing_interrupt() {
     for kind in kinds() {
         let (first, second) = (Server::start(), Server::start());
         let mut guest = FrontEnd::over(first.connect(), kind).expect("sets up");
         check_round_trip(&mut guest, 0, 1);
-        // The first server answers, and cannot interrupt: as if it died just before.
+        // The first server completes the request, but cannot interrupt, as if it had been killed just before.
         guest
             .wire
             .tell(wire::SET_VRING_CALL, &wire::longs(&[0x100]), &[])
@@ -237,13 +240,14 @@ fn an_interrupt_that_a_dead_server_owed_is_sent_by_its_successor() {
     }
 }
 
-/// A guest whose memory barriers do nothing (QEMU before 8.1 emulating a single processor) puts a request into the ring
-/// and misses that the device wants a kick, or asks for an interrupt that the device misses.
+/// A guest whose memory barriers have no effect (QEMU before 8.1 emulating a single CPU) adds a request without
+/// noticing that the device wants a kick, or enables an interrupt without the device noticing it. Either costs time,
+/// and hangs nothing.
 #[test]
-fn a_kick_or_an_interrupt_that_is_lost_costs_time_and_hangs_nothing() {
-    // The server looks again once, soon after it has gone to sleep. A test that is paused meanwhile comes too late.
+fn lost_notification_does_not_hang() {
+    // The server rechecks once, soon after it has gone to sleep. A test that is paused meanwhile comes too late.
     const ATTEMPTS: u32 = 50;
-    // Longer than the server spins, shorter than it sleeps before it looks again.
+    // Longer than the server spins, shorter than it sleeps before it rechecks.
     let until_it_sleeps = Duration::from_micros(500);
     let server = Server::start();
     for kind in kinds().into_iter().filter(|kind| kind.event_index) {
@@ -275,7 +279,7 @@ fn a_kick_or_an_interrupt_that_is_lost_costs_time_and_hangs_nothing() {
 
         let told = (0..ATTEMPTS).any(|_| {
             queue.run(&read).expect("an answer");
-            // The place of the interrupt that is asked for lies behind: none is due.
+            // The requested interrupt index has already passed, so no interrupt is due.
             queue.add(&read);
             queue.go();
             std::thread::sleep(until_it_sleeps);
@@ -302,8 +306,9 @@ fn a_kick_or_an_interrupt_that_is_lost_costs_time_and_hangs_nothing() {
     }
 }
 
+/// A queue whose memory is removed and added again continues.
 #[test]
-fn a_queue_outlives_the_removal_and_return_of_its_memory() {
+fn queue_survives_removal_of_its_memory() {
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
@@ -329,7 +334,7 @@ fn a_queue_outlives_the_removal_and_return_of_its_memory() {
 }
 
 #[test]
-fn requests_under_way_survive_a_new_memory_table() {
+fn requests_survive_new_memory_table() {
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
@@ -356,8 +361,9 @@ fn requests_under_way_survive_a_new_memory_table() {
     }
 }
 
+/// A stopped queue continues at its position, and its position can be fetched twice.
 #[test]
-fn a_stopped_queue_goes_on_where_it_was_and_can_be_asked_twice() {
+fn stopped_queue_continues_at_its_position() {
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
@@ -381,9 +387,10 @@ fn a_stopped_queue_goes_on_where_it_was_and_can_be_asked_twice() {
     }
 }
 
+/// A ring reports its position even if the device was reset before.
 #[test]
-fn a_ring_whose_device_was_reset_first_still_tells_where_it_stopped() {
-    // As QEMU before 8.1 pauses a guest.
+fn ring_reports_position_after_reset() {
+    // QEMU before 8.1 pauses a guest in this way.
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
@@ -400,8 +407,9 @@ fn a_ring_whose_device_was_reset_first_still_tells_where_it_stopped() {
     }
 }
 
+/// The position of a stopped ring survives a server that was killed before it could report it.
 #[test]
-fn where_a_ring_stopped_outlives_a_server_that_could_not_tell_it_any_more() {
+fn ring_position_survives_killed_server() {
     for kind in kinds() {
         let (first, second) = (Server::start(), Server::start());
         let mut guest = FrontEnd::over(first.connect(), kind).expect("sets up");
@@ -423,8 +431,9 @@ fn where_a_ring_stopped_outlives_a_server_that_could_not_tell_it_any_more() {
     }
 }
 
+/// Messages in the wrong order are refused, and do not affect later connections.
 #[test]
-fn messages_out_of_order_are_refused_and_harm_nobody_else() {
+fn messages_out_of_order_are_refused() {
     let server = Server::start();
     let options = Options::default();
     let memory = || Arc::new(Memory::new(AREA_BYTES as usize + options.data_bytes).expect("memory"));
@@ -435,7 +444,7 @@ fn messages_out_of_order_are_refused_and_harm_nobody_else() {
     };
     {
         let guest = fresh();
-        // A kick before anything is known of the ring waits for the rest, or is refused; it starts nothing.
+        // A kick before the ring is set up waits for the rest, or is refused; it starts nothing.
         let kick = &guest.queues[0].kick;
         let _ = guest
             .wire
@@ -483,7 +492,7 @@ fn messages_out_of_order_are_refused_and_harm_nobody_else() {
         check_round_trip(&mut guest, 0, 5);
     }
     {
-        // Notes for split rings, then packed ones.
+        // In-flight records for split rings, then packed rings.
         let mut guest = fresh();
         guest.set_memory().expect("memory");
         guest.start_queues().expect("starts");
@@ -514,8 +523,9 @@ fn messages_out_of_order_are_refused_and_harm_nobody_else() {
     check_round_trip(&mut guest, 0, 8);
 }
 
+/// The server survives front-ends that disconnect within a message, or send garbage.
 #[test]
-fn a_front_end_that_vanishes_or_talks_nonsense_leaves_a_working_server() {
+fn server_survives_broken_front_ends() {
     let server = Server::start();
     let message = wire::Wire::encode(wire::SET_FEATURES, true, &[0; 8]);
     for cut in 0..message.len() {
@@ -542,8 +552,9 @@ fn a_front_end_that_vanishes_or_talks_nonsense_leaves_a_working_server() {
     check_round_trip(&mut guest, 0, 1);
 }
 
+/// With the write cache off, every write is durable, also after resets and restarts.
 #[test]
-fn a_guest_without_a_write_cache_finds_every_write_durable_after_resets_and_restarts() {
+fn writes_stay_durable_without_cache() {
     let (first, second) = (Server::start(), Server::start());
     let mut guest = FrontEnd::over(first.connect(), Options::default()).expect("sets up");
     let out = [Buffer {
@@ -569,7 +580,7 @@ fn a_guest_without_a_write_cache_finds_every_write_durable_after_resets_and_rest
     );
     guest.queue().run(&write).expect("writes");
     assert_eq!(counts(&first), (1, 1));
-    // QEMU does not repeat the setting after any of these.
+    // QEMU does not repeat the setting after any of these events.
     guest.stop_queue(0).expect("stops");
     guest.wire.tell_u64(wire::SET_STATUS, 0).expect("a reset");
     guest.start_queue(0).expect("starts");
@@ -591,8 +602,9 @@ fn a_guest_without_a_write_cache_finds_every_write_durable_after_resets_and_rest
     assert_eq!(counts(&second), (1, 1));
 }
 
+/// A driver that cannot flush gets durable writes; the next driver does not.
 #[test]
-fn a_driver_that_cannot_flush_gets_durable_writes_and_the_next_one_does_not() {
+fn driver_without_flush_writes_durably() {
     let server = Server::start();
     let write = |without, server: &Server| {
         let options = Options {
@@ -614,8 +626,9 @@ fn a_driver_that_cannot_flush_gets_durable_writes_and_the_next_one_does_not() {
     assert_eq!(write(0, &server), (1, 1), "the system");
 }
 
+/// The dirty log marks the written pages and the used ring.
 #[test]
-fn the_dirty_log_has_what_was_written_and_the_used_ring() {
+fn dirty_log_marks_writes_and_ring() {
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
@@ -675,7 +688,7 @@ fn the_dirty_log_has_what_was_written_and_the_used_ring() {
 }
 
 #[test]
-fn guest_memory_of_huge_pages_works() {
+fn guest_memory_may_be_hugetlb() {
     const HUGE: usize = 2 << 20;
     let server = Server::start();
     let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::HUGETLB;
@@ -684,7 +697,7 @@ fn guest_memory_of_huge_pages_works() {
     let options = Options::default();
     let mut guest = FrontEnd::unconfigured(server.connect(), options, memory).expect("connects");
     guest.negotiate().expect("negotiates");
-    // As QEMU cuts a PC's memory: borders that are no multiples of a huge page.
+    // QEMU splits a PC's memory at boundaries that are not multiples of a huge page.
     let whole = guest.memory.bytes() as u64;
     let mut table = wire::words(&[2, 0]);
     table.extend(FrontEnd::region(0, 0xc_0000));
@@ -698,7 +711,7 @@ fn guest_memory_of_huge_pages_works() {
     check_round_trip(&mut guest, 0, 1);
 }
 
-/// Huge pages of the host's, given back on drop.
+/// Reservation of the host's huge pages, released on drop.
 struct HugePages(u64);
 
 impl HugePages {

@@ -4,7 +4,7 @@
 //!
 //! Crash consistency: a request is recorded before it is started, and its record is removed after it was pushed as
 //! used. A successor therefore repeats at most requests whose result the guest has not seen. In between, the used
-//! index in the record tells whether the last request had been pushed. An orderly stop sets the version back to 0,
+//! index in the record shows whether the last request had been pushed. An orderly stop sets the version back to 0,
 //! "not initialised", so that the next start takes the position from the front-end.
 
 use std::fmt;

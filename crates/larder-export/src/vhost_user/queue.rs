@@ -1,8 +1,8 @@
 //! Running virtqueue: pops available requests, runs each as a task on the disk's loop, and pushes them as used.
 //!
 //! A request is a token ([`Request`]): it is pushed as used exactly once, and dropping it before that panics. A
-//! running queue is polled by the loop, and kicks are enabled only before the loop sleeps. At most one interrupt is
-//! sent per turn and batch.
+//! running queue is polled by the loop, and kicks are enabled only before the loop sleeps. Interrupts are sent once
+//! per turn, and in a long batch once per `SIGNAL_EVERY` requests.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -419,8 +419,8 @@ impl Queue {
 
     fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
         if let Err(lost) = self.check(&request.memory) {
-            // The guest has not received the data read, or its data was not what was written. The request therefore
-            // stays in flight for the next session.
+            // The data that was read has not reached the guest, or the data that was written is not the guest's. The
+            // request therefore stays in flight for the next session.
             self.lose(lost);
         } else {
             let mut ring = self.ring.borrow_mut();

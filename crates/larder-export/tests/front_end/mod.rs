@@ -1,7 +1,7 @@
-//! A vhost-user front-end for tests: a guest without QEMU, that follows the protocol or breaks it as it is told.
+//! vhost-user front-end for tests: a guest without QEMU, which follows or violates the protocol as a test requires.
 //!
-//! It behaves as QEMU does where that matters: it keeps the region of requests in flight over the death of a server, goes
-//! on with the used index, asks for acknowledgements, and suppresses kicks and interrupts by the rules.
+//! It behaves as QEMU does where that matters: it keeps the in-flight region after a server was killed, continues at
+//! the used index, requests acknowledgements, and suppresses kicks and interrupts by the rules.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 
 pub mod memory;
@@ -36,7 +36,7 @@ pub const P_BACKEND_REQ: u64 = 1 << 5;
 pub const P_INFLIGHT: u64 = 1 << 12;
 pub const P_STATUS: u64 = 1 << 16;
 
-/// What kind of guest this is.
+/// Configuration of a guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     pub queues: u16,
@@ -44,9 +44,9 @@ pub struct Options {
     pub packed: bool,
     pub event_index: bool,
     pub indirect: bool,
-    /// Guest memory for data, in bytes, behind what the queues take.
+    /// Guest memory for data in bytes, after the memory of the queues.
     pub data_bytes: usize,
-    /// Features that the guest does without.
+    /// Features that the guest does not accept.
     pub without: u64,
 }
 
@@ -64,15 +64,15 @@ impl Default for Options {
     }
 }
 
-/// The guest.
+/// Guest with its front-end.
 pub struct FrontEnd {
     pub wire: Wire,
     pub options: Options,
     pub memory: Arc<Memory>,
     pub queues: Vec<Queue>,
-    /// The region of requests in flight: its description, and its file.
+    /// In-flight region: its description, and its file.
     pub inflight: Option<(Vec<u8>, OwnedFd)>,
-    /// Our end of the back-end's channel.
+    /// This side's end of the back-end channel.
     pub channel: Option<UnixStream>,
     pub features: u64,
 }
@@ -97,7 +97,7 @@ impl FrontEnd {
         Ok(this)
     }
 
-    /// Connected, and nothing said yet.
+    /// Creates a guest that is connected and has sent no message.
     pub fn unconfigured(stream: UnixStream, options: Options, memory: Arc<Memory>) -> io::Result<Self> {
         let ring = RingOptions {
             size: options.size,
@@ -125,7 +125,7 @@ impl FrontEnd {
         })
     }
 
-    /// Guest address where data may go.
+    /// Returns the first guest address for data.
     pub fn data(&self) -> u64 {
         area_bytes(self.options.size) * u64::from(self.options.queues)
     }
@@ -134,7 +134,7 @@ impl FrontEnd {
         &mut self.queues[0]
     }
 
-    /// Goes on with another server: the one before has died, or has closed the connection.
+    /// Continues with another server, after the previous one was killed or has closed the connection.
     pub fn reconnect(&mut self, stream: UnixStream) -> io::Result<()> {
         self.wire = Wire::new(stream)?;
         self.channel = None;
@@ -165,7 +165,7 @@ impl FrontEnd {
         self.wire.tell_u64(wire::SET_FEATURES, self.features)
     }
 
-    /// One region description, as in SET_MEM_TABLE and ADD_MEM_REG.
+    /// Encodes one region description, as in SET_MEM_TABLE and ADD_MEM_REG.
     pub fn region(start: u64, bytes: u64) -> Vec<u8> {
         longs(&[start, bytes, USER_BASE + start, start])
     }
@@ -176,13 +176,13 @@ impl FrontEnd {
         self.wire.tell(wire::SET_MEM_TABLE, &table, &[self.memory.file()])
     }
 
-    /// Hands over the region of requests in flight, and starts every queue.
+    /// Hands over the in-flight region, and starts every queue.
     pub fn start_queues(&mut self) -> io::Result<()> {
         self.set_inflight()?;
         (0..self.queues.len()).try_for_each(|index| self.start_queue(index))
     }
 
-    /// Hands over the region of requests in flight, a new one if there is none yet.
+    /// Hands over the in-flight region, which is requested from the server if there is none yet.
     pub fn set_inflight(&mut self) -> io::Result<()> {
         if self.inflight.is_none() {
             let mut wish = longs(&[0, 0]);
@@ -206,7 +206,7 @@ impl FrontEnd {
         self.start_queue_at(index, self.queues[index].ring.base())
     }
 
-    /// Starts a queue, and says that it goes on at `base`.
+    /// Starts a queue at the position `base`.
     pub fn start_queue_at(&mut self, index: usize, base: u32) -> io::Result<()> {
         let queue = &self.queues[index];
         let ring = index as u32;
@@ -233,7 +233,7 @@ impl FrontEnd {
         self.wire.tell(wire::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// GET_VRING_BASE: stops a queue and returns where it goes on.
+    /// Stops a queue with GET_VRING_BASE and returns its position.
     pub fn stop_queue(&self, index: usize) -> io::Result<u32> {
         let reply = self.wire.ask(wire::GET_VRING_BASE, &words(&[index as u32, 0]))?;
         let bytes = reply.payload.get(4..8).and_then(|bytes| bytes.try_into().ok());
@@ -242,7 +242,7 @@ impl FrontEnd {
             .ok_or_else(|| io::Error::other("no ring base"))
     }
 
-    /// Bytes of the configuration space.
+    /// Reads bytes of the configuration space.
     pub fn config(&self, offset: u32, len: u32) -> io::Result<Vec<u8>> {
         let mut payload = words(&[offset, len, 0]);
         payload.resize(12 + len as usize, 0);
@@ -256,7 +256,7 @@ impl FrontEnd {
         self.wire.tell(wire::SET_CONFIG, &payload, &[])
     }
 
-    /// The disk's size in bytes.
+    /// Returns the disk's size, in bytes.
     pub fn capacity(&self) -> io::Result<u64> {
         let bytes = self.config(0, 8)?;
         let sectors: [u8; 8] = bytes.try_into().map_err(|_| io::Error::other("no capacity"))?;

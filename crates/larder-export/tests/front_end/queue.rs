@@ -17,10 +17,10 @@ pub const T_GET_ID: u32 = 8;
 pub const T_DISCARD: u32 = 11;
 pub const T_WRITE_ZEROES: u32 = 13;
 
-/// What the status byte holds until the device writes it.
+/// Value of the status byte until the device writes it.
 pub const UNANSWERED: u8 = 0xff;
 
-/// [`AREA_BYTES`] have room for rings of up to this many descriptors.
+/// Largest ring for which [`AREA_BYTES`] is sufficient, in descriptors.
 pub const SIZE_MAX: u16 = 1024;
 const SLOT_BYTES: u64 = 256;
 const SLOT_SEGMENT: u64 = 16;
@@ -30,23 +30,23 @@ const DRIVER_AT: u64 = 0x4000;
 const DEVICE_AT: u64 = 0x6000;
 const SLOTS_AT: u64 = 0x1_0000;
 
-/// The most descriptors in an indirect table that a slot has room for.
+/// Largest number of descriptors of the indirect table in a slot.
 const SLOT_TABLE_LEN: usize = 12;
 
-/// Guest memory that a queue of up to [`SIZE_MAX`] descriptors takes up, in bytes.
+/// Guest memory of a queue of up to [`SIZE_MAX`] descriptors, in bytes.
 pub const AREA_BYTES: u64 = SLOTS_AT + SLOT_BYTES * SIZE_MAX as u64;
 
-/// How many areas of [`AREA_BYTES`] a ring of `size` descriptors takes up.
+/// Returns the number of areas of [`AREA_BYTES`] that a ring of `size` descriptors needs.
 fn areas(size: u16) -> u64 {
     u64::from(size.div_ceil(SIZE_MAX).max(1))
 }
 
-/// Guest memory that a queue of `size` descriptors takes up, in bytes.
+/// Returns the guest memory that a queue of `size` descriptors needs, in bytes.
 pub fn area_bytes(size: u16) -> u64 {
     AREA_BYTES * areas(size)
 }
 
-/// A request as a driver makes it.
+/// Request of a driver.
 #[derive(Clone, Debug)]
 pub struct Request<'a> {
     pub kind: u32,
@@ -86,7 +86,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// A request that has come back.
+/// Completed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     pub id: u16,
@@ -94,7 +94,7 @@ pub struct Completion {
     pub written: u32,
 }
 
-/// One virtqueue of the disk.
+/// Virtqueue of the disk.
 pub struct Queue {
     memory: Arc<Memory>,
     slots: u64,
@@ -102,13 +102,13 @@ pub struct Queue {
     pub kick: OwnedFd,
     pub call: OwnedFd,
     indirect: bool,
-    /// Kicks sent, and interrupts received.
+    /// Number of kicks sent, and of interrupts received.
     pub kicks: u64,
     pub interrupts: u64,
 }
 
 impl Queue {
-    /// A queue whose rings and headers live from guest address `area` on.
+    /// Creates a queue whose rings and headers begin at guest address `area`.
     pub fn new(memory: &Arc<Memory>, area: u64, options: RingOptions, indirect: bool) -> io::Result<Self> {
         let areas = areas(options.size);
         let places = Places {
@@ -132,12 +132,12 @@ impl Queue {
         self.slots + SLOT_BYTES * u64::from(id)
     }
 
-    /// Whether `pieces` more data pieces fit now.
+    /// Returns whether a request with `pieces` data pieces fits now.
     pub fn has_room(&self, pieces: usize) -> bool {
         self.ring.free_slots() >= if self.indirect { 1 } else { pieces + 2 }
     }
 
-    /// Adds a request; [`Queue::go`] shows it to the device.
+    /// Adds a request; [`Queue::go`] publishes it to the device.
     pub fn add(&mut self, request: &Request<'_>) -> u16 {
         let id = self.ring.next_id().expect("the ring is full");
         let table = self.indirect.then_some(self.slot(id) + SLOT_TABLE);
@@ -171,7 +171,7 @@ impl Queue {
         id
     }
 
-    /// A discard or write-zeroes of one segment.
+    /// Adds a discard or write-zeroes of one segment.
     pub fn add_segment(&mut self, kind: u32, sector: u64, sectors: u32, flags: u32) -> u16 {
         let id = self.ring.next_id().expect("the ring is full");
         let at = self.slot(id) + SLOT_SEGMENT;
@@ -188,19 +188,19 @@ impl Queue {
         })
     }
 
-    /// Shows what was added, with a kick if the device wants one.
+    /// Publishes the added requests, and kicks if the device wants it.
     pub fn go(&mut self) {
         if self.ring.publish() {
             self.kick_now();
         }
     }
 
-    /// Shows what was added and never kicks, as a guest that saw too late that it should.
+    /// Publishes the added requests without a kick, as a guest that read the device's event suppression too early.
     pub fn show_silently(&mut self) {
         self.ring.publish();
     }
 
-    /// Asks for an interrupt and does not look again, as a guest that looked too early.
+    /// Enables interrupts without a recheck of the used ring, as a guest that read the ring too early.
     pub fn want_interrupt_too_late(&mut self) {
         self.ring.want_interrupt();
     }
@@ -210,7 +210,7 @@ impl Queue {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// What has come back already.
+    /// Returns a completion that has already arrived.
     pub fn try_complete(&mut self) -> Option<Completion> {
         let (id, written) = self.ring.take_used()?;
         let mut status = [0];
@@ -222,7 +222,7 @@ impl Queue {
     /// Waits for the next completion, asleep until the device's interrupt.
     ///
     /// # Errors
-    /// `TimedOut`: nothing came, or something came but no interrupt.
+    /// `TimedOut`: no completion arrived, or one arrived without an interrupt.
     pub fn complete(&mut self, limit: Duration) -> io::Result<Completion> {
         let give_up = Instant::now() + limit;
         loop {
@@ -237,7 +237,7 @@ impl Queue {
         }
     }
 
-    /// Waits for an interrupt and takes it.
+    /// Waits for an interrupt and consumes it.
     pub fn wait_for_interrupt(&mut self, give_up: Instant) -> io::Result<()> {
         let left = give_up.saturating_duration_since(Instant::now());
         let limit = Timespec {
@@ -258,13 +258,13 @@ impl Queue {
         Ok(())
     }
 
-    /// One request from start to end.
+    /// Makes one request and waits for its completion.
     pub fn run(&mut self, request: &Request<'_>) -> io::Result<Completion> {
         let id = self.add(request);
         self.finish(id)
     }
 
-    /// Shows what was added and waits for `id`, the only one in flight.
+    /// Publishes the added requests and waits for `id`, the only one in flight.
     pub fn finish(&mut self, id: u16) -> io::Result<Completion> {
         self.go();
         let completion = self.complete(Duration::from_secs(240))?;

@@ -1,6 +1,6 @@
-//! The driver's side of a virtqueue, split and packed (virtio 1.2, 2.7 and 2.8). It keeps its own books, as a driver
-//! does, and believes nothing of what the device writes but what the ring is for; breaking the rules is up to the caller,
-//! who has the addresses.
+//! Driver's side of a virtqueue, split and packed (virtio 1.2, 2.7 and 2.8). It keeps its own state, as a driver
+//! does, and trusts only those bytes of the device that the ring is for. A caller that wants to violate the rules has
+//! the addresses.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -13,14 +13,14 @@ pub const DESC_F_INDIRECT: u16 = 4;
 pub const DESC_F_AVAIL: u16 = 1 << 7;
 pub const DESC_F_USED: u16 = 1 << 15;
 
-/// A piece of guest memory for the device.
+/// Piece of guest memory for the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
     pub address: u64,
     pub len: u32,
 }
 
-/// Where the ring's three parts are, in guest addresses.
+/// Guest addresses of the ring's three parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
     pub descriptors: u64,
@@ -28,7 +28,7 @@ pub struct Places {
     pub device: u64,
 }
 
-/// What a driver sets up.
+/// Ring options of a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct RingOptions {
     pub size: u16,
@@ -36,7 +36,7 @@ pub struct RingOptions {
     pub event_index: bool,
 }
 
-/// One virtqueue.
+/// Driver's side of a virtqueue.
 pub struct DriverRing {
     memory: Arc<Memory>,
     places: Places,
@@ -44,11 +44,11 @@ pub struct DriverRing {
     /// Split: free descriptors. Packed: free buffer ids.
     free: Vec<u16>,
     free_slots: u16,
-    /// By id: the descriptors (split) or their number (packed) of the chain in flight.
+    /// Chains in flight, by id: their descriptors (split), or as many zeros (packed).
     chains: Vec<Vec<u16>>,
     next_available: u16,
     published: u16,
-    /// Packed: places added since the last [`DriverRing::publish`].
+    /// Packed: number of slots added since the last [`DriverRing::publish`].
     added: u16,
     next_used: u16,
     available_wrap: bool,
@@ -60,7 +60,7 @@ fn passed(event: u16, new: u16, old: u16) -> bool {
 }
 
 impl DriverRing {
-    /// Zeroes the ring's memory and begins at 0.
+    /// Creates a ring: zeroes its memory and begins at 0.
     pub fn new(memory: &Arc<Memory>, places: Places, options: RingOptions) -> Self {
         let size = usize::from(options.size);
         memory.write(places.descriptors, &vec![0; 16 * size]);
@@ -95,34 +95,35 @@ impl DriverRing {
         self.options
     }
 
-    /// Descriptors that are free.
+    /// Returns the number of free descriptors.
     pub fn free_slots(&self) -> usize {
         usize::from(self.free_slots)
     }
 
-    /// The id that the next chain will have.
+    /// Returns the id of the next chain.
     pub fn next_id(&self) -> Option<u16> {
         self.free.last().copied()
     }
 
-    /// Ids in flight.
+    /// Returns the ids in flight.
     pub fn in_flight(&self) -> Vec<u16> {
         (0..self.options.size)
             .filter(|id| !self.chains[usize::from(*id)].is_empty())
             .collect()
     }
 
-    /// The base for SET_VRING_BASE as QEMU sends it at the start, or after the server died.
+    /// Returns the base for SET_VRING_BASE as QEMU sends it at the start, or after a server was killed.
     pub fn base(&self) -> u32 {
         if !self.options.packed {
-            // What has been used: QEMU gives up what it does not know to be under way.
+            // QEMU uses the used index, because it does not know which later requests are in flight.
             return u32::from(self.memory.word16(self.places.device + 2).load(Ordering::Acquire));
         }
         let used = u32::from(self.next_used) | u32::from(self.used_wrap) << 15;
         used << 16 | used
     }
 
-    /// Adds a chain: through an indirect table at `table`, if given. Split rings show it with [`DriverRing::publish`].
+    /// Adds a chain, through an indirect table at `table` if given. Split rings publish it with
+    /// [`DriverRing::publish`].
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer], table: Option<u64>) -> u16 {
         let all: Vec<(Buffer, u16)> = (readable.iter().map(|buffer| (*buffer, 0)))
             .chain(writable.iter().map(|buffer| (*buffer, DESC_F_WRITE)))
@@ -152,7 +153,7 @@ impl DriverRing {
     fn write_table(&self, table: u64, all: &[(Buffer, u16)]) {
         for (index, (buffer, flags)) in all.iter().enumerate() {
             let last = index + 1 == all.len();
-            // Packed tables are not linked: the flag means nothing there.
+            // Packed tables are not linked: the flag has no meaning there.
             let next = if last || self.options.packed { 0 } else { DESC_F_NEXT };
             let (link, flags) = (index as u16 + 1, flags | next);
             let at = table + 16 * index as u64;
@@ -186,7 +187,7 @@ impl DriverRing {
         id
     }
 
-    /// Puts a head into the available ring, be it valid or not.
+    /// Puts a head into the available ring, valid or not.
     pub fn put_available(&mut self, id: u16) {
         let slot = u64::from(self.next_available % self.options.size);
         self.memory
@@ -205,7 +206,7 @@ impl DriverRing {
             let lap = if self.available_wrap { DESC_F_AVAIL } else { DESC_F_USED };
             let flags = flags | next | lap;
             if index == 0 {
-                // Shown last.
+                // The first descriptor becomes available last.
                 head_flags = flags;
                 self.memory.write(at, &buffer.address.to_le_bytes());
                 self.memory.write(at + 8, &buffer.len.to_le_bytes());
@@ -225,7 +226,7 @@ impl DriverRing {
         id
     }
 
-    /// Shows what was added, and says whether the device wants a kick for it.
+    /// Publishes the added chains, and returns whether the device wants a kick for them.
     pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.next_available);
         self.published = new;
@@ -258,7 +259,7 @@ impl DriverRing {
         }
     }
 
-    /// The next chain that came back: its id, and how many bytes the device says it wrote.
+    /// Takes the next used chain: its id, and the number of bytes that the device reports as written.
     pub fn take_used(&mut self) -> Option<(u16, u32)> {
         let (id, written) = if self.options.packed {
             self.packed_used()?
@@ -304,7 +305,7 @@ impl DriverRing {
         Some((id, self.memory.word32(at + 8).load(Ordering::Relaxed)))
     }
 
-    /// Asks for an interrupt with the next chain that comes back. Look once more afterwards.
+    /// Enables an interrupt for the next used chain. The caller must recheck the ring afterwards.
     pub fn want_interrupt(&mut self) {
         let driver = self.places.driver;
         match (self.options.packed, self.options.event_index) {

@@ -1,4 +1,4 @@
-//! vhost-user messages from the front-end's side (QEMU `docs/interop/vhost-user.rst`), sound ones and others.
+//! vhost-user messages of the front-end (QEMU `docs/interop/vhost-user.rst`), valid ones and others.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -39,10 +39,10 @@ const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// A test fails after this long without an answer, instead of hanging.
+/// Time without a reply after which a test fails instead of hanging.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// A message that came.
+/// Received message.
 pub struct Message {
     pub request: u32,
     pub flags: u32,
@@ -50,10 +50,10 @@ pub struct Message {
     pub files: Vec<OwnedFd>,
 }
 
-/// The connection.
+/// Connection to the back-end.
 pub struct Wire {
     stream: UnixStream,
-    /// REPLY_ACK was agreed on: every request is acknowledged.
+    /// True if REPLY_ACK was negotiated: every request is acknowledged.
     pub acknowledged: bool,
 }
 
@@ -89,7 +89,7 @@ impl Wire {
         Ok(())
     }
 
-    /// A message's bytes.
+    /// Encodes a message.
     pub fn encode(request: u32, need_reply: bool, payload: &[u8]) -> Vec<u8> {
         let flags = VERSION | if need_reply { NEED_REPLY } else { 0 };
         let mut bytes = Vec::new();
@@ -139,13 +139,13 @@ impl Wire {
         Ok(())
     }
 
-    /// A request that has a reply of its own.
+    /// Sends a request that has a reply of its own, and returns the reply.
     pub fn ask(&self, request: u32, payload: &[u8]) -> io::Result<Message> {
         self.send_raw(&Self::encode(request, false, payload), &[])?;
         self.reply_to(request)
     }
 
-    /// A request that is only carried out; waits for the acknowledgement, if that was agreed on.
+    /// Sends a request without a reply; waits for the acknowledgement, if that was negotiated.
     pub fn tell(&self, request: u32, payload: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.send_raw(&Self::encode(request, self.acknowledged, payload), files)?;
         if !self.acknowledged {
@@ -179,7 +179,7 @@ impl Wire {
         self.tell(request, &value.to_ne_bytes(), &[])
     }
 
-    /// A request about one ring: index and a number.
+    /// Sends a request about one ring: index and a number.
     pub fn tell_ring(&self, request: u32, ring: u32, value: u32) -> io::Result<()> {
         self.tell(request, &words(&[ring, value]), &[])
     }

@@ -1,4 +1,4 @@
-//! Any bytes as a vhost-user message, with any number of descriptors.
+//! Fuzz target: arbitrary bytes as a vhost-user message, with an arbitrary number of descriptors.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;

@@ -1,5 +1,5 @@
-//! NBD, both sides: a server that gets any bytes, and a client whose server sends any. Some steps are sound pieces of the
-//! protocol, so that the rest is reached.
+//! Fuzz targets for NBD: a server that receives arbitrary bytes, and a client whose server sends arbitrary bytes.
+//! Some steps are valid parts of the protocol, so that later phases are reached.
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
@@ -35,7 +35,7 @@ struct Kit {
     _folder: Folder,
 }
 
-/// A folder for sockets that goes with the thread.
+/// Directory for sockets, removed when the thread ends.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -62,7 +62,7 @@ thread_local! {
     };
 }
 
-/// What is there to read is thrown away; whether the other side is still there.
+/// Reads and discards all available bytes; returns whether the peer is still connected.
 fn drain(mut stream: &UnixStream, mut each: impl FnMut(&[u8])) -> bool {
     let mut bytes = [0; 4096];
     loop {
@@ -75,11 +75,11 @@ fn drain(mut stream: &UnixStream, mut each: impl FnMut(&[u8])) -> bool {
 }
 
 fn send(mut stream: &UnixStream, bytes: &[u8]) {
-    // The other side may have hung up, or not keep up: both are fine.
+    // The peer may have closed the connection, or be too slow: both are acceptable.
     let _ = stream.write(bytes);
 }
 
-/// A server gets `data`.
+/// Sends `data` to a server.
 pub fn server(data: &[u8]) {
     KIT.with(|kit| {
         let stream = UnixStream::connect(&kit.server_path).expect("the server listens");
@@ -116,7 +116,7 @@ fn option(number: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Structured replies or extended headers, then the default export.
+/// Encodes options that negotiate structured replies or extended headers, then select the default export.
 fn negotiation(choice: u8) -> Vec<u8> {
     [option(8 + 3 * u32::from(choice % 2), &[]), option(7, &[0; 6])].concat()
 }
@@ -163,7 +163,7 @@ fn client_bytes(input: &mut Input<'_>) -> Vec<u8> {
     }
 }
 
-/// A client whose server sends `data`.
+/// Runs a client whose server sends `data`.
 pub fn client(data: &[u8]) {
     KIT.with(|kit| {
         let uri = format!("nbd+unix:///x?socket={}", kit.client_path.display());
@@ -203,7 +203,7 @@ pub fn client(data: &[u8]) {
     });
 }
 
-/// One of each request.
+/// Makes one request of each kind.
 async fn ask(device: &dyn BlockDevice) {
     let mut bytes = [0; 4096];
     let _ = device.extents(ByteRange::new(0, 65536), 16).await;
@@ -216,7 +216,7 @@ async fn ask(device: &dyn BlockDevice) {
     let _ = device.flush().await;
 }
 
-/// Plays the server's part until the client is done.
+/// Acts as the server until the client is done.
 async fn play(kit: &Kit, data: &[u8], done: Rc<RefCell<bool>>) {
     let mut stream: Option<UnixStream> = None;
     let mut input = Input(data);
@@ -265,7 +265,8 @@ fn greeting(flags: u16) -> Vec<u8> {
     bytes
 }
 
-/// Yes to structured replies and the map, no to extended headers, a disk with the features in `flags`, go.
+/// Encodes the server's replies: accepts structured replies and block status, refuses extended headers, and exports a
+/// disk with the features in `flags`.
 fn welcome(flags: u16) -> Vec<u8> {
     let refuse = 1 << 31 | 1;
     let mut info = vec![0, 0];

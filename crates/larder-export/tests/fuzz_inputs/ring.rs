@@ -1,4 +1,4 @@
-//! A virtqueue in memory that holds any bytes, indirect tables included.
+//! Fuzz target: a virtqueue in memory with arbitrary contents, including indirect tables.
 
 use larder_export::vhost_user::memory::GuestMemory;
 use larder_export::vhost_user::message::{RegionInfo, RingAddresses};
@@ -8,7 +8,7 @@ use rustix::fs::MemfdFlags;
 use super::Input;
 
 const MEMORY_BYTES: u64 = 1 << 16;
-/// The guest's memory ends where addresses end: the worst place for sums.
+/// Guest memory ends at the end of the address space, where sums of addresses overflow.
 const GUEST_BASE: u64 = u64::MAX - MEMORY_BYTES;
 
 pub fn run(data: &[u8], packed: bool) {
@@ -73,7 +73,7 @@ pub fn run(data: &[u8], packed: bool) {
     }
 }
 
-/// Overwrites some of the memory, mostly in the rings.
+/// Overwrites some of the memory, usually in the rings.
 fn patch(input: &mut Input<'_>, base: *mut u8) {
     let count = input.byte() % 8;
     for _ in 0..count {

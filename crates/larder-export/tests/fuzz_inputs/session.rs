@@ -1,5 +1,5 @@
-//! A whole connection: messages in any order with any contents, over a guest memory that changes meanwhile, to a disk in
-//! RAM. Some steps are sound pieces of a set-up, so that the rest is reached.
+//! Fuzz target: a whole connection to a disk in RAM, with messages in any order and with any contents, over guest
+//! memory that changes meanwhile. Some steps are valid parts of a set-up, so that later phases are reached.
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -85,7 +85,7 @@ pub fn run(data: &[u8]) {
 impl Guest {
     fn send(&self, request: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         let wire = self.stream.try_clone().and_then(Wire::new);
-        // The server may have hung up, or not keep up: both are fine.
+        // The server may have closed the connection, or be too slow: both are acceptable.
         let _ = wire.and_then(|wire| wire.send_raw(&Wire::encode(request, true, payload), files));
         let mut replies = [0; 4096];
         let _ = (&self.stream).read(&mut replies);
@@ -151,7 +151,7 @@ impl Guest {
         let ring = u32::from(input.byte() % 2);
         let size = 1u32 << (input.byte() % 8);
         if input.byte() & 1 != 0 {
-            // Notes of requests in flight with any contents.
+            // An in-flight region with arbitrary contents.
             let contents = input.bytes(64);
             let _ = rustix::io::pwrite(&self.other, contents, 0);
             let mut description = longs(&[1 << 14, 0]);
@@ -175,7 +175,7 @@ impl Guest {
         self.send(wire::SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
     }
 
-    /// Overwrites some of the guest's memory, mostly in the rings.
+    /// Overwrites some of the guest's memory, usually in the rings.
     fn patch(&self, input: &mut Input<'_>) {
         let ring = u64::from(input.byte() % 2) * 0x8000;
         let at = match input.byte() % 4 {

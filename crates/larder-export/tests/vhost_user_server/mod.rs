@@ -1,4 +1,4 @@
-//! A server in a thread of the test's, over a device that the test can hold and ask.
+//! Server in a thread of the test, over a device that the test can block and observe.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 
 use std::os::unix::net::UnixStream;
@@ -18,10 +18,10 @@ use larder_block::{
 use larder_export::activity::Activity;
 use larder_export::vhost_user::{Serial, VhostUserOptions, VhostUserServer};
 
-/// Size of the test disk in bytes.
+/// Size of the test disk, in bytes.
 pub const DISK_BYTES: u64 = 8 << 20;
 
-/// What the test shares with the device.
+/// State that the test shares with the device.
 #[derive(Default)]
 pub struct Probe {
     held: AtomicBool,
@@ -30,11 +30,11 @@ pub struct Probe {
     pub durable_writes: AtomicU64,
     pub plain_writes: AtomicU64,
     pub flushes: AtomicU64,
-    /// Errors that the server logged.
+    /// Number of errors that the server logged.
     pub errors: AtomicU64,
 }
 
-/// Counts what the server logs as an error.
+/// Log subscriber that counts errors of the server.
 struct ErrorCounter(Arc<Probe>);
 
 impl tracing::Subscriber for ErrorCounter {
@@ -60,7 +60,7 @@ impl tracing::Subscriber for ErrorCounter {
 }
 
 impl Probe {
-    /// From now on requests stay under way until [`Probe::release`].
+    /// Blocks requests from now on, until [`Probe::release`].
     pub fn hold(&self) {
         self.held.store(true, Ordering::SeqCst);
     }
@@ -73,7 +73,7 @@ impl Probe {
         }
     }
 
-    /// Waits until `count` requests have reached the device since it was made.
+    /// Waits until `count` requests have reached the device since it was created.
     pub fn wait_started(&self, count: u64) {
         while self.started.load(Ordering::SeqCst) < count {
             std::thread::yield_now();
@@ -153,7 +153,7 @@ impl BlockDevice for ProbeDevice {
     }
 }
 
-/// A server that takes one connection after the other, as the real one does. Ends with this value.
+/// Server that serves one connection after the other, as the real one does. It ends when it is dropped.
 pub struct Server {
     pub probe: Arc<Probe>,
     connections: Option<mpsc::Sender<UnixStream>>,
@@ -189,7 +189,7 @@ impl Server {
         }
     }
 
-    /// A connection, which is served once the ones before it have ended.
+    /// Returns a connection, which is served once the earlier ones have ended.
     pub fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().expect("a socket pair");
         let connections = self.connections.as_ref().expect("runs");

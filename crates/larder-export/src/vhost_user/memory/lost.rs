@@ -134,7 +134,7 @@ fn install() -> io::Result<()> {
     let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
     if !*installed {
         // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler has the signature that SA_SIGINFO
-        // requires, and only does what is safe between any two instructions.
+        // requires, and its operations are safe between any two instructions.
         let done = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handle_sigbus as *const () as usize;

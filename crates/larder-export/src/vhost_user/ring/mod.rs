@@ -264,7 +264,7 @@ unsafe fn read_descriptor(table: *const u8, index: usize) -> [u8; 16] {
     unsafe { table.add(index * 16).cast::<[u8; 16]>().read_volatile() }
 }
 
-/// Follows an indirect table. `parse` decodes a descriptor of 16 bytes; `chained` tells whether descriptors are
+/// Follows an indirect table. `parse` decodes a descriptor of 16 bytes; `chained` is true if descriptors are
 /// linked by index (split) or simply adjacent (packed).
 fn take_indirect(
     memory: &GuestMemory,
