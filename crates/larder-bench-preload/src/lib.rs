@@ -1,17 +1,19 @@
-//! Loaded by `LD_PRELOAD`, gives a program its memory out of one shared memfd, as QEMU gives a guest its RAM: so a pager
-//! can manage it from outside, and the kernel's swap has the same pages to deal with.
+//! Library for `LD_PRELOAD` that gives a program its memory from one shared memfd, as QEMU gives a guest its RAM. A
+//! pager can then manage the memory from outside, and the kernel's swap handles the same pages.
 //!
-//! `LARDER_BENCH_RAM` says how many bytes the memfd has. It is called `larder-bench-ram`, mapped once, readable and
-//! writable, and that mapping is never split, moved or protected. Private anonymous memory of 64 KiB and more that the
-//! program maps is a part of it, found by [`ranges`]; what it unmaps, or advises not to need, is discarded as QEMU
-//! discards what a balloon has taken: a hole is punched into the memfd, and then the mapping is told. Holes read as
-//! zeros, which is what the program expects of memory that is new.
+//! `LARDER_BENCH_RAM` is the size of the memfd, in bytes. The memfd is named `larder-bench-ram`, and mapped once,
+//! readable and writable; that mapping is never split, moved or protected. Private anonymous memory of 64 KiB and
+//! more that the program maps is allocated from it by [`ranges`]. Memory that the program unmaps, or marks as not
+//! needed with `madvise`, is discarded as QEMU discards the memory of a balloon: a hole is punched into the memfd,
+//! and then the mapping is discarded, too. Holes read as zeros, which the program expects of new memory.
 //!
-//! What stays outside: what the C library maps for itself (`malloc`, stacks of threads), files, smaller mappings, and
-//! all for which there is no room left. Protection is not kept: memory that is mapped without access can be accessed.
+//! Other memory stays outside: mappings of the C library itself (`malloc`, thread stacks), files, smaller mappings,
+//! and all mappings for which no space is left. Protection is not implemented: memory that is mapped without access
+//! can be accessed.
 //!
-//! A hole that cannot be punched ends the program, since what it would read later would be wrong. So does touching this
-//! memory after a fork: children do not have it, or they would write to their parent's.
+//! If a hole cannot be punched, the program is aborted, because later reads would return wrong data. An access to
+//! this memory after a fork kills the child: children do not inherit the mapping, because they would write to their
+//! parent's memory.
 
 mod ranges;
 
@@ -23,12 +25,12 @@ use ranges::Ranges;
 
 const PAGE: usize = 4096;
 const LEAST: usize = 64 << 10;
-/// Where the mapping begins is a multiple of this: huge pages are possible.
+/// Alignment of the mapping, which makes huge pages possible.
 const ALIGNMENT: usize = 2 << 20;
 
 static RAM: OnceLock<Option<Ram>> = OnceLock::new();
 
-/// The memfd, and where it is mapped.
+/// The memfd, and its mapping.
 struct Ram {
     fd: c_int,
     start: usize,
@@ -49,13 +51,13 @@ impl Ram {
     }
 
     fn new(size: usize) -> Self {
-        // SAFETY: a C string, and no pointers of which the kernel keeps any.
+        // SAFETY: a valid C string, and no pointers that the kernel retains.
         let fd = unsafe { libc::memfd_create(c"larder-bench-ram".as_ptr(), libc::MFD_CLOEXEC) };
-        // SAFETY: a descriptor of ours.
+        // SAFETY: the descriptor belongs to this function.
         if fd < 0 || unsafe { libc::ftruncate(fd, size as libc::off_t) } != 0 {
             fatal("no memfd of this size can be had");
         }
-        // SAFETY: a mapping of no access, at an address that the kernel chooses, is nobody else's memory.
+        // SAFETY: a mapping without access at an address that the kernel chooses affects no existing memory.
         let room = unsafe {
             kernel_mmap(
                 0,
@@ -70,7 +72,7 @@ impl Ram {
             fatal("there is no room for the memfd");
         }
         let start = room.next_multiple_of(ALIGNMENT);
-        // SAFETY: it replaces a part of the mapping above, which nobody has seen.
+        // SAFETY: it replaces a part of the mapping above, which no other code knows.
         let mapped = unsafe {
             kernel_mmap(
                 start,
@@ -84,7 +86,7 @@ impl Ram {
         if mapped != start {
             fatal("the memfd cannot be mapped");
         }
-        // SAFETY: the mapping above; the call changes none of what is in it.
+        // SAFETY: the range is the mapping above; the call does not change its contents.
         if unsafe { libc::syscall(libc::SYS_madvise, start, size, libc::MADV_DONTFORK) } != 0 {
             fatal("the memfd would be shared with children");
         }
@@ -111,7 +113,7 @@ impl Ram {
         }
     }
 
-    /// Memory of `len` bytes, at `hint` if that is free; full of zeros.
+    /// Allocates `len` bytes of zeros, at `hint` if that is free.
     fn take(&self, hint: usize, len: usize) -> Option<usize> {
         let mut ranges = self.ranges();
         if let Part::All(range) = self.part(hint, len)
@@ -123,17 +125,17 @@ impl Ram {
     }
 
     fn give(&self, range: Range<usize>) {
-        // Nobody may be given it before it is empty.
+        // The range must be empty before another call can allocate it.
         self.discard(&range);
         self.ranges().give(range);
     }
 
-    /// Makes it zeros, without memory.
+    /// Discards the contents of a range, which reads as zeros afterwards.
     fn discard(&self, range: &Range<usize>) {
         let (offset, len) = (range.start as libc::off_t, range.len() as libc::off_t);
         let how = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         loop {
-            // SAFETY: a descriptor of ours, and no pointers.
+            // SAFETY: the descriptor belongs to self, and no pointers are passed.
             if unsafe { libc::fallocate(self.fd, how, offset, len) } == 0 {
                 break;
             }
@@ -141,8 +143,8 @@ impl Ram {
                 fatal("no hole can be punched into the memfd");
             }
         }
-        // What tells a userfaultfd. The file keeps what else there is, which is nothing.
-        // SAFETY: a part of our mapping; the program gave it up.
+        // This call notifies a userfaultfd. The memfd's contents are not affected, because the hole has none.
+        // SAFETY: the range is a part of self's mapping, and the program has released it.
         let told = unsafe {
             libc::syscall(
                 libc::SYS_madvise,
@@ -156,7 +158,7 @@ impl Ram {
         }
     }
 
-    /// `mremap` of memory of ours.
+    /// Implements `mremap` for memory of the memfd.
     ///
     /// # Safety
     /// `old` belongs to the program.
@@ -173,19 +175,19 @@ impl Ram {
             return Some(addr);
         }
         let new = may_move.then(|| self.take(0, new_len)).flatten()?;
-        // SAFETY: both are mapped, and they do not overlap: the new one was free.
+        // SAFETY: both ranges are mapped and do not overlap, because the new one was free.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, new as *mut u8, old.len()) };
         self.give(old);
         Some(new)
     }
 }
 
-/// What of a range of addresses is in the memfd's mapping.
+/// Part of an address range that lies in the memfd's mapping.
 enum Part {
     None,
-    /// Offsets in it.
+    /// All of it, as offsets in the memfd.
     All(Range<usize>),
-    /// Its ends, or addresses within pages: for which there is no use.
+    /// Some of it, or addresses within pages, which is not supported.
     Some,
 }
 
@@ -194,12 +196,12 @@ fn pages(len: usize) -> usize {
 }
 
 fn errno() -> c_int {
-    // SAFETY: this thread's own.
+    // SAFETY: errno is this thread's own.
     unsafe { *libc::__errno_location() }
 }
 
 fn failed(errno: c_int) -> c_int {
-    // SAFETY: this thread's own.
+    // SAFETY: errno is this thread's own.
     unsafe { *libc::__errno_location() = errno };
     -1
 }
@@ -214,17 +216,19 @@ fn fatal(what: &str) -> ! {
     std::process::abort()
 }
 
+/// Calls the kernel's `mmap`.
+///
 /// # Safety
-/// That of `mmap`.
+/// As for `mmap`.
 unsafe fn kernel_mmap(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: libc::off_t) -> usize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as usize }
 }
 
-/// The C library's, of which it takes the place.
+/// Replaces the C library's `mmap`.
 ///
 /// # Safety
-/// That of `mmap`.
+/// As for `mmap`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mmap(
     addr: *mut c_void,
@@ -247,7 +251,7 @@ pub unsafe extern "C" fn mmap(
                             map_failed(libc::EEXIST)
                         };
                     }
-                    // New memory in the place of old, as it may be of free.
+                    // The range may be free or in use; in either case it becomes new memory.
                     ram.discard(&range);
                     let mut ranges = ram.ranges();
                     ranges.give(range.clone());
@@ -270,14 +274,14 @@ pub unsafe extern "C" fn mmap(
             }
         }
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { kernel_mmap(addr as usize, len, prot, flags, fd, offset) as *mut c_void }
 }
 
-/// The C library's other name for [`mmap`].
+/// Replaces the C library's `mmap64`, which is another name for [`mmap`].
 ///
 /// # Safety
-/// That of `mmap`.
+/// As for `mmap`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mmap64(
     addr: *mut c_void,
@@ -287,11 +291,11 @@ pub unsafe extern "C" fn mmap64(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     unsafe { mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// What a call does with addresses of ours, or the kernel's answer if they are none.
+/// Calls `ours` for addresses in the memfd's mapping, and `kernel` for others.
 fn ours_or(
     addr: *mut c_void,
     len: usize,
@@ -310,25 +314,25 @@ fn ours_or(
     }
 }
 
-/// The C library's, of which it takes the place.
+/// Replaces the C library's `munmap`.
 ///
 /// # Safety
-/// That of `munmap`.
+/// As for `munmap`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     ours_or(addr, len, Ram::give, || unsafe {
         libc::syscall(libc::SYS_munmap, addr, len)
     })
 }
 
-/// The C library's, of which it takes the place: memory of ours stays readable and writable.
+/// Replaces the C library's `mprotect`; memory of the memfd stays readable and writable.
 ///
 /// # Safety
-/// That of `mprotect`.
+/// As for `mprotect`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     ours_or(
         addr,
         len,
@@ -337,10 +341,10 @@ pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) ->
     )
 }
 
-/// The C library's, of which it takes the place: of memory of ours only what discards it is done.
+/// Replaces the C library's `madvise`; for memory of the memfd, only advice that discards it has an effect.
 ///
 /// # Safety
-/// That of `madvise`.
+/// As for `madvise`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     let ours = |ram: &Ram, range: Range<usize>| {
@@ -348,26 +352,26 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
             ram.discard(&range);
         }
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees it.
     ours_or(addr, len, ours, || unsafe {
         libc::syscall(libc::SYS_madvise, addr, len, advice)
     })
 }
 
-/// The C library's, of which it takes the place. Nothing needs to be done for it.
+/// Replaces the C library's `posix_madvise`, and does nothing.
 ///
 /// # Safety
-/// None.
+/// There are no requirements.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn posix_madvise(_addr: *mut c_void, _len: usize, _advice: c_int) -> c_int {
     0
 }
 
-/// The C library's, of which it takes the place. The last argument is optional there, which on these processors is an
-/// argument that nobody looks at.
+/// Replaces the C library's `mremap`. The last argument is optional there; on the supported CPUs a missing one is an
+/// argument with an undefined value, which is not used.
 ///
 /// # Safety
-/// That of `mremap`.
+/// As for `mremap`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mremap(
     addr: *mut c_void,
@@ -378,14 +382,14 @@ pub unsafe extern "C" fn mremap(
 ) -> *mut c_void {
     match Ram::get().map(|ram| (ram, ram.part(addr as usize, old_len))) {
         Some((ram, Part::All(range))) if new_len > 0 && flags & !libc::MREMAP_MAYMOVE == 0 => {
-            // SAFETY: the caller's.
+            // SAFETY: the caller guarantees it.
             match unsafe { ram.resize(range, new_len, flags & libc::MREMAP_MAYMOVE != 0) } {
                 Some(addr) => addr as *mut c_void,
                 None => map_failed(libc::ENOMEM),
             }
         }
         Some((_, Part::All(_) | Part::Some)) => map_failed(libc::EINVAL),
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees it.
         _ => unsafe { libc::syscall(libc::SYS_mremap, addr, old_len, new_len, flags, new_addr) as *mut c_void },
     }
 }

@@ -1,24 +1,24 @@
-//! Which addresses are free.
+//! Allocator of address ranges.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The free ranges of `0..len`. No two of them touch.
+/// Set of the free ranges of `0..len`, of which no two are adjacent.
 #[derive(Debug)]
 pub(crate) struct Ranges {
-    /// The end of each, by its start.
+    /// End of each free range, by its start.
     free: BTreeMap<usize, usize>,
 }
 
 impl Ranges {
-    /// All of `0..len`.
+    /// Creates a set in which all of `0..len` is free.
     pub(crate) fn new(len: usize) -> Self {
         Self {
             free: BTreeMap::from([(0, len)]),
         }
     }
 
-    /// Takes the first `len` that are free: what is in use stays together.
+    /// Allocates the first free range of `len`, which keeps used memory together.
     pub(crate) fn take(&mut self, len: usize) -> Option<usize> {
         let (start, end) = self.free.iter().find(|(start, end)| *end - *start >= len)?;
         let (start, end) = (*start, *end);
@@ -29,7 +29,7 @@ impl Ranges {
         Some(start)
     }
 
-    /// Takes `range` if all of it is free.
+    /// Allocates `range` if all of it is free.
     pub(crate) fn take_at(&mut self, range: &Range<usize>) -> bool {
         let Some((start, end)) = self.free.range(..=range.start).next_back() else {
             return false;
@@ -48,10 +48,11 @@ impl Ranges {
         true
     }
 
-    /// Makes `range` free, of which parts may be free already.
+    /// Frees `range`, parts of which may be free already.
     pub(crate) fn give(&mut self, range: Range<usize>) {
         let Range { mut start, mut end } = range;
-        // Those that overlap it, or touch it: ends grow with starts, so the last ones are looked at first.
+        // Merges ranges that overlap it or are adjacent. Ends increase with starts, so the last ones are checked
+        // first.
         while let Some((other_start, other_end)) = self.free.range(..=end).next_back() {
             let (other_start, other_end) = (*other_start, *other_end);
             if other_end < start {
@@ -93,8 +94,9 @@ mod tests {
     }
 
     proptest! {
+        /// Allocated ranges were free, and freed ranges can be allocated again.
         #[test]
-        fn what_is_taken_was_free_and_what_is_given_is(steps in prop::collection::vec(step(), 1..100)) {
+        fn ranges_match_reference_model(steps in prop::collection::vec(step(), 1..100)) {
             let mut ranges = Ranges::new(LEN);
             let mut free = [true; LEN];
             for step in steps {

@@ -1,28 +1,30 @@
-//! Which codec pays, by what it did with the pages before.
+//! Choice of the codec for single pages, based on the results for earlier pages.
 //!
-//! A byte that need not be stored is worth so many nanoseconds of encoding ([`Goal`]). A page then costs what encoding it
-//! took and what the bytes that remain are worth. [`Choice`] keeps, for each codec, moving averages of both over its last
-//! 16 pages or so, and takes the codec that costs least. One page of 31 goes to the other one, so that its averages
-//! follow when pages change.
+//! A byte that need not be stored is worth a number of nanoseconds of encoding ([`Goal`]). The cost of a page is the
+//! time of encoding it plus the value of the remaining bytes. [`Choice`] keeps moving averages of both for each
+//! codec, over about its last 16 pages, and takes the cheaper codec. One page of 31 is given to the other codec (a
+//! probe), so that its averages follow when pages change.
 //!
-//! Once 16 pages running did not fit the caller's limit, pages are kept as they are, but for one of 7 that is tried, with
-//! either codec in turn; the first that fits ends this. Pages that fit now and then among others are so never given up.
+//! After 16 consecutive pages that did not fit the caller's limit, pages are stored unencoded, except for one of 7,
+//! which is tried with either codec in turn. The first that fits ends this. Pages of which some fit now and then are
+//! therefore always encoded.
 //!
-//! 31 and 7 are odd since pages come in patterns of even lengths. The same records lead to the same picks:
-//! there is no clock and no randomness here. Records may come late, in any order and from several threads' pages, or not
-//! at all.
+//! 31 and 7 are odd because pages arrive in patterns of even lengths. The choice is deterministic: it uses neither a
+//! clock nor randomness. Records may arrive late, in any order and for pages of several threads, or not at all.
 
 use crate::{Codec, PAGE};
 
-/// What counts. What a byte is worth goes by what zstd takes for each byte that it saves over LZ4, on the machine of the
-/// measurements in `examples/pages`: 5 ns on a column of numbers, 9-19 ns on text, programs and heaps, 130 ns on pages
-/// that are nearly all zeros. Decoding takes a quarter to a third of encoding and goes along with it.
+/// Goal of the choice, which sets the value of a byte. The values follow from the time that zstd takes for each byte
+/// that it saves over LZ4, on the machine of the measurements in `examples/pages`: 5 ns on a column of numbers, 9-19
+/// ns on text, programs and heaps, 130 ns on pages that are nearly all zeros. Decoding takes a quarter to a third of
+/// encoding, in proportion to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// Compressed memory: a guest waits for the decoding. LZ4, but where zstd stores less than half as much, and where many
-    /// pages fit with zstd alone.
+    /// Compressed memory, whose decoding a guest waits for. Chooses LZ4, except where zstd stores less than half as
+    /// much, or where many pages fit with zstd alone.
     Speed,
-    /// The SSD, which takes longer than any codec: zstd, but for pages of which LZ4 leaves nearly nothing too.
+    /// SSD, which takes longer than any codec. Chooses zstd, except for pages that LZ4 reduces to nearly nothing,
+    /// too.
     Size,
 }
 
@@ -35,30 +37,31 @@ impl Goal {
     }
 }
 
-/// Pages from one that the other codec gets to the next.
+/// Interval, in pages, at which the other codec is probed.
 const PROBE_EVERY: u32 = 31;
-/// Pages running that did not fit, after which pages are kept as they are.
+/// Consecutive pages that did not fit, after which pages are stored unencoded.
 const MISFITS_MAX: u32 = 16;
-/// Pages from one that is tried all the same to the next.
+/// Interval, in pages, at which encoding is retried while pages are stored unencoded.
 const RETRY_EVERY: u32 = 7;
 
-/// The next codec to use on pages of one kind: one for each kind that compresses in its own way, such as a VM.
+/// Choice for pages of one kind. A separate one is needed for each kind that compresses differently, such as for each
+/// VM.
 #[derive(Clone, Debug)]
 pub struct Choice {
     goal: Goal,
     lz4: Average,
     zstd: Average,
-    /// Since a probe or a retry.
+    /// Pages since a probe or a retry.
     pages: u32,
-    /// What the next retry takes.
+    /// Codec of the next retry.
     retry: Codec,
-    /// Running, up to [`MISFITS_MAX`].
+    /// Consecutive pages that did not fit, up to [`MISFITS_MAX`].
     misfits: u32,
 }
 
 impl Choice {
-    /// That has seen no page: it begins with what pays on most, [`Codec::Lz4`] for [`Goal::Speed`] and [`Codec::Zstd`] for
-    /// [`Goal::Size`].
+    /// Creates a choice without results. It begins with the codec that pays off for most pages: [`Codec::Lz4`] for
+    /// [`Goal::Speed`] and [`Codec::Zstd`] for [`Goal::Size`].
     #[must_use]
     pub const fn new(goal: Goal) -> Self {
         Self {
@@ -71,7 +74,8 @@ impl Choice {
         }
     }
 
-    /// What to encode the next page with; `None`: keep it as it is. Not for pages that [`crate::uniform_word`] tells.
+    /// Returns the codec for the next page, or `None` if it is to be stored unencoded. Not meant for pages that
+    /// [`crate::uniform_word`] handles.
     pub fn pick(&mut self) -> Option<Codec> {
         let kept = self.misfits == MISFITS_MAX;
         let best = self.best();
@@ -89,8 +93,8 @@ impl Choice {
         }
     }
 
-    /// Hears what became of a page: the bytes it takes, `None` if it did not fit, and the nanoseconds that encoding took,
-    /// in either case.
+    /// Records the result for a page: its length, `None` if it did not fit, and the nanoseconds that encoding took in
+    /// either case.
     pub fn record(&mut self, codec: Codec, encoded: Option<usize>, ns: u64) {
         self.misfits = if encoded.is_some() {
             0
@@ -104,7 +108,7 @@ impl Choice {
         }
     }
 
-    /// What costs least; of equals, what is decoded sooner.
+    /// Returns the cheapest codec; of equals, the one that decodes faster.
     fn best(&self) -> Codec {
         let ns_per_byte = self.goal.ns_per_byte();
         if self.zstd.cost_ns(ns_per_byte) < self.lz4.cost_ns(ns_per_byte) {
@@ -122,7 +126,7 @@ const fn other(codec: Codec) -> Codec {
     }
 }
 
-/// Moving averages of one codec's pages, each as the sum that [`Self::PAGES`] pages like it would have.
+/// Moving averages of one codec's pages, each stored as the sum over [`Self::PAGES`] pages.
 #[derive(Clone, Debug)]
 struct Average {
     bytes_sum: u64,
@@ -131,7 +135,7 @@ struct Average {
 
 impl Average {
     const PAGES: u64 = 16;
-    /// Of one page; no sum overflows.
+    /// Upper bound of the time of a page, so that no sum overflows.
     const NS_MAX: u64 = 1_000_000;
 
     const fn new(bytes: u64, ns: u64) -> Self {
@@ -142,7 +146,7 @@ impl Average {
     }
 
     fn record(&mut self, bytes: u64, ns: u64) {
-        // A thread that lost its CPU meanwhile says nothing about the codec.
+        // The thread may have lost its CPU meanwhile, which must not count for the codec.
         let ns = ns.min(4 * self.ns_sum / Self::PAGES).clamp(1, Self::NS_MAX);
         self.bytes_sum = self.bytes_sum - self.bytes_sum / Self::PAGES + bytes;
         self.ns_sum = self.ns_sum - self.ns_sum / Self::PAGES + ns;
@@ -157,7 +161,7 @@ impl Average {
 mod tests {
     use super::*;
 
-    /// Bytes and nanoseconds of LZ4 and zstd, as measured.
+    /// Length and nanoseconds with LZ4 and with zstd, as measured.
     struct Kind {
         lz4: (Option<usize>, u64),
         zstd: (Option<usize>, u64),
@@ -179,13 +183,13 @@ mod tests {
         lz4: (None, 1100),
         zstd: (None, 2700),
     };
-    /// Of few letters without repetition: only the coding of letters helps.
+    /// Few distinct letters without repetition: only entropy coding helps.
     const BASE64: Kind = Kind {
         lz4: (None, 1300),
         zstd: (Some(3060), 6000),
     };
 
-    /// How many of `pages` of a kind went to no codec, to LZ4 and to zstd.
+    /// Encodes `pages` pages of a kind; returns how many were left unencoded, used LZ4, and used zstd.
     fn feed(choice: &mut Choice, kind: &Kind, pages: usize) -> [usize; 3] {
         let mut picks = [0; 3];
         for _ in 0..pages {
@@ -204,23 +208,25 @@ mod tests {
         picks
     }
 
-    /// As [`feed`], once the averages have settled.
+    /// Returns the result of [`feed`] once the averages are stable.
     fn settled(goal: Goal, kind: &Kind) -> [usize; 3] {
         let mut choice = Choice::new(goal);
         feed(&mut choice, kind, 4000);
         feed(&mut choice, kind, 3100)
     }
 
+    /// Compressed memory uses LZ4, except where zstd stores less than half as much.
     #[test]
-    fn memory_takes_lz4_but_where_zstd_stores_less_than_half() {
+    fn memory_prefers_lz4() {
         assert_eq!(Choice::new(Goal::Speed).pick(), Some(Codec::Lz4));
         assert_eq!(settled(Goal::Speed, &TEXT), [0, 3000, 100]);
         assert_eq!(settled(Goal::Speed, &SPARSE), [0, 3000, 100]);
         assert_eq!(settled(Goal::Speed, &SEQUENCE), [0, 100, 3000]);
     }
 
+    /// The SSD uses zstd, except where LZ4 leaves nearly nothing, too.
     #[test]
-    fn the_ssd_takes_zstd_but_where_lz4_leaves_nothing() {
+    fn ssd_prefers_zstd() {
         assert_eq!(Choice::new(Goal::Size).pick(), Some(Codec::Zstd));
         assert_eq!(settled(Goal::Size, &TEXT), [0, 100, 3000]);
         assert_eq!(settled(Goal::Size, &SEQUENCE), [0, 100, 3000]);
@@ -228,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_compress_is_left_alone_and_probed() {
+    fn incompressible_pages_are_only_probed() {
         for goal in [Goal::Speed, Goal::Size] {
             let mut choice = Choice::new(goal);
             feed(&mut choice, &RANDOM, 100);
@@ -240,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_fit_now_and_then_are_not_given_up() {
+    fn occasionally_fitting_pages_stay_encoded() {
         let mut choice = Choice::new(Goal::Speed);
         for _ in 0..500 {
             assert_eq!(feed(&mut choice, &RANDOM, 15)[0], 0);
@@ -249,14 +255,14 @@ mod tests {
     }
 
     #[test]
-    fn what_only_one_codec_compresses_gets_it() {
+    fn only_compressing_codec_is_chosen() {
         for goal in [Goal::Speed, Goal::Size] {
             assert_eq!(settled(goal, &BASE64), [0, 100, 3000], "{goal:?}");
         }
     }
 
     #[test]
-    fn a_stream_that_begins_to_compress_is_soon_compressed() {
+    fn newly_compressible_stream_is_compressed() {
         for goal in [Goal::Speed, Goal::Size] {
             let mut choice = Choice::new(goal);
             feed(&mut choice, &RANDOM, 10_000);
@@ -266,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interruption_does_not_change_the_codec() {
+    fn interruption_does_not_change_codec() {
         let mut choice = Choice::new(Goal::Speed);
         feed(&mut choice, &TEXT, 1000);
         choice.record(Codec::Lz4, TEXT.lz4.0, 50_000_000);
@@ -274,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn no_record_is_too_much() {
+    fn extreme_records_are_tolerated() {
         let mut choice = Choice::new(Goal::Size);
         for _ in 0..1000 {
             choice.record(Codec::Zstd, Some(usize::MAX), u64::MAX);

@@ -1,10 +1,10 @@
-//! The codecs, and the numbers that they are stored by.
+//! Codecs of single pages, and their numbers in stored data.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// How a page was encoded.
+/// Encoding of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Codec {
@@ -14,16 +14,17 @@ pub enum Codec {
     Zstd = 2,
 }
 
-/// A number that no codec of this version has: of damage, or of a later version.
+/// Error for a number that no codec of this version has: the data is damaged, or was written by a later version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("no codec has the number {0}")]
 pub struct UnknownCodec(pub u8);
 
 impl Codec {
-    /// All of them.
+    /// All codecs.
     pub const ALL: [Self; 2] = [Self::Lz4, Self::Zstd];
 
-    /// The number it is stored by: never 0, so that what was never written names no codec.
+    /// Returns the number that is stored with the data. It is never 0, so that memory that was never written names no
+    /// codec.
     #[must_use]
     pub const fn number(self) -> u8 {
         self as u8
@@ -55,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_numbers_of_codecs_stay_and_others_are_refused() {
+    fn codec_numbers_are_stable() {
         assert_eq!(Codec::Lz4.number(), 1);
         assert_eq!(Codec::Zstd.number(), 2);
         for number in 0..=u8::MAX {

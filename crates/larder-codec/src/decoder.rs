@@ -1,41 +1,41 @@
-//! Bytes to pages, whatever the bytes are.
+//! Decoder of single pages, safe for arbitrary input.
 
 use thiserror::Error;
 
 use crate::{Codec, PAGE, lz4, zstd};
 
-/// Why stored bytes make no page.
+/// Reason why stored bytes do not decode to a page.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
-    /// They are not of this codec.
+    /// The bytes are not valid for this codec.
     #[error("{codec}: the {len} bytes stored are damaged: {why}")]
     Damaged {
-        /// By which they were to be decoded.
+        /// Codec of the data.
         codec: Codec,
-        /// Bytes stored.
+        /// Length of the data.
         len: usize,
-        /// In the words of the codec's library.
+        /// Message of the codec's library.
         why: String,
     },
-    /// They end before the page does.
+    /// The bytes end before the page does.
     #[error("{codec}: the {len} bytes stored make {decoded} bytes and no page of {PAGE}")]
     Short {
-        /// By which they were decoded.
+        /// Codec of the data.
         codec: Codec,
-        /// Bytes stored.
+        /// Length of the data.
         len: usize,
-        /// Bytes they make.
+        /// Number of decoded bytes.
         decoded: usize,
     },
 }
 
-/// The state of all codecs that decode, for one thread at a time; some 100 KiB, kept from page to page.
+/// State of all decoding codecs, for one thread at a time; about 100 KiB, reused from page to page.
 pub struct Decoder {
     zstd: zstd::Decoder,
 }
 
 impl Decoder {
-    /// With no page seen.
+    /// Creates the state.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -43,10 +43,10 @@ impl Decoder {
         }
     }
 
-    /// Decodes `data`, all of it, which must make a page exactly.
+    /// Decodes all of `data`, which must result in exactly one page.
     ///
     /// # Errors
-    /// `page` is then of no meaning, and must reach no guest.
+    /// The data is damaged. `page` then has no meaningful contents, and must not reach a guest.
     pub fn decode(&mut self, codec: Codec, data: &[u8], page: &mut [u8; PAGE]) -> Result<(), DecodeError> {
         let decoded = match codec {
             Codec::Lz4 => lz4::decode(data, page),

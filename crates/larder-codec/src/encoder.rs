@@ -1,15 +1,15 @@
-//! Pages to bytes.
+//! Encoder of single pages.
 
 use crate::{Codec, PAGE, lz4, zstd};
 
-/// The state of all codecs that encode, for one thread at a time; some 70 KiB, kept from page to page.
+/// State of all encoding codecs, for one thread at a time; about 70 KiB, reused from page to page.
 pub struct Encoder {
     lz4: lz4::Encoder,
     zstd: zstd::Encoder,
 }
 
 impl Encoder {
-    /// With no page seen; what comes out of it never depends on earlier pages.
+    /// Creates the state. The output of an encoder never depends on earlier pages.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -18,9 +18,9 @@ impl Encoder {
         }
     }
 
-    /// Encodes `page` into the front of `out` and returns the bytes it takes there, at least 1; `None` if it does not fit,
-    /// or leaves fewer than some 30 bytes to spare, and `out` is then of no meaning. Who wants no page that saves less than
-    /// a quarter passes 3/4 of a page.
+    /// Encodes `page` into the front of `out` and returns the length of the result, at least 1. Returns `None` if the
+    /// result does not fit, or would leave fewer than about 30 bytes free; `out` then has no meaningful contents. A
+    /// caller that rejects pages which save less than a quarter passes 3/4 of a page.
     pub fn encode(&mut self, codec: Codec, page: &[u8; PAGE], out: &mut [u8]) -> Option<usize> {
         match codec {
             Codec::Lz4 => self.lz4.encode(page, out),

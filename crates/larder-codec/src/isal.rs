@@ -1,12 +1,13 @@
-//! Intel's ISA-L, `libisal.so.2`, loaded when it is first asked for; deflate at a level of its own, by vector instructions.
+//! Intel's ISA-L, `libisal.so.2`, loaded at its first use: deflate at a level of its own, with vector instructions.
 //!
-//! Its streams are C structures of 82 and 88 KiB, most of which is the library's own; their first fields are public and
-//! written down here after ISA-L 2.30 (2.31 has the same). A library with another layout must do no harm and is not used: both structures lie
-//! in the middle of far more room than they need, and a library that does not take and give known pages exactly, through
-//! these fields and by zlib-rs too, or that touches the end of the room, is refused once and for all.
+//! Its streams are C structures of 82 and 88 KiB, most of which is internal to the library. Their first fields are
+//! public and declared here after ISA-L 2.30 (2.31 has the same). A library with another layout must do no harm and
+//! is not used. Both structures therefore lie at the start of far larger memory. A library is refused permanently if
+//! it does not encode and decode known pages exactly through these fields, and compatibly with zlib-rs, or if it
+//! touches the end of that memory.
 //!
-//! `isal_deflate_stateless` and `isal_inflate_stateless` keep to the lengths of both buffers whatever the bytes are; the
-//! tests run damaged streams between pages that cannot be touched.
+//! `isal_deflate_stateless` and `isal_inflate_stateless` respect the lengths of both buffers for every input; the
+//! tests run damaged streams between inaccessible pages.
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
@@ -18,12 +19,12 @@ use crate::library;
 
 pub(crate) const LIBRARY: &str = "libisal.so.2";
 
-/// Why igzip is not used.
+/// Reason why igzip is not used.
 #[derive(Clone, Debug)]
 pub(crate) enum LoadError {
-    /// In the words of the loader.
+    /// The library cannot be loaded; the message of the loader.
     Absent(String),
-    /// What the library did otherwise.
+    /// The library behaves differently; a description.
     Layout(&'static str),
 }
 
@@ -32,7 +33,7 @@ type InitStream = unsafe extern "C" fn(NonNull<StreamHead>);
 type OnState = unsafe extern "C" fn(NonNull<StateHead>) -> c_int;
 type InitState = unsafe extern "C" fn(NonNull<StateHead>);
 
-/// The library's functions; it is never unloaded.
+/// Functions of the library, which is never unloaded.
 #[derive(Clone, Copy)]
 pub(crate) struct Isal {
     deflate_init: InitStream,
@@ -41,7 +42,7 @@ pub(crate) struct Isal {
     inflate: OnState,
 }
 
-/// The library, if there is one that can be used.
+/// Returns the library, if a usable one exists.
 pub(crate) fn loaded() -> Result<Isal, &'static LoadError> {
     static LOADED: OnceLock<Result<Isal, LoadError>> = OnceLock::new();
     LOADED.get_or_init(load).as_ref().copied()
@@ -49,11 +50,11 @@ pub(crate) fn loaded() -> Result<Isal, &'static LoadError> {
 
 fn load() -> Result<Isal, LoadError> {
     let absent = |why: libloading::Error| LoadError::Absent(library::reason(&why));
-    // SAFETY: what ISA-L runs when it is loaded is the choice of functions by the processor's features. Another library
-    // of this name is the administrator's doing, as for every library that the program is linked to.
+    // SAFETY: when ISA-L is loaded it only selects functions by the CPU's features. Another library of this name is
+    // the responsibility of the administrator, as for every library that the program is linked to.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
-    // SAFETY: these are the signatures of `igzip_lib.h`, a pointer to a structure instead of the structure's name; that
-    // each has the layout expected is found out below.
+    // SAFETY: these are the signatures of `igzip_lib.h`, with a pointer to the declared head in place of the
+    // structure; the self-test below checks the layout.
     let isal = unsafe {
         Isal {
             deflate_init: *library.get(c"isal_deflate_stateless_init").map_err(absent)?,
@@ -62,13 +63,13 @@ fn load() -> Result<Isal, LoadError> {
             inflate: *library.get(c"isal_inflate_stateless").map_err(absent)?,
         }
     };
-    // The functions stay where they are.
+    // The library must stay loaded, because the functions are used from now on.
     std::mem::forget(library);
     trial(isal).map_err(LoadError::Layout)?;
     Ok(isal)
 }
 
-/// `struct isal_zstream` up to the library's own state.
+/// `struct isal_zstream` up to the library's internal state.
 #[repr(C)]
 struct StreamHead {
     next_in: *const u8,
@@ -99,7 +100,7 @@ struct StateHead {
     read_in_length: i32,
 }
 
-/// Zeroed memory on a cache line's bound. 256 KiB hold either structure three times.
+/// Zeroed memory, aligned to a cache line. 256 KiB are three times the size of either structure.
 struct Room(Box<[Line]>);
 
 #[derive(Clone, Copy)]
@@ -111,24 +112,24 @@ impl Room {
         Self(vec![Line([0; 64]); bytes.div_ceil(64)].into())
     }
 
-    /// Of the whole room; a `T` of zeros is a `T`, and smaller than it.
+    /// Returns a pointer to the start of the memory. `T` must be smaller than it, and valid if all bytes are zero.
     fn start<T>(&mut self) -> NonNull<T> {
         NonNull::new(self.0.as_mut_ptr().cast()).expect("a box is somewhere")
     }
 }
 
 const STRUCTURE_ROOM: usize = 256 << 10;
-/// `ISAL_DEF_LVL1_DEFAULT`: a hash table, and tokens of 64 Ki matches and literals, which make a block.
+/// `ISAL_DEF_LVL1_DEFAULT`: a hash table, and tokens of 64 Ki matches and literals, which form a block.
 const LEVEL_ROOM: usize = 282_624;
 
-/// Compresses by igzip's level 1, which takes little longer than level 0 and leaves a tenth to a half less.
+/// Encoder with igzip's level 1, which takes little longer than level 0 and leaves a tenth to a half less.
 pub(crate) struct Deflate {
     isal: Isal,
     stream: Room,
     level: Room,
 }
 
-// SAFETY: it owns both rooms, and the library keeps nothing for a thread.
+// SAFETY: self owns both memories, and the library keeps no thread-local state.
 unsafe impl Send for Deflate {}
 
 impl Deflate {
@@ -140,12 +141,13 @@ impl Deflate {
         }
     }
 
-    /// One raw stream in the front of `out`, and its bytes; `None` if it does not fit.
+    /// Encodes one raw stream into the front of `out` and returns its length; `None` if it does not fit.
     pub(crate) fn encode(&mut self, input: &[u8], out: &mut [u8]) -> Option<usize> {
         let (avail_in, avail_out) = (u32::try_from(input.len()).ok()?, len_of(out));
         let stream = self.stream.start::<StreamHead>();
-        // SAFETY: the room is larger than the structure, zeroed or as the library left it, and no one else's. The buffers
-        // are as long as is said, and not used after the call. Levels from 1 on need the level's room, as long as is said.
+        // SAFETY: the memory is larger than the structure, zeroed or as the library left it, and exclusively owned.
+        // The buffers have the given lengths, and are not used after the call. Levels from 1 on need the level
+        // buffer, which has the given length.
         let (returned, head) = unsafe {
             (self.isal.deflate_init)(stream);
             let head = &mut *stream.as_ptr();
@@ -164,7 +166,7 @@ impl Deflate {
     }
 }
 
-/// Decompresses raw streams.
+/// Decoder of raw streams.
 pub(crate) struct Inflate {
     isal: Isal,
     state: Room,
@@ -181,7 +183,8 @@ impl Inflate {
         }
     }
 
-    /// Bytes of `out` that `data` made, or why it is no stream of at most that length.
+    /// Decodes `data` and returns the number of bytes, or an error if it is not a stream of at most the length of
+    /// `out`.
     pub(crate) fn decode(&mut self, data: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
         let avail_in = u32::try_from(data.len()).map_err(|_| "it is longer than any batch")?;
         let state = self.state.start::<StateHead>();
@@ -212,7 +215,7 @@ fn len_of(out: &[u8]) -> u32 {
     u32::try_from(out.len()).unwrap_or(u32::MAX)
 }
 
-/// Known pages there and back, and what of the layout that does not bear out.
+/// Self-test: encodes and decodes known pages; returns a description of the first deviation.
 fn trial(isal: Isal) -> Result<(), &'static str> {
     const UNTOUCHED: Line = Line([0xa5; 64]);
     let pages: Vec<u8> = (0..12 * 1024_u32)
@@ -227,7 +230,7 @@ fn trial(isal: Isal) -> Result<(), &'static str> {
     deflate.stream.0[beyond..].fill(UNTOUCHED);
     inflate.state.0[beyond..].fill(UNTOUCHED);
 
-    // Twice, since the second time finds what the first has left.
+    // Twice, because the second run starts from the state that the first has left.
     for _ in 0..2 {
         let mut encoded = vec![0; pages.len()];
         let len = deflate

@@ -1,13 +1,13 @@
-//! Pages that one word tells.
+//! Detection of pages that repeat one word.
 
 use crate::PAGE;
 
 const WORD: usize = size_of::<u64>();
 
-/// The word that the page is made of all over, in the machine's byte order; 0 for a page of zeros.
+/// Returns the word that the page repeats, in native byte order; 0 for a page of zeros.
 ///
-/// A page that equals itself one word further on is such a page, and this comparison is the C library's `memcmp`: with
-/// the widest vectors of the machine, and over at the first difference.
+/// A page repeats a word if it equals itself shifted by one word. The comparison is the C library's `memcmp`, which
+/// uses the widest vectors of the machine and ends at the first difference.
 #[must_use]
 pub fn uniform_word(page: &[u8; PAGE]) -> Option<u64> {
     let (first, rest) = page.split_first_chunk::<WORD>().expect("a page is longer than a word");
@@ -27,14 +27,14 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_one_word_tells_it() {
+    fn uniform_page_returns_its_word() {
         for word in [0, 1, u64::MAX, 0x0123_4567_89ab_cdef, 0x0101_0101_0101_0101] {
             assert_eq!(uniform_word(&page_of(word)), Some(word));
         }
     }
 
     #[test]
-    fn one_other_bit_anywhere_is_seen() {
+    fn any_changed_bit_is_detected() {
         let mut page = page_of(0x5555_0000_ffff_1234);
         for bit in 0..PAGE * 8 {
             page[bit / 8] ^= 1 << (bit % 8);
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn a_period_other_than_a_word_is_seen() {
+    fn other_periods_are_not_uniform() {
         for period in [3, 5, 7, 9, 16, 2048] {
             let page = std::array::from_fn(|at| (at % period % 251) as u8);
             assert_eq!(uniform_word(&page), None, "period {period}");

@@ -1,8 +1,9 @@
-//! Zstd frames, with contexts that are kept.
+//! Zstd frames, with reused contexts.
 //!
-//! Level 1, which the sizes of a page suit: the negative levels do without the entropy coding of literals, which is what
-//! zstd has over LZ4 on pages of text and of programs, and level 3 gives 2 % for a fifth more time. The window is a page,
-//! and the hash table has an entry for each of its bytes, 16 KiB: the level's own is twice that, for the same sizes.
+//! Level 1 suits pages. The negative levels omit the entropy coding of literals, which is the advantage of zstd over
+//! LZ4 on pages of text and of programs. Level 3 gains 2 % for a fifth more time. The window is a page. The hash
+//! table has an entry for each byte of a page, 16 KiB; the default of the level is twice that, for the same output
+//! sizes.
 
 use zstd::zstd_safe::{CCtx, CParameter, DCtx, get_error_name};
 
@@ -28,9 +29,10 @@ impl Encoder {
         Self(context)
     }
 
-    /// See [`crate::Encoder::encode`].
+    /// Encodes a page; see [`crate::Encoder::encode`].
     pub(crate) fn encode(&mut self, page: &[u8; PAGE], out: &mut [u8]) -> Option<usize> {
-        // The other error is of memory for the context, before its first page: stored as it is, a page loses nothing.
+        // The other possible error is a lack of memory for the context, at its first page; the page is then stored
+        // unencoded.
         self.0.compress2(out, page).ok()
     }
 }
@@ -42,8 +44,8 @@ impl Decoder {
         Self(DCtx::create())
     }
 
-    /// Bytes of the page that `data` made, or why it is no frame. Memory does not depend on what a frame asks for, since
-    /// the page is its window.
+    /// Decodes `data` and returns the number of bytes, or an error if it is not a zstd frame. Memory use does not
+    /// depend on the frame, because the page is the window.
     pub(crate) fn decode(&mut self, data: &[u8], page: &mut [u8; PAGE]) -> Result<usize, String> {
         self.0
             .decompress(&mut page[..], data)

@@ -1,6 +1,6 @@
-//! Requests to accelerators: each comes back once, as what its method makes, and none costs an allocation.
+//! Tests of accelerators: each request is returned once, with the output of its method, and allocates nothing.
 //!
-//! One test alone, since all allocations of the process are counted.
+//! The file has a single test, because all allocations of the process are counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -16,11 +16,11 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: the system's allocator does it all.
+// SAFETY: all work is done by the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise is handed on.
+        // SAFETY: the caller's guarantee is passed on.
         unsafe { System.alloc(layout) }
     }
 
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// All that lies on the way of a batch.
+/// All parts that a batch passes through.
 struct Sending {
     pool: Pool,
     dispatcher: Dispatcher,
@@ -81,7 +81,7 @@ impl Sending {
         }
     }
 
-    /// Sends `batches` batches by all methods, in one run and in several, some of them too long for their limit.
+    /// Encodes `batches` batches by all methods, in one run and in several, some of them exceeding their limit.
     fn send(&mut self, batches: u64) {
         let mut given_back = 0;
         for tag in 0..batches {
@@ -150,8 +150,9 @@ impl Sending {
     }
 }
 
+/// Requests are returned once, decode correctly, and allocate nothing after a warm-up.
 #[test]
-fn requests_come_back_once_decode_and_allocate_nothing_once_all_is_made() {
+fn requests_return_once_without_allocation() {
     let mut sending = Sending::new();
     sending.send(1000);
     let before = ALLOCATIONS.load(Ordering::Relaxed);
@@ -164,7 +165,7 @@ fn requests_come_back_once_decode_and_allocate_nothing_once_all_is_made() {
         let done = one.statistics;
         assert_eq!(done.submitted, done.completed, "{one:?}");
         assert_eq!(done.failed, 0, "{one:?}");
-        // Each has had its turn.
+        // Every instance was used.
         assert!(
             done.completed > 100 && done.misfits > 0 && done.bytes_out < done.bytes_in && done.ns > 0,
             "{one:?}"
@@ -172,6 +173,6 @@ fn requests_come_back_once_decode_and_allocate_nothing_once_all_is_made() {
     }
     let others = statistics.last().expect("the dispatcher itself");
     assert_eq!(others.statistics.submitted, 0, "all methods have an instance");
-    // The buffer is free again.
+    // The buffer is not referenced any more.
     assert!(Arc::get_mut(&mut sending.memory).is_some());
 }

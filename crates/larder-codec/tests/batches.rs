@@ -1,16 +1,16 @@
-//! What a migration relies on: batches come back as they were, and bytes, whatever they are, do no harm.
+//! Tests of the guarantees for a migration: batches are restored exactly, and arbitrary input does no harm.
 
 use larder_codec::PAGE;
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, DecodeError, Decoder, Encoder, Method};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// Room for a batch that does not compress, in any format.
+/// Size of a buffer for an incompressible batch, in any format.
 const ROOM: usize = BATCH_BYTES + BATCH_BYTES / 128 + 1024;
-/// What a method may want beyond what it makes: deflate as much as a stored block, zstd its bound.
+/// Bytes that a method may require beyond its output: deflate as much as a stored block, zstd its bound.
 const TO_SPARE: usize = 2048;
 
-/// One page or several, from uniform to random: a piece repeated, pieces one after another, words that grow.
+/// Generates data for pages, from uniform to random: a repeated piece, concatenated pieces, words that grow.
 fn pieces() -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         vec(any::<u8>(), 1..64),
@@ -46,8 +46,8 @@ fn encoded(method: Method, batch: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Decodes over different contents, between bytes that must stay: what comes out is the same, or an error in both, and
-/// never of what lay there.
+/// Decodes into buffers of different contents, between bytes that must not change. The results must be equal, data or
+/// error, and must not contain earlier contents of the buffer.
 fn decoded(decoder: &mut Decoder, method: Method, data: &[u8], pages: usize) -> Result<Vec<u8>, DecodeError> {
     let mut decode = |fill: u8| {
         let mut place = vec![fill; (pages + 2) * PAGE];
@@ -67,8 +67,9 @@ fn decoded(decoder: &mut Decoder, method: Method, data: &[u8], pages: usize) -> 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
+    /// Batches decode to the original, independently of earlier batches and of runs.
     #[test]
-    fn batches_come_back_as_they_were(batches in vec((batches(), methods(), 1..9_usize), 1..6)) {
+    fn batches_decode_to_original(batches in vec((batches(), methods(), 1..9_usize), 1..6)) {
         let (mut encoder, mut decoder) = (Encoder::new(), Decoder::new());
         let mut out = vec![0; ROOM];
         for (batch, method, run) in batches {
@@ -81,8 +82,9 @@ proptest! {
         }
     }
 
+    /// A batch is encoded if it fits, and refused otherwise, without writing past the limit.
     #[test]
-    fn a_batch_fits_or_is_refused_by_the_room_there_is(
+    fn batch_respects_output_limit(
         batch in batches(),
         method in methods(),
         anywhere in any::<prop::sample::Index>(),
@@ -101,14 +103,14 @@ proptest! {
             }
             prop_assert!(out[room..].iter().all(|&byte| byte == 0x5a));
         }
-        // The encoder is no worse for it.
+        // The encoder still works.
         let mut out = vec![0; ROOM];
         let len = encoder.encode(method, &[&batch[..]], &mut out).expect("there is room for any batch");
         prop_assert!(out[..len] == whole);
     }
 
     #[test]
-    fn bytes_of_nothing_do_no_harm(data in vec(any::<u8>(), 0..3 * PAGE), method in methods(), pages in 1..=BATCH_PAGES) {
+    fn random_bytes_do_no_harm(data in vec(any::<u8>(), 0..3 * PAGE), method in methods(), pages in 1..=BATCH_PAGES) {
         let _ = decoded(&mut Decoder::new(), method, &data, pages);
     }
 
@@ -139,14 +141,14 @@ proptest! {
         if other_pages != pages {
             prop_assert!(decoded(&mut decoder, method, &whole, other_pages).is_err());
         }
-        // The decoder is no worse for it.
+        // The decoder still works.
         prop_assert!(decoded(&mut decoder, method, &whole, pages).expect("decodes") == batch);
     }
 }
 
-/// Each bit of what is made of two pages, which leads to other paths than random damage.
+/// Inverts each bit of an encoding of two pages, which reaches other paths than random damage.
 #[test]
-fn one_wrong_bit_anywhere_does_no_harm() {
+fn single_bit_errors_do_no_harm() {
     let mut decoder = Decoder::new();
     let mixed: Vec<u8> = (0..2 * PAGE)
         .map(|at| match at / 2048 {
@@ -167,7 +169,7 @@ fn one_wrong_bit_anywhere_does_no_harm() {
 }
 
 #[test]
-fn counters_of_any_step_take_next_to_nothing_as_words() {
+fn counters_compress_well_as_words() {
     for step in [1, 8, 4096, 1 << 40] {
         let batch: Vec<u8> = (0..BATCH_BYTES as u64 / 8)
             .flat_map(|at| (77 + at * step).to_le_bytes())
@@ -176,9 +178,9 @@ fn counters_of_any_step_take_next_to_nothing_as_words() {
     }
 }
 
-/// Made by lz4 1.9, zstd 1.5 and zlib 1.2: what is sent stays readable whatever the libraries become.
+/// Data made by lz4 1.9, zstd 1.5 and zlib 1.2: sent data stays readable with every version of the libraries.
 #[test]
-fn what_others_made_decodes() {
+fn data_of_other_encoders_decodes() {
     let batch: Vec<u8> = b"Larder keeps its pages. ".iter().copied().cycle().take(PAGE).collect();
     let lz4 = [
         &b"\xff\x09Larder keeps its pages. \x18\x00"[..],
@@ -204,10 +206,10 @@ fn what_others_made_decodes() {
     }
 }
 
-/// A counter from 5 on in steps of 2, by its definition: the lowest bytes of the differences are 5, then 511 times 2; all
-/// others are 0.
+/// A counter that starts at 5 with a step of 2, by its definition: the lowest bytes of the differences are 5, then
+/// 511 times 2; all others are 0.
 #[test]
-fn sorted_words_of_the_first_version_decode() {
+fn first_version_sorted_words_decode() {
     let batch: Vec<u8> = (0..PAGE as u64 / 8).flat_map(|at| (5 + 2 * at).to_le_bytes()).collect();
     let sorted = [&[5][..], &[2; 511], &[0; PAGE - 512]].concat();
     let block = encoded(Method::Lz4, &sorted);
@@ -216,7 +218,7 @@ fn sorted_words_of_the_first_version_decode() {
 }
 
 #[test]
-fn claims_of_great_lengths_are_refused() {
+fn excessive_lengths_are_refused() {
     let mut decoder = Decoder::new();
     for first in [0xf0, 0x0f, 0xff] {
         let data = [&[first][..], &[255; 5000]].concat();
@@ -237,8 +239,8 @@ fn claims_of_great_lengths_are_refused() {
 }
 
 #[test]
-fn less_than_the_batch_is_refused_and_said() {
-    // Literals alone: five bytes of a block.
+fn short_data_is_refused_with_reason() {
+    // Only literals: five bytes of a block.
     let short = DecodeError::Short {
         method: Method::Lz4,
         len: 6,
@@ -260,7 +262,7 @@ fn less_than_the_batch_is_refused_and_said() {
 }
 
 #[test]
-fn encoders_and_decoders_may_move_to_other_threads() {
+fn coders_are_send() {
     fn moves<T: Send>() {}
     moves::<Encoder>();
     moves::<Decoder>();

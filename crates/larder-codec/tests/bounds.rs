@@ -1,12 +1,12 @@
-//! Coders between pages that cannot be touched: a byte read or written beyond a buffer ends the test. For the C libraries,
-//! whose word on it is all there is.
+//! Tests of coders between inaccessible pages: an access outside a buffer kills the test. This is for the C
+//! libraries, whose bounds are otherwise only documented.
 
 use larder_codec::PAGE;
 use larder_codec::batch::{Decoder, Encoder, Method};
 use larder_codec::measure::Kind;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-/// Bytes with an untouchable page on either side; those in use lie against one or the other.
+/// Memory with an inaccessible page on either side; the used part is adjacent to one or the other.
 struct Fenced {
     start: *mut u8,
     bytes: usize,
@@ -15,7 +15,7 @@ struct Fenced {
 impl Fenced {
     fn new(pages: usize) -> Self {
         let all = (pages + 2) * PAGE;
-        // SAFETY: a mapping of its own; its outermost pages are never used.
+        // SAFETY: a private mapping, whose outermost pages are never used.
         let start: *mut u8 = unsafe {
             let start = mmap_anonymous(
                 std::ptr::null_mut(),
@@ -36,7 +36,7 @@ impl Fenced {
     }
 
     fn all(&mut self) -> &mut [u8] {
-        // SAFETY: mapped for as long as it lives, and borrowed with it; any bytes are bytes.
+        // SAFETY: mapped as long as self lives, and borrowed with it; any bytes are valid.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(PAGE), self.bytes) }
     }
 
@@ -52,13 +52,13 @@ impl Fenced {
 
 impl Drop for Fenced {
     fn drop(&mut self) {
-        // SAFETY: its own mapping, of which no borrow is left.
+        // SAFETY: its own mapping, of which no borrow exists any more.
         unsafe { munmap(self.start.cast(), self.bytes + 2 * PAGE) }.expect("unmaps");
     }
 }
 
 #[test]
-fn no_coder_touches_what_lies_beyond_its_buffers() {
+fn coders_stay_within_buffers() {
     let (mut encoder, mut decoder) = (Encoder::new(), Decoder::new());
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut below = |end: usize| {
@@ -72,7 +72,7 @@ fn no_coder_touches_what_lies_beyond_its_buffers() {
         for kind in Kind::ALL {
             memory.all().copy_from_slice(&kind.memory(pages * PAGE, 8));
             for method in Method::ALL {
-                // Room that ends just behind what is made, or before.
+                // Limits at the end of the output, and before it.
                 let whole = encoder.encode(method, &[&*memory.all()], encoded.all());
                 let len = whole.unwrap_or(pages * PAGE);
                 for room in [len, len - 1, len / 2, below(len), 1, 0] {

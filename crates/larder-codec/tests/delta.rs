@@ -1,4 +1,5 @@
-//! What a migration relies on: the older page and the delta make the newer page, and any bytes do no harm.
+//! Tests of the guarantees for a migration: the older page and the delta give the newer page, and arbitrary input
+//! does no harm.
 
 use larder_codec::PAGE;
 use larder_codec::delta::{ApplyError, DELTA_BYTES_MAX, apply, changed_words, encode};
@@ -22,7 +23,7 @@ fn add(page: &mut [u8; PAGE], at: usize, difference: u64) {
     page[8 * at..][..8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Small and great, of either sign, on the bounds of each width.
+/// Generates small and large differences, of either sign, at the bounds of each width.
 fn differences() -> impl Strategy<Value = u64> {
     prop_oneof![
         -3..=3_i64,
@@ -33,7 +34,7 @@ fn differences() -> impl Strategy<Value = u64> {
     .prop_map(|difference| difference as u64)
 }
 
-/// A page and a later version of it.
+/// Generates a page and a later version of it.
 fn versions() -> impl Strategy<Value = (Page, Page)> {
     let older = vec(any::<u8>(), 1..64).prop_map(|bytes| page_of(&bytes));
     let change = prop_oneof![
@@ -62,8 +63,9 @@ fn encoded(new: &[u8; PAGE], old: &[u8; PAGE]) -> Vec<u8> {
 }
 
 proptest! {
+    /// A delta restores the newer page, has the documented length, and respects the output limit.
     #[test]
-    fn the_older_page_and_the_delta_make_the_newer(
+    fn delta_restores_newer_page(
         (old, new) in versions(),
         more in vec(any::<u8>(), 0..20),
         room in 0..DELTA_BYTES_MAX,
@@ -86,7 +88,7 @@ proptest! {
     }
 
     #[test]
-    fn a_delta_that_is_cut_off_leaves_the_page_as_it_was((old, new) in versions(), cut in any::<prop::sample::Index>()) {
+    fn truncated_delta_leaves_page_unchanged((old, new) in versions(), cut in any::<prop::sample::Index>()) {
         let delta = encoded(&new, &old);
         let cut = cut.index(delta.len());
         let mut page = old.clone();
@@ -98,7 +100,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_applied_or_leave_the_page_as_it_was(
+    fn refused_bytes_leave_page_unchanged(
         first in 0..32_u8,
         data in vec(prop_oneof![Just(0), Just(1), any::<u8>()], 0..2 * PAGE),
         bytes in vec(any::<u8>(), 1..64),
@@ -114,7 +116,7 @@ proptest! {
 }
 
 #[test]
-fn a_page_counted_up_throughout_takes_9_bytes() {
+fn uniform_increment_takes_9_bytes() {
     let old = page_of(&[1, 2, 3, 4, 5, 6, 7]);
     let mut new = old.clone();
     for at in 0..WORDS {
@@ -125,9 +127,9 @@ fn a_page_counted_up_throughout_takes_9_bytes() {
     assert_eq!(encoded(&new, &old).len(), 1 + PAGE);
 }
 
-/// What was once made stays readable.
+/// Deltas of the first version of the format stay readable.
 #[test]
-fn deltas_of_the_first_version_are_understood() {
+fn first_version_deltas_apply() {
     let old = page_of(&[0xff, 0, 0, 0, 0, 0, 0, 0]);
     let change = |changes: &[(usize, u64)]| {
         let mut new = old.clone();
@@ -175,11 +177,11 @@ fn deltas_of_the_first_version_are_understood() {
 }
 
 #[test]
-fn what_has_no_meaning_is_refused() {
+fn unknown_encodings_are_refused() {
     let mut page = page_of(&[7]);
     for first in 0..=u8::MAX {
         let known = first == 0 || (first & 0xf0 <= 0x10 && (1..=5).contains(&(first & 0xf)));
-        // A map of one word and enough differences.
+        // A map of one word, and enough differences.
         let data = [&[first, 1, 0, 0, 0, 0, 0, 0, 0, 1][..], &[0; PAGE]].concat();
         match apply(&mut page, &data) {
             Err(ApplyError::Unknown(told)) => assert!(told == first && !known),

@@ -1,5 +1,6 @@
-//! Devices' libraries by their software paths, where they are installed: `cargo test -p larder-codec --test devices --
-//! --ignored`. QATzip is in Debian 13 (`libqatzip3`); QPL is in no Debian, and is built as a shared library.
+//! Tests of device libraries by their software paths, where they are installed: `cargo test -p larder-codec --test
+//! devices -- --ignored`. QATzip is in Debian 13 (`libqatzip3`). QPL is not in Debian, and must be built as a shared
+//! library.
 
 use std::sync::Arc;
 
@@ -69,12 +70,12 @@ fn makes_what_decodes(name: &str) {
 
 #[test]
 #[ignore = "needs libqatzip.so.3"]
-fn qatzip_makes_what_decodes() {
+fn qatzip_output_decodes() {
     makes_what_decodes("qat");
 }
 
 #[test]
 #[ignore = "needs libqpl.so.1"]
-fn qpl_makes_what_decodes() {
+fn qpl_output_decodes() {
     makes_what_decodes("iaa");
 }

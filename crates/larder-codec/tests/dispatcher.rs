@@ -1,4 +1,4 @@
-//! What a dispatcher does when instances are full, fail, or make nothing of what is wanted.
+//! Tests of the dispatcher with instances that are full, that fail, or that do not make the requested method.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Req
 use larder_codec::batch::{Decoder, Method};
 use larder_codec::measure::Kind;
 
-/// A device that takes one request at a time and never does any.
+/// Device that accepts one request at a time and always fails.
 #[derive(Default)]
 struct Broken {
     queue: VecDeque<Box<Request>>,
@@ -63,8 +63,9 @@ fn request(pool: &mut Pool, memory: &Arc<Buffer>, tag: u64, method: Method) -> B
     request
 }
 
+/// A batch that a device fails on is encoded by the CPU, and after repeated failures the device is not used any more.
 #[test]
-fn what_a_device_fails_on_is_encoded_all_the_same_and_in_the_end_without_it() {
+fn failing_device_is_replaced_by_cpu() {
     let memory = memory();
     let mut pool = Pool::new(2);
     let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
@@ -87,8 +88,9 @@ fn what_a_device_fails_on_is_encoded_all_the_same_and_in_the_end_without_it() {
     assert_eq!(statistics[1].statistics.completed, 10);
 }
 
+/// A full instance returns the request; other methods go to the CPU.
 #[test]
-fn a_full_instance_gives_the_request_back_and_nothing_waits_elsewhere() {
+fn full_instance_returns_request() {
     let memory = memory();
     let mut pool = Pool::new(2);
     let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
@@ -103,7 +105,7 @@ fn a_full_instance_gives_the_request_back_and_nothing_waits_elsewhere() {
     assert_eq!((refused.tag(), dispatcher.in_flight()), (2, 1));
     assert!(pool.take().is_none(), "a pool is bounded");
     pool.give(refused);
-    // What it does not make goes to the processor.
+    // Methods that the instance does not make are encoded by the CPU.
     let lz4 = request(&mut pool, &memory, 3, Method::Lz4);
     assert!(dispatcher.submit(lz4).is_ok());
     let tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll())

@@ -1,10 +1,11 @@
-//! Random inputs for whatever reads what a peer has sent: a small part of what `testbed/fuzz.sh` does.
+//! Random inputs for all code that parses data of a peer: a small part of the fuzzing that `testbed/fuzz.sh` does.
 
 mod fuzz_inputs;
 
 use fuzz_inputs::{batch, delta};
 
-/// Inputs from a fixed sequence, of many lengths, with more zeros and small numbers than chance would give.
+/// Calls `run` with `count` inputs from a fixed pseudo-random sequence, of many lengths, with extra zeros and small
+/// numbers.
 fn each(count: u64, mut run: impl FnMut(&[u8])) {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -27,11 +28,11 @@ fn each(count: u64, mut run: impl FnMut(&[u8])) {
 }
 
 #[test]
-fn any_batch_is_decoded_or_refused_and_any_pages_come_back() {
+fn random_batches_decode_or_are_refused() {
     each(1_000, batch::run);
 }
 
 #[test]
-fn any_delta_is_applied_or_refused() {
+fn random_delta_is_applied_or_refused() {
     each(20_000, delta::run);
 }

@@ -1,4 +1,4 @@
-//! What a pager relies on: pages come back as they were, and stored bytes, whatever they are, do no harm.
+//! Tests of the guarantees for a pager: pages are restored exactly, and arbitrary stored bytes do no harm.
 
 use larder_codec::{Codec, DecodeError, Decoder, Encoder, PAGE, uniform_word};
 use proptest::collection::vec;
@@ -6,16 +6,16 @@ use proptest::prelude::*;
 
 type Page = Box<[u8; PAGE]>;
 
-/// Room for a page that does not compress, in either format.
+/// Size of a buffer for an incompressible page, in either format.
 const ROOM: usize = PAGE + 64;
-/// What a codec may want beyond what it makes.
+/// Bytes that a codec may require beyond its output.
 const TO_SPARE: usize = 32;
 
 fn page_of(bytes: &[u8]) -> Page {
     Box::new(std::array::from_fn(|at| bytes[at % bytes.len()]))
 }
 
-/// Pages from uniform to random: a piece repeated, pieces of several kinds one after another, words that differ little.
+/// Generates pages from uniform to random: a repeated piece, several kinds of pieces, words that differ little.
 fn pages() -> impl Strategy<Value = Page> {
     let piece = prop_oneof![
         vec(any::<u8>(), 1..64),
@@ -43,8 +43,8 @@ fn encoded(codec: Codec, page: &[u8; PAGE]) -> Vec<u8> {
     out
 }
 
-/// Decodes into pages of different contents: what comes out is the same, or an error in both, and never of the page that
-/// lay there.
+/// Decodes into pages of different contents. The results must be equal, data or error, and must not contain earlier
+/// contents of the page.
 fn decoded(decoder: &mut Decoder, codec: Codec, data: &[u8]) -> Result<Page, DecodeError> {
     let [mut one, mut other] = [Box::new([0x55; PAGE]), Box::new([0xaa; PAGE])];
     let (first, second) = (
@@ -60,7 +60,7 @@ fn decoded(decoder: &mut Decoder, codec: Codec, data: &[u8]) -> Result<Page, Dec
 
 proptest! {
     #[test]
-    fn pages_come_back_as_they_were(pages in vec((pages(), codecs()), 1..8)) {
+    fn pages_decode_to_original(pages in vec((pages(), codecs()), 1..8)) {
         let (mut encoder, mut decoder) = (Encoder::new(), Decoder::new());
         let mut out = [0; ROOM];
         for (page, codec) in pages {
@@ -71,8 +71,9 @@ proptest! {
         }
     }
 
+    /// A page is encoded if it fits, and refused otherwise, without writing past the limit.
     #[test]
-    fn a_page_fits_or_is_refused_by_the_room_there_is(
+    fn page_respects_output_limit(
         page in pages(),
         codec in codecs(),
         anywhere in 0..ROOM,
@@ -81,7 +82,7 @@ proptest! {
         let mut encoder = Encoder::new();
         let whole = encoded(codec, &page);
         for room in [anywhere, whole.len().saturating_add_signed(nearby).min(ROOM)] {
-            // Beyond the room, to see that nothing is written there.
+            // The buffer extends past the limit, so that a write there is detected.
             let mut out = vec![0x5a; ROOM];
             match encoder.encode(codec, &page, &mut out[..room]) {
                 Some(len) => prop_assert!(decoded(&mut Decoder::new(), codec, &out[..len]).expect("decodes") == page),
@@ -89,14 +90,14 @@ proptest! {
             }
             prop_assert!(out[room..].iter().all(|&byte| byte == 0x5a));
         }
-        // The encoder is no worse for it.
+        // The encoder still works.
         let mut out = vec![0; ROOM];
         let len = encoder.encode(codec, &page, &mut out).expect("there is room for any page");
         prop_assert_eq!(&out[..len], &whole);
     }
 
     #[test]
-    fn bytes_of_nothing_do_no_harm(data in vec(any::<u8>(), 0..2 * PAGE), codec in codecs()) {
+    fn random_bytes_do_no_harm(data in vec(any::<u8>(), 0..2 * PAGE), codec in codecs()) {
         let _ = decoded(&mut Decoder::new(), codec, &data);
     }
 
@@ -122,12 +123,12 @@ proptest! {
         prop_assert!(decoded(&mut decoder, codec, cut).is_err(), "{} of {} bytes decode", cut.len(), whole.len());
 
         let _ = decoded(&mut decoder, codec, &[&whole[..], &more].concat());
-        // The decoder is no worse for it.
+        // The decoder still works.
         prop_assert!(decoded(&mut decoder, codec, &whole).expect("decodes") == page);
     }
 
     #[test]
-    fn one_word_is_told_as_it_is(page in pages(), word in any::<u64>()) {
+    fn uniform_word_is_detected(page in pages(), word in any::<u64>()) {
         let mut words = page.chunks_exact(8);
         let first = words.next().expect("a page has words");
         let expected = words.all(|next| next == first).then(|| u64::from_ne_bytes(first.try_into().expect("8 bytes")));
@@ -136,9 +137,9 @@ proptest! {
     }
 }
 
-/// Each bit of what is stored of a few pages, which leads to other paths than random damage.
+/// Inverts each bit of the encodings of a few pages, which reaches other paths than random damage.
 #[test]
-fn one_wrong_bit_anywhere_does_no_harm() {
+fn single_bit_errors_do_no_harm() {
     let mut decoder = Decoder::new();
     let mixed: Page = Box::new(std::array::from_fn(|at| match at / 1024 {
         0 => (at * at / 7) as u8,
@@ -158,9 +159,9 @@ fn one_wrong_bit_anywhere_does_no_harm() {
     }
 }
 
-/// 255 in a row are a long match or literal to LZ4; a frame may claim a window or a content of any size to zstd.
+/// Bytes of 255 announce a long match or literal in LZ4; a zstd frame may announce a window or content of any size.
 #[test]
-fn claims_of_great_lengths_are_refused() {
+fn excessive_lengths_are_refused() {
     let mut decoder = Decoder::new();
     for first in [0xf0, 0x0f, 0xff] {
         let data = [&[first][..], &[255; 5000]].concat();
@@ -179,9 +180,9 @@ fn claims_of_great_lengths_are_refused() {
 }
 
 #[test]
-fn more_or_less_than_a_page_is_refused() {
+fn wrong_page_length_is_refused() {
     let mut decoder = Decoder::new();
-    // Literals alone: five bytes of a block, and an empty frame.
+    // Only literals, five bytes of a block; and an empty frame.
     let five = [0x50, 1, 2, 3, 4, 5];
     let short = DecodeError::Short {
         codec: Codec::Lz4,
@@ -201,9 +202,10 @@ fn more_or_less_than_a_page_is_refused() {
     }
 }
 
-/// Made by lz4 1.9 and zstd 1.5 on their command lines: what is stored stays readable whatever the libraries become.
+/// Data made by the command lines of lz4 1.9 and zstd 1.5: stored data stays readable with every version of the
+/// libraries.
 #[test]
-fn what_others_stored_decodes() {
+fn data_of_other_encoders_decodes() {
     let lz4 = [
         &b"\xff\x09Larder keeps its pages. \x18\x00"[..],
         &[0xff; 15],
@@ -218,7 +220,7 @@ fn what_others_stored_decodes() {
 }
 
 #[test]
-fn encoders_and_decoders_may_move_to_other_threads() {
+fn coders_are_send() {
     fn moves<T: Send>() {}
     moves::<Encoder>();
     moves::<Decoder>();

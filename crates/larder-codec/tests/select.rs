@@ -1,5 +1,5 @@
-//! A sender of two stages, encoders and a link with a bounded queue between, over memory of many kinds: whichever of both
-//! is the bottleneck, choosing sends about as fast as the best of the methods alone.
+//! Simulation of a sender of two stages, encoders and a link with a bounded queue in between, with memory of many
+//! kinds. Whichever stage is the bottleneck, the selection sends about as fast as the best single method.
 
 use std::collections::VecDeque;
 
@@ -9,10 +9,11 @@ use larder_codec::measure::Kind;
 use larder_codec::select::{Class, Selector, Sender, Way};
 use proptest::prelude::*;
 
-/// What a method leaves of a byte, and its nanoseconds for one, as `examples/batches` measured it on batches of 64 pages.
+/// Remaining share of a byte, and nanoseconds for a byte, of each method; measured by `examples/batches` on batches
+/// of 64 pages.
 type Costs = [(f64, f64); Method::COUNT];
 
-/// A kind of memory, what it looks like, and what the methods do with it.
+/// Kind of memory, with its class and the methods' results.
 #[derive(Clone, Copy)]
 struct Memory {
     name: &'static str,
@@ -20,7 +21,7 @@ struct Memory {
     costs: Costs,
 }
 
-/// Ratios and CPU seconds for a GiB of lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate (by igzip).
+/// Ratios and CPU seconds for a GiB with lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate (by igzip).
 const MEASURED: [(&str, Kind, Costs); 11] = [
     (
         "zeros",
@@ -142,7 +143,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
             (1.00, 0.501),
         ],
     ),
-    // The real ones look like generated text.
+    // Real programs fall into the class of generated text.
     (
         "programs",
         Kind::Text,
@@ -157,7 +158,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
 ];
 
-/// Kinds by name, in hundredths; an image has them in stretches of some MiB.
+/// Mixes of kinds by name, in per cent; an image has them in stretches of some MiB.
 const MIXES: [(&str, &[(&str, u64)]); 5] = [
     (
         "server",
@@ -194,13 +195,13 @@ const MIXES: [(&str, &[(&str, u64)]); 5] = [
     ),
 ];
 
-/// Of a copy.
+/// Nanoseconds of a copy for a byte.
 const NONE_NS_PER_BYTE: f64 = 0.04;
 const BATCHES: usize = 4096;
 const BATCHES_IN_REGION: usize = 4;
-/// In the queue, whichever is reached first.
+/// Capacity of the queue in batches; this limit and that in bytes apply together.
 const QUEUE_BATCHES: usize = 256;
-/// 4 MiB, or what the link sends in 4 ms.
+/// Capacity of the queue: 4 MiB, or the bytes that the link sends in 4 ms.
 const QUEUE_BYTES: f64 = 16.0 * BATCH_BYTES as f64;
 const QUEUE_NS: f64 = 4e6;
 
@@ -213,7 +214,7 @@ fn kinds() -> Vec<Memory> {
     MEASURED.iter().map(of).collect()
 }
 
-/// The batches of an image, each with what it is of.
+/// Generates the batches of an image, each with its kind.
 fn image(parts: &[(Memory, u64)]) -> Vec<Memory> {
     let mut state = 0x1234_5678_9abc_def1_u64;
     let mut next = move |end: u64| {
@@ -235,7 +236,7 @@ fn image(parts: &[(Memory, u64)]) -> Vec<Memory> {
         let stretch = 1 + next(32) as usize;
         for _ in 0..stretch {
             let mut memory = *memory;
-            // No two batches are alike.
+            // The results vary from batch to batch.
             for (left, ns) in &mut memory.costs {
                 *left = (*left * (0.9 + next(201) as f64 / 1000.0)).min(1.0);
                 *ns *= 0.9 + next(201) as f64 / 1000.0;
@@ -247,21 +248,21 @@ fn image(parts: &[(Memory, u64)]) -> Vec<Memory> {
     batches
 }
 
-/// A sender's two stages and the socket between them and the link, in nanoseconds.
+/// Two stages of a sender, and the socket between them and the link; times in nanoseconds.
 struct Pipeline {
     encoders: f64,
     link_ns_per_byte: f64,
-    /// That the kernel takes before it keeps a writer waiting.
+    /// Bytes that the kernel accepts before it blocks a writer.
     socket_bytes: f64,
     encoded_at: f64,
     written_at: f64,
     sent_at: f64,
-    /// When each batch in the queue will have been written, and its bytes.
+    /// Time at which each batch in the queue will have been written, and its length.
     queue: VecDeque<(f64, f64)>,
     queue_bytes: f64,
 }
 
-/// Of a copy into the kernel.
+/// Nanoseconds of a copy into the kernel, for a byte.
 const WRITE_NS_PER_BYTE: f64 = 0.15;
 
 impl Pipeline {
@@ -287,17 +288,17 @@ impl Pipeline {
             .max(self.queue.len() as f64 / QUEUE_BATCHES as f64)
     }
 
-    /// How long the write took.
+    /// Sends a batch; returns the time that the write took.
     fn send(&mut self, bytes: f64, ns: f64) -> f64 {
-        // Who encodes writes, too.
+        // The thread that encodes also writes.
         self.encoded_at += (ns + bytes * WRITE_NS_PER_BYTE) / self.encoders;
-        // A full queue holds the encoders up.
+        // A full queue blocks the encoders.
         while self.queue_filled() >= 1.0 {
             self.encoded_at = self.queue[0].0;
         }
         let write_at = self.written_at.max(self.encoded_at);
         self.sent_at = self.sent_at.max(write_at) + bytes * self.link_ns_per_byte;
-        // What is not sent when the write ends must fit the socket.
+        // Bytes that are not sent when the write ends must fit into the socket.
         let room_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
         self.written_at = room_at.max(
             write_at
@@ -312,7 +313,7 @@ impl Pipeline {
         self.written_at - write_at
     }
 
-    /// What was made of a batch and sent, what encoding took, and what writing did.
+    /// Encodes and sends a batch; returns its length if it fitted, the time of encoding, and the time of the write.
     fn made(&mut self, memory: &Memory, method: Option<Method>) -> (Option<usize>, f64, f64) {
         let (left, ns) = method.map_or((1.0, NONE_NS_PER_BYTE), |method| memory.costs[method.index()]);
         let fits = left < 0.97;
@@ -332,7 +333,7 @@ fn ns_of_one_method(image: &[Memory], method: Option<Method>, mut pipeline: Pipe
     pipeline.sent_at
 }
 
-/// Without devices.
+/// Returns all ways without devices.
 fn here() -> [Way; Method::COUNT] {
     Method::ALL.map(Way::from)
 }
@@ -355,8 +356,9 @@ fn ns_of_choosing(image: &[Memory], selector: &mut Selector, mut pipeline: Pipel
     pipeline.sent_at
 }
 
-/// The least that choosing sends of what the best method alone does, and where; with what is known of the link
-/// multiplied by `known`, and a socket that takes so many bytes before a write waits.
+/// Returns the smallest throughput of the selection, as a share of the best single method's, with a description of
+/// the case. The configured speed of the link is its real one times `known`; the socket accepts `socket_bytes` before
+/// a write blocks.
 fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
     let kinds = kinds();
     let mut images: Vec<(&str, Vec<(Memory, u64)>)> = kinds.iter().map(|kind| (kind.name, vec![(*kind, 1)])).collect();
@@ -377,7 +379,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
                 let best = alone
                     .map(|method| ns_of_one_method(&image, method, pipeline()))
                     .fold(f64::MAX, f64::min);
-                // What the socket holds much of is sent before the link is seen.
+                // An image that largely fits into the socket is sent before the link's speed can be measured.
                 if best * gigabits / 8.0 < 64.0 * socket_bytes {
                     continue;
                 }
@@ -405,16 +407,18 @@ fn sender(encoders: f64, gigabits: f64) -> Sender {
     }
 }
 
+/// The selection always reaches nearly the throughput of the best single method.
 #[test]
-fn choosing_is_never_far_from_the_best_method_alone() {
+fn selection_nearly_equals_best_method() {
     let (share, of) = worst_share(1.0, 0.0);
     println!("{share:.3}: {of}");
     assert!(share >= 0.95, "{share}: {of}");
 }
 
-/// What loses most is 1 GiB of zeros, which is sent before the link is known.
+/// Wrongly configured link speeds are corrected. The largest loss occurs with 1 GiB of zeros, which is sent before
+/// the link is measured.
 #[test]
-fn a_link_that_is_not_what_it_was_said_to_be_is_found_out() {
+fn wrong_link_speed_is_corrected() {
     for known in [0.1, 10.0] {
         let (share, of) = worst_share(known, 0.0);
         println!("{share:.3}: {of}");
@@ -422,9 +426,9 @@ fn a_link_that_is_not_what_it_was_said_to_be_is_found_out() {
     }
 }
 
-/// Threads that may take a quarter of a processor together are a quarter of an encoder.
+/// Threads that together may use a quarter of a CPU count as a quarter of an encoder, so cheap methods are picked.
 #[test]
-fn where_encoders_get_little_time_what_takes_little_is_picked() {
+fn scarce_cpu_selects_cheap_methods() {
     for kind in kinds() {
         let image = image(&[(kind, 1)]);
         for gigabits in [1.0, 10.0] {
@@ -446,8 +450,9 @@ fn where_encoders_get_little_time_what_takes_little_is_picked() {
     }
 }
 
+/// A socket that buffers writes does not prevent the selection from finding good methods.
 #[test]
-fn a_socket_that_hides_the_link_does_not_hide_what_pays() {
+fn socket_buffer_does_not_mislead_selection() {
     for socket_bytes in [256e3, 4e6] {
         let (share, of) = worst_share(1.0, socket_bytes);
         println!("{share:.3}: {of}");
@@ -455,7 +460,8 @@ fn a_socket_that_hides_the_link_does_not_hide_what_pays() {
     }
 }
 
-/// Of `batches` batches of a kind those that each method got, and those that none did, once all has settled.
+/// Runs a selector on one kind until it is stable; returns how many of `batches` further batches used each method,
+/// and how many were sent unencoded.
 fn settled(
     selector: &mut Selector,
     kind: &str,
@@ -479,7 +485,7 @@ fn settled(
 }
 
 #[test]
-fn what_does_not_compress_is_left_alone_on_any_link() {
+fn incompressible_memory_is_sent_unencoded() {
     for gigabits in [0.1, 1.0, 10.0, 100.0] {
         let mut selector = Selector::new(&here(), sender(2.0, gigabits), 64);
         let (tried, left) = settled(
@@ -491,7 +497,7 @@ fn what_does_not_compress_is_left_alone_on_any_link() {
         assert!(left > 8000, "{gigabits} Gbit/s: {left}, {tried:?}");
         let evidence = selector.evidence();
         let ns: u64 = Method::ALL.iter().map(|&method| evidence.of(method).ns).sum();
-        // A tenth of what a copy to the socket takes.
+        // A tenth of the time of a copy to the socket.
         assert!(
             ns / (evidence.pages() * PAGE as u64 / 1000) < 60,
             "{gigabits} Gbit/s: {ns} ns"
@@ -499,8 +505,9 @@ fn what_does_not_compress_is_left_alone_on_any_link() {
     }
 }
 
+/// A fast link gets unencoded pages, and a slow one gets the shortest encoding.
 #[test]
-fn a_fast_link_takes_pages_as_they_are_and_a_slow_one_the_shortest() {
+fn link_speed_determines_method() {
     let shares = |gigabits: f64, kind: &str| {
         let mut selector = Selector::new(&here(), sender(1.0, gigabits), 64);
         settled(&mut selector, kind, &mut Pipeline::new(1.0, gigabits / 8.0, 0.0), 1000)
@@ -511,18 +518,18 @@ fn a_fast_link_takes_pages_as_they_are_and_a_slow_one_the_shortest() {
     }
     assert!(shares(0.1, "code").0[Method::Deflate.index()] > 800);
     assert!(shares(0.1, "counter").0[Method::WordsLz4.index()] > 950);
-    // Only the words' filter keeps up with such a link.
+    // Only the filter for words keeps up with such a link.
     assert!(shares(10.0, "sequence").0[Method::WordsLz4.index()] > 600);
 }
 
 #[test]
-fn a_device_is_used_where_it_is_worth_it() {
+fn device_is_used_if_cheap() {
     let memory = *kinds()
         .iter()
         .find(|memory| memory.name == "text")
         .expect("it is there");
     let costs = memory.costs[Method::Deflate.index()];
-    // What a thread spends on a batch that the device makes, of what it would take to make it itself.
+    // Time that a thread spends on a batch that the device encodes, as a multiple of encoding it itself.
     let share = |of_own: f64| {
         let mut selector = Selector::new(&Way::all().collect::<Vec<_>>(), sender(1.0, 10.0), 64);
         let mut pipeline = Pipeline::new(1.0, 10.0 / 8.0, 0.0);
@@ -545,7 +552,7 @@ fn a_device_is_used_where_it_is_worth_it() {
 }
 
 #[test]
-fn memory_that_changes_its_kind_is_seen_at_once() {
+fn changed_memory_kind_is_detected() {
     let mut selector = Selector::new(&here(), sender(2.0, 1.0), 64);
     let mut pipeline = Pipeline::new(2.0, 1.0 / 8.0, 0.0);
     settled(&mut selector, "random", &mut pipeline, 1000);
@@ -562,8 +569,9 @@ fn memory_that_changes_its_kind_is_seen_at_once() {
 }
 
 proptest! {
+    /// Only allowed ways are picked, whatever is recorded.
     #[test]
-    fn only_what_may_be_is_picked_whatever_is_recorded(
+    fn only_allowed_ways_are_picked(
         may in prop::sample::subsequence(Method::ALL.to_vec(), 0..=Method::COUNT),
         has_device: bool,
         encoders in 0..100_usize,
@@ -589,7 +597,7 @@ proptest! {
     }
 
     #[test]
-    fn the_same_records_lead_to_the_same_picks(costs in prop::collection::vec((1..300_000_usize, 1..1_000_000_u64), 1..300)) {
+    fn selection_is_deterministic(costs in prop::collection::vec((1..300_000_usize, 1..1_000_000_u64), 1..300)) {
         let memory = Kind::Mixed.memory(64 * PAGE, 2);
         let mut selectors = [0, 1].map(|_| Selector::new(&here(), sender(2.0, 1.0), 16));
         for (at, (bytes, ns)) in costs.into_iter().enumerate() {

@@ -1,9 +1,9 @@
-//! What each way to send pages takes and leaves, by the size of batches, on generated memory and on the beginnings of this
-//! machine's programs; other files' by name:
+//! Measures the time and the output size of each encoding of batches, by batch size, on generated memory and on the
+//! beginnings of this machine's programs; other files by name:
 //!
 //! `cargo run --release -p larder-codec --example batches [FILE...]`
 //!
-//! Then what deltas take by how a page has changed, and what choosing a method takes.
+//! It also measures deltas, by how a page has changed, and the selection of a method.
 
 use std::fs;
 use std::hint::black_box;
@@ -17,10 +17,10 @@ use larder_codec::delta::{self, DELTA_BYTES_MAX};
 use larder_codec::measure::{self, Kind, Measured, Reduction};
 use larder_codec::select::{self, Class, Selector, Sender};
 
-/// More than the caches close to a core hold.
+/// Size of each memory, in bytes: more than the caches close to a core hold.
 const BYTES: usize = 16 << 20;
 const PASSES: usize = 9;
-/// Of passes each way.
+/// Time of the passes in each direction.
 const TIME: Duration = Duration::from_millis(500);
 const SIZES: [usize; 5] = [1, 4, 16, 32, BATCH_PAGES];
 
@@ -83,7 +83,7 @@ fn line(memory: &str, way: &str, measured: &Measured) {
     );
 }
 
-/// 256 KiB of each program, in the order of their names.
+/// Returns 256 KiB of each program, in the order of their names.
 fn programs() -> Vec<u8> {
     let mut paths: Vec<_> = fs::read_dir("/usr/bin")
         .into_iter()
@@ -103,10 +103,10 @@ fn programs() -> Vec<u8> {
     memory
 }
 
-/// What became of a word, the so many-th that has changed.
+/// Function that changes a word, given its index among the changed words.
 type Change = fn(u64, usize) -> u64;
 
-/// Of pages in memory, and not in the caches.
+/// Measures deltas of pages in memory, not in the caches.
 fn deltas() {
     println!("\nchanged              bytes  encode ns   apply ns");
     let older: Vec<[u8; PAGE]> = Kind::Heap.memory(BYTES, 1).as_chunks::<PAGE>().0.to_vec();
@@ -129,7 +129,7 @@ fn deltas() {
             }
         }
         let mut out = [0; DELTA_BYTES_MAX];
-        // A delta of no use is given up soon.
+        // A delta that saves too little is abandoned early.
         let limit = PAGE * 3 / 4;
         let mut bytes = 0;
         let encode = best_ns(&newer, |at, page| {
@@ -147,7 +147,7 @@ fn deltas() {
     }
 }
 
-/// Nanoseconds for each page, of the best pass.
+/// Returns the nanoseconds for each page, of the best pass.
 fn best_ns(pages: &[[u8; PAGE]], mut each: impl FnMut(usize, &[u8; PAGE])) -> f64 {
     let pass = |_| {
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! Pages to measure with: of files of this machine, and made ones that are the same everywhere.
+//! Pages for measurements: of files of this machine, and generated ones that are the same everywhere.
 
 use std::fs;
 use std::io::Read as _;
@@ -13,10 +13,10 @@ pub(crate) struct Corpus {
 }
 
 const PAGES_MAX: usize = 4096;
-/// Of one file, so that many files are seen.
+/// Largest number of pages of one file, so that many files are used.
 const FILE_PAGES_MAX: usize = 64;
 
-/// Files below `path`, or it alone, in the order of their names.
+/// Reads the files below `path`, or that file alone, in the order of their names.
 pub(crate) fn of_files(name: &str, path: &Path, wanted: fn(&[u8; PAGE]) -> bool) -> Corpus {
     let file_pages_max = if path.is_file() { PAGES_MAX } else { FILE_PAGES_MAX };
     let mut pages = Vec::new();
@@ -55,7 +55,7 @@ pub(crate) fn of_files(name: &str, path: &Path, wanted: fn(&[u8; PAGE]) -> bool)
     }
 }
 
-/// Mostly printable.
+/// Returns whether a page is mostly printable.
 pub(crate) fn is_text(page: &[u8; PAGE]) -> bool {
     page.iter()
         .filter(|&&byte| byte == b'\n' || byte == b'\t' || (b' '..0x7f).contains(&byte))
@@ -80,8 +80,8 @@ fn made(name: &str, mut fill: impl FnMut(&mut Random, &mut Vec<u8>)) -> Corpus {
     }
 }
 
-/// As `malloc` leaves it: objects of 32 to 96 bytes with a size before each, of pointers into one arena, small integers,
-/// zeros and now and then a double.
+/// Generates a heap as `malloc` leaves it: objects of 32 to 96 bytes, each after its size, with pointers into one
+/// arena, small integers, zeros and now and then a double.
 pub(crate) fn heap() -> Corpus {
     made("heap", |random, out| {
         let words = 4 + random.below(9);
@@ -99,7 +99,7 @@ pub(crate) fn heap() -> Corpus {
     })
 }
 
-/// Records as a web service keeps them.
+/// Generates records as in a web service.
 pub(crate) fn json() -> Corpus {
     let names = [
         "Anna", "Bernd", "Chiara", "Dmitri", "Eve", "Farid", "Grace", "Hiro", "Irene", "Juan",
@@ -124,7 +124,7 @@ pub(crate) fn json() -> Corpus {
     })
 }
 
-/// One word in 64 is not zero.
+/// Generates words of which one in 64 is not zero.
 pub(crate) fn sparse() -> Corpus {
     made("sparse", |random, out| {
         let value = if random.below(64) == 0 { random.next() } else { 0 };
@@ -132,7 +132,7 @@ pub(crate) fn sparse() -> Corpus {
     })
 }
 
-/// A column of a database: growing 64-bit integers.
+/// Generates a column of a database: growing 64-bit integers.
 pub(crate) fn sequence() -> Corpus {
     let mut value = 1 << 33;
     made("sequence", |random, out| {
@@ -147,7 +147,7 @@ pub(crate) fn random() -> Corpus {
     })
 }
 
-/// xorshift64*.
+/// Pseudo-random numbers by xorshift64*.
 struct Random(u64);
 
 impl Random {

@@ -1,9 +1,10 @@
-//! What the codecs take and leave on pages of this machine's files, and on made ones; other files' pages by name:
+//! Measures the time and the output size of the codecs on pages of this machine's files, and on generated ones; pages
+//! of other files by name:
 //!
 //! `cargo run --release -p larder-codec --example pages [FILE...]`
 //!
-//! Each time is the least of some passes over all pages of a kind, so that each page comes from memory and tells the
-//! branch predictor something new, as in a pager.
+//! Each time is the smallest of several passes over all pages of a kind, so that each page comes from memory and is
+//! new to the branch predictor, as in a pager.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -15,7 +16,7 @@ use larder_codec::{Choice, Codec, Decoder, Encoder, Goal, PAGE, uniform_word};
 mod corpus;
 
 const PASSES: usize = 7;
-/// A page that saves less than a quarter is kept as it is.
+/// Limit of an encoded page: one that saves less than a quarter is stored unencoded.
 const LIMIT: usize = PAGE * 3 / 4;
 
 fn main() {
@@ -52,7 +53,7 @@ fn main() {
     }
 }
 
-/// Nanoseconds a page of the fastest pass.
+/// Returns the nanoseconds for a page, of the fastest pass.
 fn ns_a_page(corpus: &Corpus, mut each: impl FnMut(usize, &[u8; PAGE])) -> f64 {
     let mut best = f64::MAX;
     for _ in 0..PASSES {
@@ -65,14 +66,15 @@ fn ns_a_page(corpus: &Corpus, mut each: impl FnMut(usize, &[u8; PAGE])) -> f64 {
     best
 }
 
-/// Without a codec: a copy, and the look for one word, in these pages and in as many zeros.
+/// Measures operations without a codec: a copy, and the detection of one word, in these pages and in as many zero
+/// pages.
 fn plain(corpus: &Corpus) {
     let mut to = [0; PAGE];
     let copy = ns_a_page(corpus, |_, page| black_box(&mut to).copy_from_slice(page));
     let look = ns_a_page(corpus, |_, page| {
         black_box(uniform_word(page));
     });
-    // Written once, or all of it would be the kernel's one page of zeros.
+    // The pages are written once, because otherwise all of them would map the kernel's single zero page.
     let zeros = Corpus {
         name: String::new(),
         pages: corpus.pages.iter().map(|_| [black_box(0); PAGE]).collect(),
@@ -116,7 +118,7 @@ fn encoded(corpus: &Corpus, codec: Codec) {
     line(corpus, &codec.to_string(), encode, Some(decode), left, raw);
 }
 
-/// As a pager would: the choice hears of each page.
+/// Measures the choice as a pager uses it: with a record for each page.
 fn chosen(corpus: &Corpus, goal: Goal) {
     let mut encoder = Encoder::new();
     let mut out = [0; LIMIT];

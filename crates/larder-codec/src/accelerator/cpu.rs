@@ -1,4 +1,4 @@
-//! This processor as an accelerator: requests wait in a queue, and polling encodes the next one.
+//! CPU as an accelerator: requests wait in a queue, and polling encodes the next one.
 
 use std::collections::VecDeque;
 use std::num::NonZero;
@@ -11,7 +11,7 @@ pub(super) struct Cpu;
 
 pub(super) struct Igzip;
 
-/// What needs no other library.
+/// Methods that need no other library.
 const METHODS: [Method; 5] = [
     Method::Lz4,
     Method::Lz4Fast,
@@ -93,7 +93,7 @@ pub(super) struct CpuInstance {
 }
 
 impl CpuInstance {
-    /// Requests that wait; more would only wait longer.
+    /// Queue length; a longer queue would only increase the wait.
     const QUEUE_MAX: usize = 4;
 
     pub(super) fn new(name: &'static str, methods: &'static [Method]) -> Self {
@@ -106,7 +106,7 @@ impl CpuInstance {
         }
     }
 
-    /// Encodes a request without its having been submitted.
+    /// Encodes a request that was not submitted.
     pub(super) fn encode_now(&mut self, request: &mut Request) {
         request.encode(&mut self.encoder);
         self.statistics.submitted += 1;

@@ -1,25 +1,26 @@
-//! Requests to instances, in turn.
+//! Distribution of requests to instances, in turn.
 
 use super::cpu::CpuInstance;
 use super::{Instance, Outcome, Request, Statistics};
 use crate::batch::Method;
 
-/// Failures one after another, after which an instance gets no more requests.
+/// Consecutive failures after which an instance receives no more requests.
 const FAILURES_MAX: u32 = 3;
 
-/// Several instances as one, for one thread. What no instance makes, or one has failed on, is encoded by the processor.
+/// Several instances as one, for one thread. A request whose method no instance makes, or that an instance has failed
+/// on, is encoded by the CPU.
 pub struct Dispatcher {
     slots: Vec<Slot>,
-    /// The slot whose turn it is to be submitted to, for each method, since not every instance makes each.
+    /// Next slot to submit to, for each method, because not every instance makes each method.
     submit_next: [usize; Method::COUNT],
-    /// And to be polled.
+    /// Next slot to poll.
     poll_next: usize,
     cpu: CpuInstance,
 }
 
 struct Slot {
     instance: Box<dyn Instance>,
-    /// Since it last did not fail.
+    /// Consecutive failures.
     failures: u32,
 }
 
@@ -29,19 +30,19 @@ impl Slot {
     }
 }
 
-/// One instance of a dispatcher.
+/// State of one instance of a dispatcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dispatched {
-    /// The accelerator's name; `cpu (for others)` is what the dispatcher has encoded itself.
+    /// Name of the accelerator; `cpu (for others)` stands for requests that the dispatcher has encoded itself.
     pub name: &'static str,
-    /// It gets requests.
+    /// True if the instance receives requests.
     pub is_in_use: bool,
-    /// What it has done.
+    /// Statistics of the instance.
     pub statistics: Statistics,
 }
 
 impl Dispatcher {
-    /// Over these.
+    /// Creates a dispatcher over these instances.
     #[must_use]
     pub fn new(instances: Vec<Box<dyn Instance>>) -> Self {
         let slots = instances.into_iter().map(|instance| Slot { instance, failures: 0 });
@@ -53,10 +54,11 @@ impl Dispatcher {
         }
     }
 
-    /// Hands a request to the next instance in turn that makes its method and has room.
+    /// Submits a request to the next instance in turn that makes its method and has room.
     ///
     /// # Errors
-    /// None of them has room: the request comes back unchanged, to be submitted again after [`Self::poll`] has given one.
+    /// No instance has room: the request is returned unchanged, to be submitted again after [`Self::poll`] has
+    /// returned one.
     pub fn submit(&mut self, mut request: Box<Request>) -> Result<(), Box<Request>> {
         let mut is_made = false;
         let next = &mut self.submit_next[request.method().index()];
@@ -82,7 +84,7 @@ impl Dispatcher {
         }
     }
 
-    /// A request that is done, if one is; from each instance in turn.
+    /// Returns a completed request, if there is one, polling the instances in turn.
     pub fn poll(&mut self) -> Option<Box<Request>> {
         for step in 0..self.slots.len() {
             let at = (self.poll_next + step) % self.slots.len();
@@ -102,14 +104,14 @@ impl Dispatcher {
         self.cpu.poll()
     }
 
-    /// Requests taken and not given back.
+    /// Returns the number of requests that were accepted and not returned.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         let slots = self.slots.iter().map(|slot| slot.instance.in_flight());
         slots.sum::<usize>() + self.cpu.in_flight()
     }
 
-    /// What each instance has done, and at last what was done instead of them.
+    /// Returns the statistics of each instance, and at the end those of the CPU in their place.
     pub fn statistics(&self) -> impl Iterator<Item = Dispatched> {
         let slots = self.slots.iter().map(|slot| Dispatched {
             name: slot.instance.name(),

@@ -1,11 +1,11 @@
-//! Intel's In-Memory Analytics Accelerator, by QPL, `libqpl.so.1`, loaded when it is first asked for.
+//! Intel's In-Memory Analytics Accelerator, by QPL, `libqpl.so.1`, loaded at its first use.
 //!
-//! A job runs on the device while the thread goes on; where that is wanted, the library's software path does it when it is
-//! submitted. Both make raw deflate that looks back 4 KiB.
+//! A job runs on the device while the thread continues. On request, the library's software path executes it when it
+//! is submitted. Both make raw deflate with a window of 4 KiB.
 //!
-//! Of `qpl_job` the first fields are written down here after QPL 1.6 (they have been the same since 1.0). A library with
-//! another layout must do no harm and is not used: a job lies in more room than the library asks for, and known pages must
-//! come out as zlib-rs reads them.
+//! The first fields of `qpl_job` are declared here after QPL 1.6 (they are the same since 1.0). A library with
+//! another layout must do no harm and is not used: a job lies in larger memory than the library requests, and the
+//! output for known pages must be readable by zlib-rs.
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
@@ -19,7 +19,7 @@ use crate::library;
 
 const LIBRARY: &str = "libqpl.so.1";
 
-/// `qpl_job` as far as it is used.
+/// `qpl_job`, as far as it is used.
 #[repr(C)]
 struct JobHead {
     next_in: *const u8,
@@ -39,17 +39,17 @@ struct JobHead {
 const PATH_HARDWARE: c_int = 1;
 const PATH_SOFTWARE: c_int = 2;
 const OP_COMPRESS: c_int = 1;
-/// The first and the last part of a stream, whose codes are its own, and which the library need not decode again.
+/// First and last part of a stream, with dynamic Huffman codes, without verification by the library.
 const FLAGS: u32 = 0x0001 | 0x0002 | 0x2000 | 0x4000;
 const LEVEL: c_int = 1;
 const DONE: c_int = 0;
 const BEING_PROCESSED: c_int = 1;
 const MORE_OUTPUT_NEEDED: c_int = 2;
 const QUEUES_ARE_BUSY: c_int = 5;
-/// That a job may take. It takes some 500 KiB for either path.
+/// Largest accepted size of a job, in bytes. A job takes about 500 KiB in either path.
 const JOB_BYTES_MAX: u32 = 16 << 20;
 
-/// The library's functions; it is never unloaded.
+/// Functions of the library, which is never unloaded.
 #[derive(Clone, Copy)]
 struct Functions {
     job_size: unsafe extern "C" fn(c_int, *mut u32) -> c_int,
@@ -70,9 +70,10 @@ fn load() -> Result<Functions, OpenError> {
         library: LIBRARY,
         why: library::reason(&why),
     };
-    // SAFETY: QPL looks for devices when it is loaded. Another library of this name is the administrator's doing.
+    // SAFETY: QPL searches for devices when it is loaded. Another library of this name is the administrator's
+    // responsibility.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
-    // SAFETY: these are the signatures of `qpl/c_api/job.h`, with a job's first fields instead of the job.
+    // SAFETY: these are the signatures of `qpl/c_api/job.h`, with a job's first fields in place of the job.
     let functions = unsafe {
         Functions {
             job_size: *library.get(c"qpl_get_job_size").map_err(absent)?,
@@ -83,7 +84,7 @@ fn load() -> Result<Functions, OpenError> {
             fini: *library.get(c"qpl_fini_job").map_err(absent)?,
         }
     };
-    // The functions stay where they are.
+    // The library must stay loaded, because the functions are used from now on.
     std::mem::forget(library);
     Ok(functions)
 }
@@ -94,7 +95,7 @@ pub(super) struct Iaa {
 }
 
 impl Iaa {
-    /// Looks for a device, or makes do without.
+    /// Finds a device, or uses the software path.
     pub(super) fn find(software: Software) -> Result<Self, OpenError> {
         let iaa = Self {
             functions: loaded()?,
@@ -123,7 +124,7 @@ impl Accelerator for Iaa {
         &[Method::Deflate]
     }
 
-    /// One for each of the sender's threads; the library shares the devices' queues out.
+    /// Returns one instance for each of the sender's threads; the library distributes the devices' queues.
     fn instances(&self) -> usize {
         std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
@@ -146,24 +147,24 @@ impl Accelerator for Iaa {
     }
 }
 
-/// Requests on the device at a time.
+/// Number of requests on the device at a time.
 const LANES: usize = 8;
 
 struct IaaInstance {
-    /// Taken in turn, and given back in the same order.
+    /// Lanes, used in turn; requests are returned in the same order.
     lanes: Vec<Lane>,
     oldest: usize,
     in_flight: usize,
     statistics: Statistics,
 }
 
-/// A job and the request that it is of.
+/// Job with its request.
 struct Lane {
-    /// Before what it reads and writes, so that it ends first when all is dropped.
+    /// Declared before the memory that it reads and writes, so that it is dropped, and thus ended, first.
     job: Job,
     gathered: Box<[u8]>,
     request: Option<Box<Request>>,
-    /// It ended when it was started.
+    /// True if the job ended when it was started.
     is_done: bool,
 }
 
@@ -184,8 +185,8 @@ impl Instance for IaaInstance {
         let lane = &mut self.lanes[(self.oldest + self.in_flight) % LANES];
         request.start();
         let (input, out) = request.for_device(&mut lane.gathered);
-        // What the job reads and writes stays where it is until it has ended: the lane keeps the request, which keeps the
-        // buffer, and its own room.
+        // The memory that the job reads and writes stays in place until the job has ended: the lane keeps the
+        // request, which keeps the buffer, and the lane's own memory.
         lane.is_done = match lane.job.start(input, out) {
             Started::Runs => false,
             Started::Ended(outcome) => {
@@ -225,7 +226,7 @@ impl Instance for IaaInstance {
     }
 }
 
-/// What became of starting a job.
+/// Result of starting a job.
 enum Started {
     Runs,
     Ended(Outcome),
@@ -233,17 +234,17 @@ enum Started {
     NoRoom,
 }
 
-/// A `qpl_job`.
+/// `qpl_job` with its memory.
 struct Job {
     functions: Functions,
     room: Box<[Line]>,
-    /// On the device.
+    /// True if it runs on the device.
     is_running: bool,
-    /// Bytes that it was given.
+    /// Length of its input, in bytes.
     wanted: u32,
 }
 
-// SAFETY: the job's memory is its own, and the library lets any thread use a job, one at a time.
+// SAFETY: self owns the job's memory, and the library allows any thread to use a job, one at a time.
 unsafe impl Send for Job {}
 
 #[derive(Clone, Copy)]
@@ -258,14 +259,14 @@ impl Job {
             status: status.into(),
         };
         let mut bytes = 0;
-        // SAFETY: it writes the size.
+        // SAFETY: the function only writes the size.
         let status = unsafe { (functions.job_size)(path, &raw mut bytes) };
         if status != 0 || !(size_of::<JobHead>() as u32..JOB_BYTES_MAX).contains(&bytes) {
             return Err(refused("qpl_get_job_size", status));
         }
         let lines = (bytes as usize + 4096).div_ceil(size_of::<Line>());
         let mut room: Box<[Line]> = vec![Line([0; 64]); lines].into();
-        // SAFETY: the room is as large as the library wants, and more.
+        // SAFETY: the memory is larger than the library requests.
         let status = unsafe { (functions.init)(path, head_of(&mut room)) };
         if status != 0 {
             return Err(refused("qpl_init_job", status));
@@ -278,8 +279,8 @@ impl Job {
         })
     }
 
-    /// Starts it. If it runs, both slices must stay as they are until [`Self::check`] or [`Self::wait`] gives the outcome,
-    /// or this job is dropped.
+    /// Starts the job. If it runs, both slices must stay unchanged until [`Self::check`] or [`Self::wait`] returns
+    /// the outcome, or this job is dropped.
     fn start(&mut self, input: &[u8], out: &mut [u8]) -> Started {
         assert!(!self.is_running, "a job is started once at a time");
         let (Ok(wanted), Ok(available_out)) = (u32::try_from(input.len()), u32::try_from(out.len())) else {
@@ -287,8 +288,8 @@ impl Job {
         };
         self.wanted = wanted;
         let mut job = head_of(&mut self.room);
-        // SAFETY: the job was made by the library in this room, and does not run. The buffers are as long as is said, and
-        // stay until it has ended, see above.
+        // SAFETY: the library initialised the job in this memory, and the job does not run. The buffers have the
+        // given lengths, and stay in place until it has ended; see above.
         let status = unsafe {
             let head = job.as_mut();
             head.next_in = input.as_ptr();
@@ -323,14 +324,14 @@ impl Job {
     }
 
     fn wait(&mut self) -> Outcome {
-        // SAFETY: as above.
+        // SAFETY: as in `check`.
         let status = unsafe { (self.functions.wait)(head_of(&mut self.room)) };
         self.is_running = false;
         self.outcome(status)
     }
 
     fn outcome(&mut self, status: c_int) -> Outcome {
-        // SAFETY: the job does not run, and its first fields are of integers and pointers.
+        // SAFETY: the job does not run, and its first fields are integers and pointers.
         let head = unsafe { head_of(&mut self.room).as_ref() };
         match status {
             DONE if head.total_in == self.wanted => Outcome::Made(head.total_out as usize),
@@ -340,7 +341,7 @@ impl Job {
     }
 }
 
-/// Of the whole room.
+/// Returns the job at the start of the memory.
 fn head_of(room: &mut [Line]) -> NonNull<JobHead> {
     NonNull::new(room.as_mut_ptr().cast()).expect("a box is somewhere")
 }
@@ -348,7 +349,8 @@ fn head_of(room: &mut [Line]) -> NonNull<JobHead> {
 impl Drop for Job {
     fn drop(&mut self) {
         let job = head_of(&mut self.room);
-        // SAFETY: the job was made by the library. It must have ended before what it reads and writes goes.
+        // SAFETY: the library initialised the job. A running job must end before the memory that it reads and writes
+        // is freed.
         unsafe {
             if self.is_running {
                 (self.functions.wait)(job);

@@ -1,38 +1,38 @@
-//! One interface to whatever encodes batches: this processor's cores, and devices beside them.
+//! Common interface to all units that encode batches: the CPU's cores, and devices.
 //!
 //! ```text
 //! Pool::take -> Request::fill: method, Buffer, runs of pages, limit, tag
 //!   -> Dispatcher::submit: the next instance in turn that makes the method and has room -> its bounded queue
-//!   -> Dispatcher::poll: whatever is done, in any order -> Request::outcome -> Pool::give
+//!   -> Dispatcher::poll: completed requests, in any order -> Request::outcome -> Pool::give
 //! ```
 //!
-//! An [`Accelerator`] is what is there: the processor always, a device where its library can be loaded and finds it. An
-//! [`Instance`] is one queue to it, which one thread submits to and polls; several threads open several. What an instance
-//! takes belongs to it until it gives it back; the input is read where it lies in the [`Buffer`] that the request keeps
-//! alive (scattered runs are put together first, as the formats need).
+//! An [`Accelerator`] is an available unit: always the CPU, and a device if its library can be loaded and finds it.
+//! An [`Instance`] is one queue to it, which one thread submits to and polls; several threads open several. A
+//! submitted request belongs to the instance until it is returned. The input is read in place in the [`Buffer`] that
+//! the request keeps alive (scattered runs are gathered first, as the formats require).
 //!
 //! Invariants:
-//! - Each request that was taken comes back exactly once, from the instance that took it; queues are bounded, and a full
-//!   one gives the request back at once.
-//! - What comes out is what [`crate::batch::Decoder`] reads, whatever made it.
-//! - A device that fails costs time and no batch: the dispatcher encodes what it failed on by the processor, and stops
-//!   using it when that happens again and again.
-//! - Nothing is allocated for a request once the pool is made and each method has seen a batch of 64 pages.
+//! - Each accepted request is returned exactly once, by the instance that accepted it. Queues are bounded, and a full
+//!   one returns the request at once.
+//! - [`crate::batch::Decoder`] decodes the output, whichever unit made it.
+//! - A device that fails costs time and loses no batch: the dispatcher encodes the failed batch on the CPU, and stops
+//!   using the device after repeated failures.
+//! - Requests allocate nothing once the pool is created and each method has encoded a batch of 64 pages.
 //!
 //! | accelerator | methods | by |
 //! | --- | --- | --- |
 //! | `cpu` | all but deflate | LZ4, zstd |
-//! | `igzip` | deflate | ISA-L (`libisal.so.2`), still the processor |
+//! | `igzip` | deflate | ISA-L (`libisal.so.2`), also on the CPU |
 //! | `qat` | deflate | QATzip (`libqatzip.so.3`) and a QuickAssist device |
 //! | `iaa` | deflate | QPL (`libqpl.so.1`) and an In-Memory Analytics Accelerator |
 //!
-//! Another device is another file with its [`Accelerator`]: one that makes a format known here is added to
-//! [`find`], a format of its own gets a number in [`Method`]. DSA makes deltas and copies, not formats, and would
-//! stand behind [`crate::delta`]; a GPU that is worth it takes several batches at a time, which the queue of an instance
-//! may gather before it starts any.
+//! Another device is another file with its [`Accelerator`]. One that makes a known format is added to [`find`]; a new
+//! format gets a number in [`Method`]. DSA makes deltas and copies, not formats, and would be used by
+//! [`crate::delta`]. A GPU that is worth using processes several batches at a time, which the queue of an instance
+//! may collect before it starts any.
 //!
-//! Devices encode only. Both decode deflate too, but not every stream of it (IAA looks back 4 KiB where deflate may 32), so
-//! that a receiver would have to know what the sender used.
+//! Devices only encode. Both can decode deflate, but not every stream of it (IAA has a window of 4 KiB, deflate
+//! allows 32), so a receiver would have to know which encoder the sender used.
 
 mod cpu;
 mod dispatcher;
@@ -47,106 +47,106 @@ use crate::batch::Method;
 pub use dispatcher::{Dispatched, Dispatcher};
 pub use request::{Buffer, Outcome, Pool, Request};
 
-/// Something that encodes batches.
+/// Unit that encodes batches.
 pub trait Accelerator: Send + Sync {
-    /// As it is called in reports.
+    /// Returns the name in reports.
     fn name(&self) -> &'static str;
 
-    /// Whether it works beside the thread that submits, or is that thread.
+    /// Returns whether the unit is a device, as opposed to the thread that submits.
     fn is_device(&self) -> bool {
         true
     }
 
-    /// What it makes.
+    /// Returns the methods that the unit makes.
     fn methods(&self) -> &[Method];
 
-    /// How many instances are worth opening.
+    /// Returns the number of instances that are worth opening.
     fn instances(&self) -> usize;
 
-    /// One more.
+    /// Opens another instance.
     ///
     /// # Errors
-    /// The device has none left, or does not do what it should.
+    /// The device has no further instance, or does not work as it should.
     fn open(&self) -> Result<Box<dyn Instance>, OpenError>;
 }
 
-/// One queue of an accelerator.
+/// Queue of an accelerator.
 pub trait Instance: Send {
-    /// The accelerator's name.
+    /// Returns the accelerator's name.
     fn name(&self) -> &'static str;
 
-    /// Whether it makes this.
+    /// Returns whether the instance makes this method.
     fn makes(&self, method: Method) -> bool;
 
-    /// Takes a request of a method that it makes.
+    /// Submits a request of a method that the instance makes.
     ///
     /// # Errors
-    /// As many requests as it takes are in flight; this one comes back unchanged.
+    /// The queue is full; the request is returned unchanged.
     fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>>;
 
-    /// A request that is done, if one is; what works on this thread does so here, for one request.
+    /// Returns a completed request, if there is one. A unit that works on this thread encodes one request here.
     fn poll(&mut self) -> Option<Box<Request>>;
 
-    /// Requests taken and not given back.
+    /// Returns the number of requests that were accepted and not returned.
     fn in_flight(&self) -> usize;
 
-    /// Since it was opened.
+    /// Returns the statistics since the instance was opened.
     fn statistics(&self) -> Statistics;
 }
 
-/// Why no instance of an accelerator can be had.
+/// Reason why no instance of an accelerator can be opened.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OpenError {
     /// The library cannot be loaded.
     #[error("{why}")]
     Library {
-        /// Its file.
+        /// File name of the library.
         library: &'static str,
-        /// In the words of the loader, which name the file.
+        /// Message of the loader, which names the file.
         why: String,
     },
-    /// The library does not behave like the version that it was written for.
+    /// The library does not behave like the supported version.
     #[error("{library} is not used: {why}")]
     Layout {
-        /// Its file.
+        /// File name of the library.
         library: &'static str,
-        /// What it did otherwise.
+        /// Description of the deviation.
         why: &'static str,
     },
-    /// There is nothing that the library could use.
+    /// There is no device for the library.
     #[error("there is no {0}")]
     NoDevice(&'static str),
-    /// The library refuses.
+    /// A function of the library failed.
     #[error("{library}: {call} returned {status}")]
     Refused {
-        /// Its file.
+        /// File name of the library.
         library: &'static str,
-        /// The function of the library.
+        /// Function of the library.
         call: &'static str,
-        /// What it returned.
+        /// Returned status.
         status: i64,
     },
 }
 
-/// What an instance has done.
+/// Statistics of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Requests taken.
+    /// Number of accepted requests.
     pub submitted: u64,
-    /// Requests given back.
+    /// Number of returned requests.
     pub completed: u64,
-    /// Of these, those that did not fit their limit.
+    /// Number of returned requests that did not fit their limit.
     pub misfits: u64,
-    /// And those that it failed on.
+    /// Number of returned requests that failed.
     pub failed: u64,
-    /// Requests refused since as many as may be were in flight.
+    /// Number of requests that were refused because the queue was full.
     pub refused: u64,
-    /// Bytes of pages of requests that fitted.
+    /// Input bytes of requests that fitted.
     pub bytes_in: u64,
-    /// Bytes that were made of them.
+    /// Output bytes of these requests.
     pub bytes_out: u64,
-    /// From taking a request to its end, or working on it where that was on the caller's thread; of several in flight the
-    /// sum.
+    /// Nanoseconds from accepting a request to its end, or of working on it if that was on the caller's thread; a sum
+    /// over concurrent requests.
     pub ns: u64,
 }
 
@@ -165,24 +165,24 @@ impl Statistics {
     }
 }
 
-/// Where a device's library has a path without the device, whether that is wanted.
+/// Use of a software path in a device's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Software {
-    /// No: to migrate, since what this processor does by itself is the accelerator `cpu`.
+    /// No use of it: for migrations, because the accelerator `cpu` already covers the CPU.
     No,
-    /// Yes: to test and to measure.
+    /// Use of it: for tests and measurements.
     Yes,
 }
 
-/// What is there, and what is not.
+/// Result of the search for accelerators.
 pub struct Found {
-    /// The processor first.
+    /// Available accelerators; the CPU is the first.
     pub there: Vec<Box<dyn Accelerator>>,
-    /// By name, and why.
+    /// Missing accelerators, by name, with the reason.
     pub missing: Vec<(&'static str, OpenError)>,
 }
 
-/// Looks for all accelerators. Libraries are loaded once; devices are asked each time.
+/// Finds all accelerators. Libraries are loaded once; devices are checked each time.
 #[must_use]
 pub fn find(software: Software) -> Found {
     let mut found = Found {

@@ -1,12 +1,13 @@
-//! Intel QuickAssist, by QATzip, `libqatzip.so.3`, loaded when it is first asked for.
+//! Intel QuickAssist, by QATzip, `libqatzip.so.3`, loaded at its first use.
 //!
-//! Its interface is blocking: polling an instance encodes the next request of its queue, on the device or, where there is
-//! none and that is wanted, by QATzip's own software path. Both make raw deflate in pieces of 64 KiB. They get room for
-//! whatever they make, and what fits is copied: with too little of it the software path fails, and loses memory.
+//! Its interface is blocking: polling an instance encodes the next request of its queue, on the device, or on request
+//! by QATzip's own software path if there is no device. Both make raw deflate in pieces of 64 KiB. They receive a
+//! buffer that is large enough for every output, and outputs that fit are copied: with too small a buffer the
+//! software path fails, and leaks memory.
 //!
-//! `QzSession_T` is 40 bytes that the library fills, `QzSessionParams_T` is written down here after 1.3. A library with
-//! another layout must do no harm and is not used: both lie in far more room than they need, the defaults that the library
-//! fills in must be those that it documents, where they should be, and known pages must come out as zlib-rs reads them.
+//! `QzSession_T` is 40 bytes that the library fills; `QzSessionParams_T` is declared here after 1.3. A library with
+//! another layout must do no harm and is not used: both lie in far larger memory, the defaults that the library fills
+//! in must be the documented ones at their offsets, and the output for known pages must be readable by zlib-rs.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uchar, c_uint};
@@ -21,7 +22,7 @@ use crate::library;
 
 const LIBRARY: &str = "libqatzip.so.3";
 
-/// `QzSession_T`, all the library's own.
+/// `QzSession_T`, which is internal to the library.
 #[repr(C, align(64))]
 struct Session([u8; 4096]);
 
@@ -43,8 +44,8 @@ struct Params {
     wait_count_threshold: c_uint,
 }
 
-/// The library's documented defaults of what is used here: dynamic codes, both directions, gzip with an extended header,
-/// level 1, deflate, 64 KiB at a time.
+/// Returns whether the parameters used here have the library's documented defaults: dynamic codes, both directions,
+/// gzip with an extended header, level 1, deflate, 64 KiB at a time.
 const fn is_default(params: &Params) -> bool {
     params.huffman_hdr == 0
         && params.direction == 2
@@ -56,26 +57,26 @@ const fn is_default(params: &Params) -> bool {
         && params.input_size_threshold == 1024
 }
 
-/// Compression only.
+/// Direction: compression only.
 const DIRECTION_COMPRESS: c_uint = 0;
-/// Raw deflate.
+/// Format: raw deflate.
 const FORMAT_RAW: c_uint = 3;
-/// In `sw_backup`: software where there is no device.
+/// Value of `sw_backup`: software if there is no device.
 const SOFTWARE_BACKUP: c_uchar = 1;
-/// Of the kernel's own driver, and of Intel's.
+/// Device files of the kernel's own driver, and of Intel's.
 const DEVICES: [&str; 2] = ["/dev/vfio", "/dev/qat_adf_ctl"];
-/// More than raw deflate takes in either path.
+/// Output buffer size, in bytes: more than raw deflate takes in either path.
 const ROOM_BYTES: usize = BATCH_BYTES + BATCH_BYTES / 8 + 4096;
 const LOG_NONE: c_int = 0;
 
-/// Room for the parameters of a later version.
+/// Memory for the parameters, large enough for those of a later version.
 #[repr(C, align(64))]
 union ParamsRoom {
     params: Params,
     bytes: [u8; 1024],
 }
 
-/// The library's functions; it is never unloaded.
+/// Functions of the library, which is never unloaded.
 #[derive(Clone, Copy)]
 struct Functions {
     init: unsafe extern "C" fn(*mut Session, c_uchar) -> c_int,
@@ -97,11 +98,12 @@ fn load() -> Result<Functions, OpenError> {
         library: LIBRARY,
         why: library::reason(&why),
     };
-    // SAFETY: QATzip runs nothing of note when it is loaded. Another library of this name is the administrator's doing.
+    // SAFETY: loading QATzip has no relevant effects. Another library of this name is the administrator's
+    // responsibility.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
-    // SAFETY: these are the signatures of `qatzip.h`, with the room for a structure instead of the structure.
+    // SAFETY: these are the signatures of `qatzip.h`, with a larger structure in place of each structure.
     let functions = unsafe {
-        // An error is told by what is returned; on the terminal it would be in the way.
+        // Errors are reported by return values; messages on the terminal would only disturb.
         let set_log_level: unsafe extern "C" fn(c_int) -> c_int = *library.get(c"qzSetLogLevel").map_err(absent)?;
         set_log_level(LOG_NONE);
         Functions {
@@ -113,7 +115,7 @@ fn load() -> Result<Functions, OpenError> {
             close: *library.get(c"qzClose").map_err(absent)?,
         }
     };
-    // The functions stay where they are.
+    // The library must stay loaded, because the functions are used from now on.
     std::mem::forget(library);
     Ok(functions)
 }
@@ -124,9 +126,9 @@ pub(super) struct Qat {
 }
 
 impl Qat {
-    /// Looks for a device, or makes do without.
+    /// Finds a device, or uses the software path.
     pub(super) fn find(software: Software) -> Result<Self, OpenError> {
-        // Else the library would complain on the terminal, whatever its log level is.
+        // Otherwise the library would print messages on the terminal, regardless of its log level.
         if software == Software::No && !DEVICES.iter().any(|path| Path::new(path).exists()) {
             return Err(OpenError::NoDevice("/dev/vfio or /dev/qat_adf_ctl"));
         }
@@ -134,7 +136,7 @@ impl Qat {
             functions: loaded()?,
             software,
         };
-        // Whether there is one, and whether all is as it should be.
+        // Checks that a device exists and works.
         QatInstance::new(qat.functions, software)?;
         Ok(qat)
     }
@@ -149,7 +151,7 @@ impl Accelerator for Qat {
         &[Method::Deflate]
     }
 
-    /// One for each of the sender's threads; the library shares the device's own instances out.
+    /// Returns one instance for each of the sender's threads; the library distributes the device's own instances.
     fn instances(&self) -> usize {
         std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
@@ -168,7 +170,8 @@ struct QatInstance {
     statistics: Statistics,
 }
 
-// SAFETY: the session's memory is its own, and the library lets one thread at a time use a session, whichever it is.
+// SAFETY: self owns the session's memory, and the library allows one thread at a time to use a session, whichever it
+// is.
 unsafe impl Send for QatInstance {}
 
 impl QatInstance {
@@ -180,7 +183,7 @@ impl QatInstance {
             call,
             status: status.into(),
         };
-        // Built first, so that whatever follows, the session is closed.
+        // Built first, so that the session is closed on every path.
         let mut instance = Self {
             functions,
             session: Box::new(Session([0; 4096])),
@@ -195,10 +198,10 @@ impl QatInstance {
             Software::Yes => SOFTWARE_BACKUP,
         };
         let mut room = ParamsRoom { bytes: [0; 1024] };
-        // SAFETY: both structures lie in more room than they need, zeroed as the library wants a new session, and are no
-        // one else's; all bits are valid for the parameters, which are of integers.
+        // SAFETY: both structures lie in larger memory than they need, zeroed as the library requires for a new
+        // session, and exclusively owned. All bits are valid for the parameters, which are integers.
         unsafe {
-            // 0, or 1 if another thread has done so, or more if software is used instead of a device.
+            // Status: 0, or 1 if another thread has initialised it, or more if software is used instead of a device.
             let status = (functions.init)(session, backup);
             if status < 0 || (software == Software::No && status > 1) {
                 return Err(refused("qzInit", status));
@@ -236,7 +239,7 @@ fn compress(functions: Functions, session: &mut Session, room: &mut [u8], input:
         return Outcome::Failed;
     };
     let (mut taken, mut made) = (wanted, room_bytes);
-    // SAFETY: the session is set up; the buffers are as long as is said, and not used after the call.
+    // SAFETY: the session is set up; the buffers have the given lengths, and are not used after the call.
     let status = unsafe {
         (functions.compress)(
             session,
@@ -264,7 +267,7 @@ fn compress(functions: Functions, session: &mut Session, room: &mut [u8], input:
 
 impl Drop for QatInstance {
     fn drop(&mut self) {
-        // SAFETY: the session was given to the library, which sees for itself how far it was set up.
+        // SAFETY: the session was passed to the library, which itself checks how far it was set up.
         unsafe {
             (self.functions.teardown)(&raw mut *self.session);
             (self.functions.close)(&raw mut *self.session);

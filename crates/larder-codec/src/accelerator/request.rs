@@ -1,4 +1,4 @@
-//! What is to be encoded, and what became of it.
+//! Requests to encode batches, with their results.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::PAGE;
 use crate::batch::{BATCH_BYTES, BATCH_PAGES, Encoder, Method};
 
-/// Bytes on a page's bound, which an accelerator reads in place. Whoever has the only [`Arc`] of it may fill it again
+/// Page-aligned bytes, which an accelerator reads in place. The owner of the only [`Arc`] of it may fill it again
 /// (`Arc::get_mut`).
 pub struct Buffer(Box<[Page]>);
 
@@ -16,7 +16,7 @@ pub struct Buffer(Box<[Page]>);
 struct Page([u8; PAGE]);
 
 impl Buffer {
-    /// Of zeros.
+    /// Creates a buffer of zeros.
     #[must_use]
     pub fn new(pages: usize) -> Self {
         Self(vec![Page([0; PAGE]); pages].into())
@@ -27,7 +27,7 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the pages lie side by side, each of bytes alone, and are borrowed as long as the bytes.
+        // SAFETY: the pages are adjacent and consist only of bytes, and are borrowed as long as the bytes.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * PAGE) }
     }
 }
@@ -39,25 +39,25 @@ impl DerefMut for Buffer {
     }
 }
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Nothing yet.
+    /// No outcome yet.
     Pending,
-    /// So many bytes, which [`Request::output`] has.
+    /// Length of the output, which [`Request::output`] returns.
     Made(usize),
-    /// It did not fit the limit.
+    /// The output did not fit the limit.
     Misfit,
-    /// The device did not do it.
+    /// The device failed.
     Failed,
 }
 
-/// A batch to encode, and room for what is made of it: 256 KiB, from a [`Pool`].
+/// Batch to encode, with memory for the output: 256 KiB, from a [`Pool`].
 pub struct Request {
     tag: u64,
     method: Method,
     buffer: Option<Arc<Buffer>>,
-    /// Of whole pages of the buffer.
+    /// Ranges of whole pages of the buffer.
     runs: Vec<Range<usize>>,
     limit: usize,
     output: Box<[u8]>,
@@ -81,10 +81,12 @@ impl Request {
         }
     }
 
-    /// Makes it one for the pages in `runs` of `buffer`, to be made at most `limit` bytes of. `tag` is the caller's.
+    /// Fills the request with the pages in `runs` of `buffer`, and a limit of `limit` bytes for the output. The
+    /// caller may use `tag` freely.
     ///
     /// # Panics
-    /// The runs are empty, not of whole pages, of more than 64, or outside the buffer; the limit is more than 64 pages.
+    /// The runs are empty, not of whole pages, of more than 64 pages, or outside the buffer; the limit is more than
+    /// 64 pages.
     pub fn fill(
         &mut self,
         tag: u64,
@@ -108,37 +110,37 @@ impl Request {
         self.ns = 0;
     }
 
-    /// The caller's.
+    /// Returns the caller's tag.
     #[must_use]
     pub const fn tag(&self) -> u64 {
         self.tag
     }
 
-    /// By which it is to be encoded.
+    /// Returns the method of encoding.
     #[must_use]
     pub const fn method(&self) -> Method {
         self.method
     }
 
-    /// Bytes of its pages.
+    /// Returns the length of the input, in bytes.
     #[must_use]
     pub fn input_bytes(&self) -> usize {
         self.runs.iter().map(Range::len).sum()
     }
 
-    /// The pages, run by run.
+    /// Returns the pages, run by run.
     pub fn input(&self) -> impl Iterator<Item = &[u8]> {
         let buffer: &[u8] = self.buffer.as_deref().map_or(&[], |buffer| &buffer[..]);
         self.runs.iter().map(|run| &buffer[run.clone()])
     }
 
-    /// What became of it.
+    /// Returns the outcome.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         self.outcome
     }
 
-    /// What was made of it; empty if it does not fit, or is not done.
+    /// Returns the output; empty if it does not fit, or is not complete.
     #[must_use]
     pub fn output(&self) -> &[u8] {
         match self.outcome {
@@ -147,18 +149,18 @@ impl Request {
         }
     }
 
-    /// Nanoseconds that it took, see [`super::Statistics::ns`].
+    /// Returns the nanoseconds that the request took; see [`super::Statistics::ns`].
     #[must_use]
     pub const fn ns(&self) -> u64 {
         self.ns
     }
 
-    /// Says that an instance could not do it.
+    /// Marks the request as failed.
     pub fn give_up(&mut self) {
         self.finish(Outcome::Failed);
     }
 
-    /// Encodes it on this thread.
+    /// Encodes the request on this thread.
     pub(super) fn encode(&mut self, encoder: &mut Encoder) {
         self.start();
         let mut runs: [&[u8]; BATCH_PAGES] = [&[]; BATCH_PAGES];
@@ -171,7 +173,7 @@ impl Request {
         self.finish(made.map_or(Outcome::Misfit, Outcome::Made));
     }
 
-    /// The pages, in one run, by way of `gathered` if they are in several; and where to put what is made of them.
+    /// Returns the pages as one run, gathered in `gathered` if there are several runs; and the memory for the output.
     pub(super) fn for_device<'a>(&'a mut self, gathered: &'a mut [u8]) -> (&'a [u8], &'a mut [u8]) {
         let buffer: &[u8] = self.buffer.as_deref().map_or(&[], |buffer| &buffer[..]);
         let input = match &self.runs[..] {
@@ -188,12 +190,12 @@ impl Request {
         (input, &mut self.output[..self.limit])
     }
 
-    /// Work on it begins now.
+    /// Records the start of the work.
     pub(super) fn start(&mut self) {
         self.submitted_at = Some(Instant::now());
     }
 
-    /// Work on it has come to this.
+    /// Records the end of the work and its outcome.
     pub(super) fn finish(&mut self, outcome: Outcome) {
         self.outcome = match outcome {
             Outcome::Made(bytes) if bytes == 0 || bytes > self.limit => Outcome::Failed,
@@ -205,7 +207,7 @@ impl Request {
     }
 }
 
-/// Requests made once, for one thread.
+/// Pool of requests that are created once, for one thread.
 pub struct Pool {
     #[expect(clippy::vec_box, reason = "they go from hand to hand as pointers, and come back so")]
     free: Vec<Box<Request>>,
@@ -213,7 +215,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Of so many.
+    /// Creates a pool of so many requests.
     #[must_use]
     pub fn new(requests: usize) -> Self {
         Self {
@@ -222,29 +224,29 @@ impl Pool {
         }
     }
 
-    /// One that is free, if there is any: so requests are never more than the pool has.
+    /// Returns a free request, if there is one. The number of requests in use is thus bounded by the pool.
     pub fn take(&mut self) -> Option<Box<Request>> {
         self.free.pop()
     }
 
-    /// Takes one of its own back, and lets go of its buffer.
+    /// Takes one of its requests back, and releases its buffer.
     ///
     /// # Panics
-    /// There are all already.
+    /// All requests of the pool are free already.
     pub fn give(&mut self, mut request: Box<Request>) {
         assert!(self.free.len() < self.requests, "a request that is none of the pool's");
         request.buffer = None;
         self.free.push(request);
     }
 
-    /// Those that are out.
+    /// Returns the number of requests in use.
     #[must_use]
     pub fn in_use(&self) -> usize {
         self.requests - self.free.len()
     }
 }
 
-/// Known pages by `compress`, and what was wrong with what came out: for a library that is not known to be the right one.
+/// Self-test of a library: encodes known pages with `compress`, and returns a description of the first deviation.
 pub(super) fn trial(mut compress: impl FnMut(&[u8], &mut [u8]) -> Outcome) -> Result<(), &'static str> {
     let pages: Vec<u8> = (0..40 * 1024_u32)
         .map(|at| match at / 4096 % 3 {
@@ -254,7 +256,7 @@ pub(super) fn trial(mut compress: impl FnMut(&[u8], &mut [u8]) -> Outcome) -> Re
         })
         .collect();
     let mut out = vec![0; pages.len()];
-    // Twice, since the second time finds what the first has left.
+    // Twice, because the second run starts from the state that the first has left.
     for _ in 0..2 {
         let Outcome::Made(len) = compress(&pages, &mut out) else {
             return Err("known pages are not encoded");

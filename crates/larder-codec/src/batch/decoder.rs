@@ -1,49 +1,49 @@
-//! Bytes to pages, whatever the bytes are.
+//! Decoder of batches, safe for arbitrary input.
 
 use thiserror::Error;
 
 use super::{BATCH_BYTES, Method, deflate, lz4, words, zstd};
 use crate::PAGE;
 
-/// Why bytes make no batch.
+/// Reason why bytes do not decode to a batch.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
-    /// They are not of this method, or make more than was wanted.
+    /// The bytes are not valid for this method, or decode to more than expected.
     #[error("{method}: {len} bytes that should make {wanted} are damaged: {why}")]
     Damaged {
-        /// By which they were to be decoded.
+        /// Method of the data.
         method: Method,
-        /// Bytes given.
+        /// Length of the data.
         len: usize,
-        /// Bytes of the pages wanted.
+        /// Expected length of the pages.
         wanted: usize,
-        /// In the words of the method's library.
+        /// Message of the method's library.
         why: String,
     },
-    /// They end before the pages do.
+    /// The bytes end before the pages do.
     #[error("{method}: {len} bytes make {decoded} bytes and not the {wanted} of the batch")]
     Short {
-        /// By which they were decoded.
+        /// Method of the data.
         method: Method,
-        /// Bytes given.
+        /// Length of the data.
         len: usize,
-        /// Bytes of the pages wanted.
+        /// Expected length of the pages.
         wanted: usize,
-        /// Bytes they make.
+        /// Number of decoded bytes.
         decoded: usize,
     },
 }
 
-/// The state of all methods that decode, for one thread at a time, kept from batch to batch: some 700 KiB.
+/// State of all decoding methods, for one thread at a time, reused from batch to batch: about 700 KiB.
 pub struct Decoder {
-    /// Sorted words.
+    /// Buffer for sorted words.
     sorted: Box<[u8]>,
     zstd: zstd::Decoder,
     deflate: deflate::Decoder,
 }
 
 impl Decoder {
-    /// With no batch seen.
+    /// Creates the state.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -53,13 +53,13 @@ impl Decoder {
         }
     }
 
-    /// Decodes `data`, all of it, which must fill `out` exactly.
+    /// Decodes all of `data`, which must fill `out` exactly.
     ///
     /// # Errors
-    /// `out` is then of no meaning, and must reach no guest.
+    /// The data is damaged. `out` then has no meaningful contents, and must not reach a guest.
     ///
     /// # Panics
-    /// `out` is not of 1 to [`super::BATCH_PAGES`] whole pages: a count from a peer is to be checked first.
+    /// `out` is not of 1 to [`super::BATCH_PAGES`] whole pages: a count from a peer must be checked before.
     pub fn decode(&mut self, method: Method, data: &[u8], out: &mut [u8]) -> Result<(), DecodeError> {
         let wanted = out.len();
         assert!(

@@ -1,12 +1,12 @@
-//! Pages to bytes.
+//! Encoder of batches.
 
 use super::{BATCH_BYTES, Method, deflate, lz4, words, zstd};
 use crate::PAGE;
 
-/// The state of all methods that encode, for one thread at a time, kept from batch to batch: some 800 KiB, and what zstd
-/// takes for its tables once it is used.
+/// State of all encoding methods, for one thread at a time, reused from batch to batch: about 800 KiB, and the memory
+/// of zstd's tables once it is used.
 pub struct Encoder {
-    /// Where scattered pages are put together, and words sorted.
+    /// Buffer in which scattered pages are gathered, and words sorted.
     gathered: Box<[u8]>,
     zstd_fast: zstd::Encoder,
     zstd: zstd::Encoder,
@@ -14,7 +14,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// With no batch seen.
+    /// Creates the state.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -25,21 +25,21 @@ impl Encoder {
         }
     }
 
-    /// Whether `method` is worth choosing here: deflate is not, without igzip.
+    /// Returns whether `method` is worth choosing on this machine: deflate is not, without igzip.
     #[must_use]
     pub fn is_fast(&self, method: Method) -> bool {
         method != Method::Deflate || self.deflate.is_igzip()
     }
 
-    /// Encodes the pages of `runs`, one after another, into the front of `out` and returns the bytes they take there, at
-    /// least 1; `None` if they do not fit, and `out` is then of no meaning. Who wants no batch that saves less than an
-    /// eighth passes 7/8 of its length.
+    /// Encodes the pages of `runs`, one after another, into the front of `out` and returns the length of the result,
+    /// at least 1. Returns `None` if it does not fit; `out` then has no meaningful contents. A caller that rejects
+    /// batches which save less than an eighth passes 7/8 of the input length.
     ///
-    /// A run is any number of whole pages that lie side by side: pages in one run are read where they are, those of several
-    /// are put together first (except for [`Method::WordsLz4`], which needs no copy of either).
+    /// A run is any number of adjacent whole pages. Pages in one run are read in place; those of several runs are
+    /// gathered first (except for [`Method::WordsLz4`], which needs no copy in either case).
     ///
     /// # Panics
-    /// No page, more than [`super::BATCH_PAGES`], or a run that is not of whole pages.
+    /// There is no page, there are more than [`super::BATCH_PAGES`], or a run is not of whole pages.
     pub fn encode<R: AsRef<[u8]>>(&mut self, method: Method, runs: &[R], out: &mut [u8]) -> Option<usize> {
         let bytes = bytes_of(runs);
         if method == Method::WordsLz4 {
@@ -67,7 +67,7 @@ impl Default for Encoder {
     }
 }
 
-/// Bytes of all runs.
+/// Returns the length of all runs together.
 ///
 /// # Panics
 /// See [`Encoder::encode`].

@@ -1,37 +1,37 @@
-//! How a batch is encoded, and the numbers that say so on the wire.
+//! Encoding methods of batches, and their numbers on the wire.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// How a batch was encoded.
+/// Encoding of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Method {
     /// One LZ4 block.
     Lz4 = 1,
-    /// One LZ4 block too, made in less time and longer.
+    /// One LZ4 block, which is encoded faster and is longer.
     Lz4Fast = 2,
-    /// The differences of neighbouring 64-bit words, their bytes sorted by significance, as one LZ4 block: for counters,
+    /// Differences of adjacent 64-bit words, their bytes sorted by significance, as one LZ4 block: for counters,
     /// columns of numbers and tables of pointers. See `batch/words.rs`.
     WordsLz4 = 3,
-    /// One zstd frame, made by a fast level: no entropy coding of literals.
+    /// One zstd frame, encoded at a fast level: no entropy coding of literals.
     ZstdFast = 4,
-    /// One zstd frame, made by level 1.
+    /// One zstd frame, encoded at level 1.
     Zstd = 5,
-    /// One raw deflate stream (RFC 1951), which accelerators make too.
+    /// One raw deflate stream (RFC 1951), which accelerators can also make.
     Deflate = 6,
 }
 
-/// A number that no method of this version has: of damage, or of a later version.
+/// Error for a number that no method of this version has: the data is damaged, or was sent by a later version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("no way to encode a batch has the number {0}")]
 pub struct UnknownMethod(pub u8);
 
 impl Method {
-    /// How many there are.
+    /// Number of methods.
     pub const COUNT: usize = 6;
-    /// All of them, in the order of their numbers.
+    /// All methods, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = [
         Self::Lz4,
         Self::Lz4Fast,
@@ -41,19 +41,19 @@ impl Method {
         Self::Deflate,
     ];
 
-    /// Its number on the wire: never 0, which a caller may use for pages as they are.
+    /// Returns the number on the wire. It is never 0, which a caller may use for unencoded pages.
     #[must_use]
     pub const fn number(self) -> u8 {
         self as u8
     }
 
-    /// Its place in [`Self::ALL`].
+    /// Returns the index in [`Self::ALL`].
     #[must_use]
     pub const fn index(self) -> usize {
         self as usize - 1
     }
 
-    /// As it is called in reports and on the command line.
+    /// Returns the name in reports and on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -66,7 +66,7 @@ impl Method {
         }
     }
 
-    /// The method of a name.
+    /// Returns the method with this name.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|method| method.name() == name)
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_numbers_of_methods_stay_and_others_are_refused() {
+    fn method_numbers_are_stable() {
         let numbers = [
             (Method::Lz4, 1),
             (Method::Lz4Fast, 2),

@@ -1,17 +1,18 @@
-//! Batches of up to 64 pages, which a migration compresses as one: a codec finds in 256 KiB what it does not see in 4, and
-//! starts once.
+//! Batches of up to 64 pages, which a migration compresses as one unit: in 256 KiB a codec finds more redundancy than
+//! in 4 KiB, and it starts only once.
 //!
 //! ```text
-//! pages, in one run or several -> Encoder::encode: does it fit the limit? -> no: the pages as they are
+//! pages, in one run or several -> Encoder::encode: does it fit the limit? -> no: the pages unencoded
 //!                              -> on the wire: Method's number, the count of pages, the bytes
 //! bytes -> Decoder::decode -> as many pages
 //! ```
 //!
-//! "None", pages as they are, is no method: it is what a caller sends when it has picked none or when nothing was saved.
-//! Pages of one word ([`crate::uniform_word`]) and pages of which an earlier version was sent ([`crate::delta`]) are told
-//! in fewer bytes before a batch is made of the others.
+//! Unencoded pages ("none") are not a method: a caller sends them if it has picked no method, or if nothing was
+//! saved. Pages of one word ([`crate::uniform_word`]) and pages of which an earlier version was sent
+//! ([`crate::delta`]) are encoded in fewer bytes before a batch is made of the others.
 //!
-//! How much a batch is worth, by `examples/batches`; ratio, and CPU seconds for a GiB to encode and to decode:
+//! Effect of the batch size, measured by `examples/batches`; ratio, and CPU seconds for a GiB to encode and to
+//! decode:
 //!
 //! ```text
 //! pages   text, zstd           programs, lz4        heap, deflate (igzip)
@@ -22,19 +23,19 @@
 //!    64   3.11  2.92  0.62     1.77  1.30  0.24     2.70  2.05  1.45
 //! ```
 //!
-//! 16 pages have most of it. 64 give zstd and deflate up to 10 % more, LZ4 from 2 % more to 8 % less (from 64 KiB on its
-//! table has half as many places), for as much CPU, give or take a tenth, and a quarter of the calls.
+//! 16 pages achieve most of it. 64 give zstd and deflate up to 10 % more, LZ4 from 2 % more to 8 % less (from 64 KiB
+//! on its table has half as many entries), for about the same CPU time, within a tenth, and a quarter of the calls.
 //!
 //! Invariants:
-//! - What was encoded decodes to the same pages, in this version and every later one, on a machine with other libraries
-//!   and other instructions: [`Method`]'s numbers and the formats behind them never change.
-//! - No bytes make a decoder panic, or read or write elsewhere; what it makes is written wholly from those bytes, so that
-//!   nothing that lay there before shows through.
-//! - A batch stands for itself, and what is made of it does not depend on earlier ones.
-//! - Nothing is allocated for a batch once each method in use has seen one of 64 pages; but zstd gives memory back, and
-//!   takes it again later, when a long row of batches needs less than a third of it.
+//! - Encoded data decodes to the same pages, in this version and every later one, on a machine with other libraries
+//!   and other instructions: [`Method`]'s numbers and their formats never change.
+//! - No input makes a decoder panic, or read or write out of bounds. The output is written completely from the input,
+//!   so that no earlier contents of the buffer are exposed.
+//! - Batches are independent, and the encoding of one does not depend on earlier ones.
+//! - Batches allocate nothing once each used method has encoded one of 64 pages. An exception is zstd, which frees
+//!   memory, and allocates it again later, if a long series of batches needs less than a third of it.
 //!
-//! What is not here: a checksum, see [`crate`].
+//! Not included: a checksum; see [`crate`].
 
 mod decoder;
 mod deflate;
@@ -50,7 +51,7 @@ pub use method::{Method, UnknownMethod};
 
 use crate::PAGE;
 
-/// Pages of a batch, at most.
+/// Largest number of pages of a batch.
 pub const BATCH_PAGES: usize = 64;
-/// Bytes of them.
+/// Length of the largest batch, in bytes.
 pub const BATCH_BYTES: usize = BATCH_PAGES * PAGE;

@@ -1,42 +1,43 @@
-//! A filter before LZ4 for words that grow: counters, columns of numbers, tables of pointers.
+//! Filter before LZ4 for words that grow: counters, columns of numbers, tables of pointers.
 //!
-//! Of each 64-bit little-endian word of the batch its difference to the word before is taken (the first one's to 0, across
-//! pages as well, modulo 2^64). Of these differences, block by block of 4 pages (the last one may be shorter), first all
-//! lowest bytes are put, then all second ones, and so on:
+//! Each 64-bit little-endian word of the batch is replaced by its difference to the word before (the first one's to
+//! 0, across pages as well, modulo 2^64). The bytes of these differences are then sorted by significance, block by
+//! block of 4 pages (the last block may be shorter): first all lowest bytes, then all second ones, and so on:
 //!
 //! ```text
 //! word w of a block of n, its byte k -> the block's byte k * n + p(w)
 //!   with w = 32 g + 4 i + l, i < 8, l < 4:               p(w) = 32 g + 8 l + i
 //! ```
 //!
-//! Of a counter every difference is the same; of numbers that grow by less than 256 seven eighths of the batch are
-//! zeros. LZ4 alone halves such pages at best, since each word is a match and a literal of its own.
+//! All differences of a counter are equal; for numbers that grow by less than 256, seven eighths of the batch are
+//! zeros. LZ4 alone halves such pages at best, because each word is a match and a literal of its own.
 //!
-//! Blocks are such that the eight places written to at a time lie 2 KiB apart and not in the same few lines of the cache:
-//! with one block of 64 pages sorting takes twice as long. Within 32 words the order is such that loads, stores and all
-//! that is between are of four words side by side, so that the compiler uses vectors; it is compiled once more for AVX2.
-//! With LZ4, 64 pages of a counter become 1/244 at 7.8 GB/s, and those of numbers that grow by less than 100 1/7.7 at 4.4.
+//! The block size is chosen so that the eight positions written at a time lie 2 KiB apart and not in the same few
+//! cache lines: with one block of 64 pages sorting takes twice as long. Within 32 words the order is chosen so that
+//! loads, stores and all operations in between are on four adjacent words, which lets the compiler use vectors; the
+//! code is compiled a second time for AVX2. With LZ4, 64 pages of a counter become 1/244 at 7.8 GB/s, and those of
+//! numbers that grow by less than 100 become 1/7.7 at 4.4.
 
 use crate::PAGE;
 
 /// Bytes that are sorted at a time.
 const BLOCK_BYTES: usize = 4 * PAGE;
-/// Words between two that lie in the same row and lane.
+/// Distance, in words, between two words in the same row and lane.
 const GROUP: usize = 32;
 const GROUP_BYTES: usize = GROUP * 8;
 const _: () = assert!(PAGE.is_multiple_of(GROUP_BYTES));
 
-/// Four words side by side.
+/// Four adjacent words.
 type Lanes = [u64; 4];
 
-/// Sorts the bytes of `runs`, whole pages, into `sorted`, which is as long as they are together.
+/// Sorts the bytes of `runs`, whole pages, into `sorted`, which has the length of all runs together.
 pub(super) fn sort<R: AsRef<[u8]>>(runs: &[R], sorted: &mut [u8]) {
     let mut groups = runs.iter().flat_map(|run| run.as_ref().as_chunks::<GROUP_BYTES>().0);
     let mut before = 0;
     for block in sorted.chunks_mut(BLOCK_BYTES) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the machine has AVX2.
+            // SAFETY: the CPU has AVX2.
             unsafe { sort_block_avx2(&mut groups, &mut before, block) };
             continue;
         }
@@ -44,13 +45,13 @@ pub(super) fn sort<R: AsRef<[u8]>>(runs: &[R], sorted: &mut [u8]) {
     }
 }
 
-/// The inverse of [`sort`]; `out` is as long as `sorted`, and of whole pages.
+/// Inverts [`sort`]; `out` has the length of `sorted`, and whole pages.
 pub(super) fn restore(sorted: &[u8], out: &mut [u8]) {
     let mut before = 0;
     for (block, out) in sorted.chunks(BLOCK_BYTES).zip(out.chunks_mut(BLOCK_BYTES)) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the machine has AVX2.
+            // SAFETY: the CPU has AVX2.
             unsafe { restore_block_avx2(block, &mut before, out) };
             continue;
         }
@@ -101,7 +102,8 @@ fn restore_block(block: &[u8], before: &mut u64, out: &mut [u8]) {
     }
 }
 
-/// Of the group's words to the one before each; `before` is the one before the group, and becomes its last.
+/// Returns the difference of each word of the group to the word before; `before` is the word before the group, and
+/// becomes the group's last word.
 #[inline(always)]
 fn differences(group: &[u8; GROUP_BYTES], before: &mut u64) -> [Lanes; 8] {
     let mut words = [0; GROUP + 1];
@@ -113,7 +115,7 @@ fn differences(group: &[u8; GROUP_BYTES], before: &mut u64) -> [Lanes; 8] {
     std::array::from_fn(|row| std::array::from_fn(|lane| words[4 * row + lane + 1].wrapping_sub(words[4 * row + lane])))
 }
 
-/// Swaps byte k of row i with byte i of row k, in each lane on its own: squares of 1, 2 and 4 bytes in turn.
+/// Swaps byte k of row i with byte i of row k, in each lane separately: squares of 1, 2 and 4 bytes in turn.
 #[inline(always)]
 fn transpose(rows: &mut [Lanes; 8]) {
     for (distance, mask) in [
@@ -148,7 +150,7 @@ fn lanes_of(bytes: &[u8; GROUP]) -> Lanes {
 mod tests {
     use super::*;
 
-    /// As the description says it, byte by byte.
+    /// Sorts byte by byte, exactly as in the module documentation.
     fn sorted_slowly(bytes: &[u8]) -> Vec<u8> {
         let mut sorted = vec![0; bytes.len()];
         let mut before = 0u64;
@@ -167,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_lie_where_the_format_says_and_come_back() {
+    fn sort_matches_format_and_inverts() {
         for pages in [1, 2, 4, 7, 64] {
             let mut state = 0x1234_5678_9abc_def1u64;
             let bytes: Vec<u8> = (0..pages * PAGE)
@@ -184,7 +186,7 @@ mod tests {
             restore(&sorted, &mut back);
             assert!(back == bytes, "{pages} pages");
 
-            // Without AVX2 as well, of pages that make one block.
+            // Also without AVX2, for pages that form one block.
             if pages <= 4 {
                 let groups = runs.iter().flat_map(|run| run.as_chunks().0);
                 let (mut portably, mut back) = (vec![0; bytes.len()], vec![0; bytes.len()]);

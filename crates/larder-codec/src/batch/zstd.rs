@@ -1,12 +1,12 @@
-//! Zstd frames of batches, with contexts that are kept.
+//! Zstd frames of batches, with reused contexts.
 //!
 //! A frame has its magic and the length of its content, and no checksum. The window is the batch.
 
 use zstd::zstd_safe::{CCtx, CParameter, DCtx, get_error_name};
 
-/// Of [`super::Method::Zstd`].
+/// Level of [`super::Method::Zstd`].
 pub(super) const LEVEL: i32 = 1;
-/// Of [`super::Method::ZstdFast`].
+/// Level of [`super::Method::ZstdFast`].
 pub(super) const LEVEL_FAST: i32 = -5;
 
 pub(super) struct Encoder(CCtx<'static>);
@@ -20,9 +20,9 @@ impl Encoder {
         Self(context)
     }
 
-    /// See [`super::Encoder::encode`].
+    /// Encodes a batch; see [`super::Encoder::encode`].
     pub(super) fn encode(&mut self, input: &[u8], out: &mut [u8]) -> Option<usize> {
-        // The other error is of memory for the context: sent as they are, pages lose nothing.
+        // The other possible error is a lack of memory for the context; the pages are then sent unencoded.
         self.0.compress2(out, input).ok()
     }
 }
@@ -34,8 +34,8 @@ impl Decoder {
         Self(DCtx::create())
     }
 
-    /// Bytes of `out` that `data` made, or why it is no frame. `out` is the window, so that memory does not depend on what
-    /// a frame asks for.
+    /// Decodes `data` and returns the number of bytes, or an error if it is not a zstd frame. `out` is the window, so
+    /// that memory use does not depend on the frame.
     pub(super) fn decode(&mut self, data: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
         self.0.decompress(out, data).map_err(get_error_name)
     }

@@ -1,41 +1,41 @@
-//! Which words of a page have changed.
+//! Map of the changed words of a page.
 
 use super::ApplyError;
 use crate::PAGE;
 
-/// 64-bit words of a page.
+/// Number of 64-bit words of a page.
 pub(super) const WORDS: usize = PAGE / 8;
-/// Words that one element of the map stands for.
+/// Number of words that one element of the map covers.
 const GROUP: usize = u64::BITS as usize;
 
-/// Bit b of element a: word 64a + b.
+/// Bit map: bit b of element a stands for word 64a + b.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Changed([u64; WORDS / GROUP]);
 
 impl Changed {
     pub(super) const ALL: Self = Self([u64::MAX; WORDS / GROUP]);
 
-    /// By AVX2 where the machine has it.
+    /// Compares two pages, with AVX2 if the CPU has it.
     pub(super) fn between(new: &[u8; PAGE], old: &[u8; PAGE]) -> Self {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the machine has AVX2.
+            // SAFETY: the CPU has AVX2.
             return unsafe { between_avx2(new, old) };
         }
         between_portable(new, old)
     }
 
-    /// Words that have.
+    /// Returns the number of changed words.
     pub(super) fn count(&self) -> u32 {
         self.0.iter().map(|group| group.count_ones()).sum()
     }
 
-    /// Those words, in their order.
+    /// Returns the indexes of the changed words, in order.
     pub(super) fn words(&self) -> impl Iterator<Item = usize> {
         self.groups().flatten()
     }
 
-    /// As [`Self::words`], in groups of 64 words of the page.
+    /// Returns the indexes of the changed words, in groups of 64 words of the page.
     pub(super) fn groups(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
         self.0.iter().enumerate().map(|(index, &bits)| Ones {
             bits,
@@ -43,7 +43,7 @@ impl Changed {
         })
     }
 
-    /// Bytes that [`Self::write_map`] writes: from 9 to 72.
+    /// Returns the number of bytes that [`Self::write_map`] writes: from 9 to 72.
     pub(super) fn map_bytes(&self) -> usize {
         size_of::<u64>()
             + self
@@ -53,23 +53,25 @@ impl Changed {
                 .sum::<usize>()
     }
 
-    /// Writes the map into `to`, which is as long as it.
+    /// Writes the map into `to`, which must have its exact length.
     pub(super) fn write_map(&self, to: &mut [u8]) {
         let (tops, bytes) = to.split_at_mut(size_of::<u64>());
         let mut places = bytes.iter_mut();
         for (top, group) in tops.iter_mut().zip(self.0) {
             *top = filled(group);
             let there = group.to_le_bytes().into_iter().filter(|&byte| byte != 0);
-            // The places come last: `zip` takes of the first one before it knows that the other has no more.
+            // The destinations must be the second argument: `zip` consumes an item of the first iterator before it
+            // finds the second one exhausted.
             for (byte, place) in there.zip(&mut places) {
                 *place = byte;
             }
         }
     }
 
-    /// The map that `data`, all that follows a delta's first byte, begins with, and its bytes.
+    /// Reads the map at the start of `data`, which is everything after a delta's first byte; returns it with its
+    /// length.
     pub(super) fn read_map(data: &[u8]) -> Result<(Self, usize), ApplyError> {
-        // With the delta's first byte.
+        // Lengths include the delta's first byte.
         let short = |needed| ApplyError::Short {
             needed: 1 + needed,
             len: 1 + data.len(),
@@ -95,13 +97,13 @@ impl Changed {
     }
 }
 
-/// Bit b: byte b of `group` is not 0.
+/// Returns a byte whose bit b is set if byte b of `group` is not 0.
 fn filled(group: u64) -> u8 {
     let bytes = group.to_le_bytes();
     (0..8).map(|at| u8::from(bytes[at] != 0) << at).sum()
 }
 
-/// The bits that are set, from the lowest on.
+/// Iterator over the bits that are set, from the lowest on.
 struct Ones {
     bits: u64,
     base: usize,
@@ -123,7 +125,7 @@ fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
     let (new, old) = (new.as_chunks::<{ 8 * GROUP }>().0, old.as_chunks::<{ 8 * GROUP }>().0);
     Changed(std::array::from_fn(|group| {
         let (new, old) = (&new[group], &old[group]);
-        // Nothing is worked out for words that are all as they were.
+        // Shortcut for groups without a change.
         if new == old {
             return 0;
         }
@@ -166,7 +168,7 @@ mod tests {
     proptest! {
         #[test]
         #[cfg(target_arch = "x86_64")]
-        fn both_ways_to_compare_find_the_same_words(
+        fn avx2_and_portable_comparison_agree(
             base in any::<u8>(),
             bits in prop::collection::vec(0..PAGE * 8, 0..700),
         ) {
@@ -177,7 +179,7 @@ mod tests {
                 new[bit / 8] ^= 1 << (bit % 8);
             }
             let changed = between_portable(&new, &old);
-            // SAFETY: see above.
+            // SAFETY: the assertion above checks that the CPU has AVX2.
             prop_assert_eq!(unsafe { between_avx2(&new, &old) }, changed);
             let words: Vec<usize> = changed.words().collect();
             let expected: Vec<usize> = (0..WORDS).filter(|w| new[8 * w..][..8] != old[8 * w..][..8]).collect();

@@ -1,22 +1,22 @@
-//! A page told by an older version of it: which 64-bit words have changed, and by how much.
+//! Delta of a page against an older version: the set of changed 64-bit words, and their differences.
 //!
 //! ```text
-//! byte 0      bits 0-3: how the words have changed: 0 none has
-//!                                                   1 all that have, by the one difference that follows, 8 bytes
-//!                                                   2, 3, 4, 5 by differences of 1, 2, 4 or 8 bytes, one for each
-//!             bit 4: only some have, and a map follows; else all 512 have
-//! the map     8 bytes, bit b of byte a: the map's byte 8a + b is there; then those bytes, none of them 0,
+//! byte 0      bits 0-3: encoding of the changes: 0 no word has changed
+//!                                                1 one difference follows, 8 bytes, for all changed words
+//!                                                2, 3, 4, 5 one difference of 1, 2, 4 or 8 bytes for each changed word
+//!             bit 4: only some words have changed, and a map follows; else all 512 have
+//! the map     8 bytes, bit b of byte a: the map's byte 8a + b is present; then those bytes, none of them 0,
 //!             bit b of byte a of 64: word 8a + b has changed
-//! the differences, of words in their order: new - old modulo 2^64, signed, little-endian, as the words are
+//! the differences, in the order of the words: new - old modulo 2^64, signed, little-endian, as the words are
 //! ```
 //!
 //! A counter, an index or a pointer that moves differs by a small number, and a table that is rewritten often differs
-//! everywhere by the same one: 9 bytes for the page. 16 words changed anywhere take at most 153 bytes, and 33 if they were
-//! counted up by less than 128.
+//! everywhere by the same one: 9 bytes for the page. 16 changed words anywhere take at most 153 bytes, and 33 if they
+//! were incremented by less than 128.
 //!
-//! Invariants: what [`encode`] makes, [`apply`] turns the same older version into the newer one, in every later version of
-//! this format. No bytes make [`apply`] panic, and after an error the page is as it was. What is not here: whether the
-//! older version is the same on both sides. Who applies must know.
+//! Invariants: [`apply`] turns the same older version into the newer one with a delta from [`encode`], in every later
+//! version of this format. No input makes [`apply`] panic, and after an error the page is unchanged. It is not
+//! checked that the older version is the same on both sides; the caller of [`apply`] must know that.
 
 mod map;
 
@@ -25,48 +25,49 @@ use thiserror::Error;
 use crate::PAGE;
 use map::{Changed, WORDS};
 
-/// Bytes of a word.
+/// Size of a word, in bytes.
 const WORD: usize = PAGE / WORDS;
 
-/// In the lower half of the first byte.
+/// Encoding number in the lower half of the first byte: no change.
 const UNCHANGED: u8 = 0;
 const ONE_DIFFERENCE: u8 = 1;
-/// Bytes of a difference, from number 2 on.
+/// Bytes of a difference, for encodings from number 2 on.
 const WIDTHS: [usize; 4] = [1, 2, 4, 8];
-/// In the first byte.
+/// Flag in the first byte: a map follows.
 const MAPPED: u8 = 1 << 4;
 
-/// Bytes of the longest delta, of a page with every word changed. With a word less it is as long; no shorter `out` is
-/// sure to do.
+/// Length of the longest delta in bytes, that of a page with every word changed. With one word less it is equally
+/// long. Only an `out` of this length is sufficient for every delta.
 pub const DELTA_BYTES_MAX: usize = 1 + 8 + WORDS / 8 + PAGE - WORD;
 
-/// Why bytes are no delta of a page.
+/// Reason why bytes are not a delta of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ApplyError {
-    /// They end too early.
+    /// The bytes end too early.
     #[error("a page's delta needs {needed} bytes, of which there are {len}")]
     Short {
-        /// Bytes that it takes, as far as those that are there tell.
+        /// Length of the delta, as far as the present bytes determine it.
         needed: usize,
-        /// Bytes that are there.
+        /// Number of present bytes.
         len: usize,
     },
     /// The first byte has no meaning in this version.
     #[error("a page's delta begins with {0:#04x}, which has no meaning")]
     Unknown(u8),
-    /// A byte of the map that is said to be there is 0.
+    /// A byte of the map that is marked as present is 0.
     #[error("byte {0} of a page's map of changes is there and 0")]
     Map(usize),
 }
 
-/// How many of the page's 512 words are not as they were; some 100 ns.
+/// Returns how many of the page's 512 words have changed; takes about 100 ns.
 #[must_use]
 pub fn changed_words(new: &[u8; PAGE], old: &[u8; PAGE]) -> u32 {
     Changed::between(new, old).count()
 }
 
-/// Tells `new` by `old` in the front of `out`, and returns the bytes it takes there, at least 1; `None` if they do not
-/// fit, and `out` is then of no meaning. A page that is nearly all new costs some 100 ns until this is seen.
+/// Encodes `new` as a delta against `old` into the front of `out`, and returns its length, at least 1. Returns `None`
+/// if it does not fit; `out` then has no meaningful contents. A page that is nearly all new costs about 100 ns until
+/// this is detected.
 #[must_use]
 pub fn encode(new: &[u8; PAGE], old: &[u8; PAGE], out: &mut [u8]) -> Option<usize> {
     let changed = Changed::between(new, old);
@@ -99,11 +100,11 @@ pub fn encode(new: &[u8; PAGE], old: &[u8; PAGE], out: &mut [u8]) -> Option<usiz
     Some(end)
 }
 
-/// Turns the older version in `page` into the newer one, by the delta that `data` begins with, and returns the bytes it
-/// takes there.
+/// Turns the older version in `page` into the newer one, with the delta at the start of `data`, and returns the
+/// length of the delta.
 ///
 /// # Errors
-/// `data` begins with no delta; `page` is as it was.
+/// `data` does not begin with a delta; `page` is unchanged.
 pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
     let len = data.len();
     let (&first, rest) = data.split_first().ok_or(ApplyError::Short { needed: 1, len })?;
@@ -136,12 +137,12 @@ pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
     Ok(to)
 }
 
-/// The shortest way to tell the differences; `None` if it takes more than `room`.
+/// Returns the number of the shortest encoding; `None` if it takes more than `room`.
 fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Option<u8> {
     let count = changed.count() as usize;
     let mut first = None;
     let mut all_same = true;
-    // Its leading zeros are those that every difference has, or ones if it is negative.
+    // Its leading zeros are common to all differences, or ones if a difference is negative.
     let mut magnitudes = 0;
     for group in changed.groups() {
         for word in group {
@@ -149,13 +150,13 @@ fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Op
             all_same &= *first.get_or_insert(difference) == difference;
             magnitudes |= difference ^ ((difference as i64 >> 63) as u64);
         }
-        // A new page is not looked at to its end.
+        // The scan of a page that is nearly all new ends early.
         if !all_same && difference_bytes(number_of(magnitudes), count) > room {
             return None;
         }
     }
     let number = number_of(magnitudes);
-    // Of equals the one with the widths, such as of one byte changed.
+    // If both encodings are equally short, such as for one changed byte, the one with a width per word is used.
     let how = if all_same && difference_bytes(number, count) > WORD {
         ONE_DIFFERENCE
     } else {
@@ -164,7 +165,7 @@ fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Op
     (difference_bytes(how, count) <= room).then_some(how)
 }
 
-/// The number of the least width that holds differences of these bits and a sign.
+/// Returns the number of the smallest width that holds differences of these bits and a sign.
 fn number_of(magnitudes: u64) -> u8 {
     let bits = u64::BITS - magnitudes.leading_zeros() + 1;
     match bits {
@@ -175,7 +176,7 @@ fn number_of(magnitudes: u64) -> u8 {
     }
 }
 
-/// Bytes that `count` differences take, told in way number `how`, from 1 on.
+/// Returns the bytes that `count` differences take with encoding `how`, from 1 on.
 fn difference_bytes(how: u8, count: usize) -> usize {
     match how {
         ONE_DIFFERENCE => WORD,
@@ -210,7 +211,7 @@ fn read<const WIDTH: usize>(changed: &Changed, page: &mut [u8; PAGE], from: &[u8
     for (word, bytes) in changed.words().zip(from.as_chunks::<WIDTH>().0) {
         let mut wide = [0; WORD];
         wide[..WIDTH].copy_from_slice(bytes);
-        // To the top and back down, which repeats the sign.
+        // Shifting up and back down extends the sign.
         let signed = (u64::from_le_bytes(wide) << unused_bits) as i64 >> unused_bits;
         add(page, word, signed as u64);
     }

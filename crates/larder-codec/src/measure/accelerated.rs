@@ -1,4 +1,4 @@
-//! Memory through one instance of an accelerator.
+//! Measurement of memory that is encoded by one instance of an accelerator.
 
 use std::hint::{black_box, spin_loop};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::PAGE;
 use crate::accelerator::{Accelerator, Buffer, Instance, OpenError, Outcome, Pool, Request};
 use crate::batch::Method;
 
-/// Requests at a time: more than any instance takes.
+/// Number of requests: more than any instance accepts.
 const REQUESTS: usize = 16;
 
 pub(super) struct Line {
@@ -16,7 +16,7 @@ pub(super) struct Line {
     instance: Box<dyn Instance>,
     pool: Pool,
     memory: Arc<Buffer>,
-    /// Where the first batch that it failed on in this pass lies.
+    /// Offset of the first batch that the instance failed on in this pass.
     failed_at: Option<usize>,
 }
 
@@ -35,7 +35,7 @@ impl Line {
         })
     }
 
-    /// As [`Pipe::encode`].
+    /// Encodes the memory, as [`Pipe::encode`] does.
     pub(super) fn encode(&mut self, pipe: &mut Pipe) -> Result<(), MeasureError> {
         for (index, from) in (0..self.memory.len()).step_by(pipe.piece_bytes).enumerate() {
             let to = self.memory.len().min(from + pipe.piece_bytes);
@@ -96,7 +96,7 @@ impl Line {
                 }
                 end
             }
-            // The others come back first.
+            // The other requests are collected before the error is returned.
             Outcome::Failed | Outcome::Pending => {
                 self.failed_at.get_or_insert(index * pipe.piece_bytes);
                 0

@@ -1,38 +1,38 @@
-//! Memory to measure with that is the same on every machine.
+//! Generated memory for measurements, which is the same on every machine.
 
 use crate::PAGE;
 
-/// What memory may be full of.
+/// Kind of memory contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Seven pages of eight are of zeros, the others have a few words.
+    /// Seven of eight pages are zeros; the others contain a few words.
     Zeros,
-    /// Stretches of one word as `memset` leaves them, a page each, that begin 16 bytes into a page.
+    /// Runs of one word as `memset` leaves them, a page each, that begin 16 bytes into a page.
     Filled,
     /// Words of a language, frequent and rare ones.
     Text,
-    /// Records as a web service keeps them.
+    /// Records as in a web service.
     Json,
-    /// As `malloc` leaves it: small objects of pointers, small numbers, zeros and now and then a double.
+    /// Heap as `malloc` leaves it: small objects of pointers, small numbers, zeros and now and then a double.
     Heap,
     /// One word in 64 is not zero.
     Sparse,
-    /// A column of a database: 64-bit integers that grow by less than 100.
+    /// Column of a database: 64-bit integers that grow by less than 100.
     Sequence,
-    /// 64-bit integers that grow by the same.
+    /// 64-bit integers that grow by a constant step.
     Counter,
-    /// Machine instructions as far as chance makes them.
+    /// Machine instructions, as far as random bytes resemble them.
     Code,
-    /// Random bits as letters: only the coding of letters helps.
+    /// Random bits as letters: only entropy coding helps.
     Base64,
-    /// What is compressed or enciphered already.
+    /// Compressed or encrypted data.
     Random,
-    /// Runs of 1 to 64 pages of all the others.
+    /// Runs of 1 to 64 pages of all the other kinds.
     Mixed,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 12] = [
         Self::Zeros,
         Self::Filled,
@@ -48,7 +48,7 @@ impl Kind {
         Self::Mixed,
     ];
 
-    /// As it is called on the command line.
+    /// Returns the name on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -67,13 +67,13 @@ impl Kind {
         }
     }
 
-    /// The kind of a name.
+    /// Returns the kind with this name.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// `bytes` bytes of it; those of another `seed` differ.
+    /// Generates `bytes` bytes of this kind; another `seed` gives other bytes.
     #[must_use]
     pub fn memory(self, bytes: usize, seed: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes + PAGE);
@@ -96,7 +96,7 @@ struct Source {
 
 impl Source {
     fn new(kind: Kind, seed: u64) -> Self {
-        // What all text and all programs have in common is of one seed.
+        // The vocabulary that all text or all programs share is generated from a constant seed.
         let mut common = Random::new(1);
         let mut random = Random::new(seed.wrapping_add(2));
         Self {
@@ -202,7 +202,7 @@ fn record(id: u64, random: &mut Random) -> String {
     )
 }
 
-/// xorshift64*.
+/// Pseudo-random numbers by xorshift64*.
 struct Random(u64);
 
 impl Random {
@@ -221,14 +221,14 @@ impl Random {
         ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
     }
 
-    /// Below `count`; each doubling of the rank is as likely as the one before.
+    /// Returns a rank below `count`; each doubling of the rank is as likely as the one before.
     fn rank(&mut self, count: usize) -> usize {
         let bits = u64::from(count.ilog2()) + 1;
         let end = 1 << (1 + self.below(bits));
         (self.below(end) as usize).min(count - 1)
     }
 
-    /// 2 to 10 letters.
+    /// Returns a word of 2 to 10 letters.
     fn word(&mut self) -> String {
         const LETTERS: &[u8] = b"etaoinshrdlcumwfgypbvk";
         let letters = 2 + self.below(9);
@@ -237,7 +237,7 @@ impl Random {
             .collect()
     }
 
-    /// 1 to 4 bytes.
+    /// Returns an instruction of 1 to 4 bytes.
     fn instruction(&mut self) -> Vec<u8> {
         let bytes = 1 + self.below(4);
         (0..bytes).map(|_| self.next() as u8).collect()
@@ -248,8 +248,9 @@ impl Random {
 mod tests {
     use super::*;
 
+    /// Memory has the requested length, is reproducible, and depends on the seed.
     #[test]
-    fn memory_is_as_long_as_wanted_the_same_again_and_other_with_another_seed() {
+    fn generated_memory_is_reproducible() {
         for kind in Kind::ALL {
             let memory = kind.memory(50 * PAGE + 9, 7);
             assert_eq!(memory.len(), 50 * PAGE + 9);

@@ -1,12 +1,12 @@
-//! What each way to send pages takes and leaves on given memory: for choosing the size of batches, and for
-//! `larder bench codec`.
+//! Measurement of the time and the output size of each encoding on given memory: for choosing the size of batches,
+//! and for `larder bench codec`.
 //!
-//! Each figure is the best of some passes over the whole memory, which should be larger than the caches close to a core.
-//! Encoding reads the memory batch by batch and writes to a place of its own for each, decoding the other way round, as a
-//! sender and a receiver do; what did not become smaller is copied, as it would be sent.
+//! Each value is the best of several passes over the whole memory, which should be larger than the caches close to a
+//! core. Encoding reads the memory batch by batch and writes each result to a place of its own, and decoding does the
+//! reverse, as a sender and a receiver do. A batch that did not become smaller is copied, as it would be sent.
 //!
-//! What each pass of decoding gives back is compared with the memory: a difference, as anything that fails, is an error and
-//! gives no figure.
+//! The result of each decoding pass is compared with the memory. A difference, or any failure, is an error and gives
+//! no value.
 
 mod accelerated;
 mod generated;
@@ -24,31 +24,31 @@ use crate::{PAGE, delta, uniform_word};
 
 pub use generated::Kind;
 
-/// Passes of each figure, at least: what another program takes of the processor is in one of them, and not in all.
+/// Smallest number of passes for each value: an interruption by another program affects one of them, and not all.
 pub const PASSES_MIN: u32 = 3;
 
-/// What a page or a batch goes through to become smaller.
+/// Encoding of a page or a batch that makes it smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {
     /// A copy.
     None,
-    /// The word of a page that has only one, 8 bytes, else a copy.
+    /// The 8-byte word of a page that repeats it, otherwise a copy.
     Uniform,
-    /// The page's delta against its older version, page by page; a copy where it is no shorter.
+    /// The page's delta against its older version, page by page; a copy if the delta is not shorter.
     Delta,
-    /// A batch by a method; a copy where it is no shorter.
+    /// A batch encoded by a method; a copy if it is not shorter.
     Method(Method),
 }
 
 impl Reduction {
-    /// All of them.
+    /// Returns all reductions.
     pub fn all() -> impl Iterator<Item = Self> {
         [Self::None, Self::Uniform, Self::Delta]
             .into_iter()
             .chain(Method::ALL.map(Self::Method))
     }
 
-    /// As it is called in reports.
+    /// Returns the name in reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -60,61 +60,61 @@ impl Reduction {
     }
 }
 
-/// Why there is no figure.
+/// Reason why a measurement gave no values.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MeasureError {
-    /// There is no instance to be had.
+    /// No instance of the accelerator can be opened.
     #[error("{by}: {why}")]
     Open {
-        /// The accelerator.
+        /// Name of the accelerator.
         by: &'static str,
-        /// As it says.
+        /// Reason that the accelerator gives.
         why: OpenError,
     },
-    /// An accelerator gave a batch back unencoded.
+    /// An accelerator returned a batch unencoded.
     #[error("{by} failed on the batch that begins at byte {at} of the memory")]
     Failed {
-        /// The accelerator.
+        /// Name of the accelerator.
         by: &'static str,
-        /// Where the batch lies in the memory.
+        /// Offset of the batch in the memory.
         at: usize,
     },
-    /// What was encoded does not decode.
+    /// Encoded data does not decode.
     #[error("what was encoded from byte {at} of the memory on does not decode: {why}")]
     Decode {
-        /// Where the batch lies in the memory.
+        /// Offset of the batch in the memory.
         at: usize,
-        /// As the method says.
+        /// Error of the method.
         why: DecodeError,
     },
     /// A delta does not apply.
     #[error("the delta of the page at byte {at} of the memory does not apply: {why}")]
     Apply {
-        /// Where the page lies in the memory.
+        /// Offset of the page in the memory.
         at: usize,
-        /// What is wrong with it.
+        /// Error in the delta.
         why: ApplyError,
     },
-    /// What was encoded decodes to something else.
+    /// Encoded data decodes to something else.
     #[error("{reduction} does not give the memory back: byte {at} is {found:#04x} and was {wanted:#04x}")]
     Differs {
-        /// What the memory went through.
+        /// Reduction that was measured.
         reduction: &'static str,
-        /// The first byte that differs.
+        /// Offset of the first byte that differs.
         at: usize,
-        /// What it is.
+        /// Decoded value.
         found: u8,
-        /// What it was.
+        /// Original value.
         wanted: u8,
     },
 }
 
-/// What one pass over all of the memory took, at best; the two need not be of the same pass.
+/// Best times of one pass over all of the memory; the two need not be of the same pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Took {
-    /// On the clock.
+    /// Elapsed time.
     pub wall: Duration,
-    /// Of this thread's CPU.
+    /// CPU time of this thread.
     pub cpu: Duration,
 }
 
@@ -124,47 +124,47 @@ impl Took {
         cpu: Duration::MAX,
     };
 
-    /// 10^6 bytes of memory in each second on the clock.
+    /// Returns the rate in 10^6 bytes of memory per second of elapsed time.
     #[must_use]
     pub fn megabytes_per_second(&self, bytes: u64) -> f64 {
         bytes as f64 / 1e6 / self.wall.as_secs_f64().max(1e-9)
     }
 
-    /// CPU seconds for each GiB of memory.
+    /// Returns the CPU seconds per GiB of memory.
     #[must_use]
     pub fn cpu_seconds_per_gibibyte(&self, bytes: u64) -> f64 {
         self.cpu.as_secs_f64() * (1u64 << 30) as f64 / bytes.max(1) as f64
     }
 }
 
-/// What one way made of some memory.
+/// Result of one reduction on some memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
-    /// What the memory went through.
+    /// Reduction that was measured.
     pub reduction: Reduction,
     /// Pages in a batch.
     pub batch_pages: usize,
-    /// Bytes of the memory.
+    /// Length of the memory, in bytes.
     pub bytes: u64,
-    /// Bytes that are left of them, with those that are as they were.
+    /// Remaining bytes, including those that were copied.
     pub bytes_left: u64,
     /// Bytes of memory that did not become smaller.
     pub bytes_copied: u64,
-    /// Of all passes.
+    /// Best times of encoding.
     pub encode: Took,
-    /// Of all passes.
+    /// Best times of decoding.
     pub decode: Took,
 }
 
 impl Measured {
-    /// Bytes of memory for each byte that is left.
+    /// Returns the bytes of memory per remaining byte.
     #[must_use]
     pub fn ratio(&self) -> f64 {
         self.bytes as f64 / self.bytes_left.max(1) as f64
     }
 }
 
-/// `memory` as it may have been before, for [`Reduction::Delta`]: 16 words of each page were other ones.
+/// Returns an older version of `memory`, for [`Reduction::Delta`]: 16 words of each page differ.
 #[must_use]
 pub fn older(memory: &[u8]) -> Vec<u8> {
     let mut older = memory.to_vec();
@@ -176,14 +176,15 @@ pub fn older(memory: &[u8]) -> Vec<u8> {
     older
 }
 
-/// Sends `memory`, whole pages, through `reduction` in batches of `batch_pages`, again and again until encoding has taken `time`,
-/// and then decoding; [`PASSES_MIN`] times at least. `older` is the memory as it was before, for [`Reduction::Delta`].
+/// Encodes `memory`, whole pages, with `reduction` in batches of `batch_pages`, repeatedly until encoding has taken
+/// `time`, and then decodes it likewise; at least [`PASSES_MIN`] times each. `older` is an older version of the
+/// memory, for [`Reduction::Delta`].
 ///
 /// # Errors
-/// What comes back is not what went in.
+/// The decoded memory differs from the original.
 ///
 /// # Panics
-/// `memory` is not of whole pages, or `older` of another length; `batch_pages` is not from 1 to [`BATCH_PAGES`].
+/// `memory` is not of whole pages, or `older` has another length; `batch_pages` is not from 1 to [`BATCH_PAGES`].
 pub fn measure(
     reduction: Reduction,
     memory: &[u8],
@@ -199,14 +200,14 @@ pub fn measure(
     })
 }
 
-/// As [`measure`], by one instance of an accelerator that makes `method`. The CPU that it takes is this thread's, that of a
-/// wait for a device too; decoding is the processor's.
+/// Measures `method` like [`measure`], encoded by one instance of an accelerator. The CPU time is that of this
+/// thread, including waits for a device; the CPU decodes.
 ///
 /// # Errors
-/// There is no instance to be had, it fails, or what comes back is not what went in.
+/// No instance can be opened, it fails, or the decoded memory differs from the original.
 ///
 /// # Panics
-/// As [`measure`]; it does not make `method`.
+/// As for [`measure`]; or the accelerator does not make `method`.
 pub fn measure_accelerator(
     accelerator: &dyn Accelerator,
     method: Method,
@@ -223,7 +224,7 @@ pub fn measure_accelerator(
     passes_of(reduction, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
 }
 
-/// Passes that `encode` makes, and then those of [`Pipe::decode`].
+/// Runs encoding passes with `encode`, and then decoding passes with [`Pipe::decode`].
 fn passes_of(
     reduction: Reduction,
     memory: &[u8],
@@ -252,7 +253,7 @@ fn passes_of(
     }
     let mut decode_passes = Passes::new(time);
     while decode_passes.is_more_wanted() {
-        // In place: a delta turns what was before into what is sent.
+        // Decoding is in place, because a delta turns the older version into the newer one.
         if reduction == Reduction::Delta {
             back.copy_from_slice(older);
         } else {
@@ -277,7 +278,7 @@ fn passes_of(
 }
 
 fn compare(reduction: Reduction, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
-    // Far faster than byte by byte.
+    // Far faster than a comparison byte by byte.
     if back == memory {
         return Ok(());
     }
@@ -293,7 +294,7 @@ fn compare(reduction: Reduction, back: &[u8], memory: &[u8]) -> Result<(), Measu
     }
 }
 
-/// What is encoded at a time.
+/// Returns the number of bytes that are encoded at a time.
 const fn piece_bytes(reduction: Reduction, batch_pages: usize) -> usize {
     match reduction {
         Reduction::Uniform | Reduction::Delta => PAGE,
@@ -301,7 +302,7 @@ const fn piece_bytes(reduction: Reduction, batch_pages: usize) -> usize {
     }
 }
 
-/// Passes until they have taken long enough together.
+/// Repetition of passes until they have taken long enough together.
 struct Passes {
     wanted: Duration,
     spent: Duration,
@@ -335,7 +336,7 @@ impl Passes {
     }
 }
 
-/// What this thread has had of its processor: a busy machine makes nothing slower by it.
+/// Returns the CPU time of this thread, which a busy machine does not increase.
 #[must_use]
 pub fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -345,7 +346,7 @@ pub fn cpu_time() -> Duration {
 struct Pipe {
     reduction: Reduction,
     decoder: Decoder,
-    /// What is left of each piece lies where the piece lies in the memory.
+    /// Encoded pieces, each at the offset of the piece in the memory.
     encoded: Vec<u8>,
     lens: Vec<usize>,
     piece_bytes: usize,
@@ -356,7 +357,7 @@ impl Pipe {
         let pieces = memory.chunks(self.piece_bytes).zip(older.chunks(self.piece_bytes));
         let places = self.encoded.chunks_mut(self.piece_bytes).zip(&mut self.lens);
         for ((piece, older), (place, len)) in pieces.zip(places) {
-            // What saves nothing does not fit.
+            // The limit is one byte less than the piece, so a result that saves nothing does not fit.
             let room = place.len() - 1;
             let encoded = match self.reduction {
                 Reduction::None => None,
@@ -411,7 +412,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_gives_memory_back_and_says_what_was_left() {
+    fn every_reduction_restores_memory() {
         for kind in Kind::ALL {
             let memory = kind.memory(100 * PAGE, 1);
             let older = older(&memory);
@@ -435,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn an_accelerator_makes_the_same_of_memory_as_its_method() {
+    fn accelerator_output_equals_its_method() {
         let memory = Kind::Mixed.memory(200 * PAGE, 2);
         for accelerator in crate::accelerator::find(crate::accelerator::Software::No).there {
             for &method in accelerator.methods() {
@@ -448,9 +449,9 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_come_back_is_an_error_that_says_where() {
+    fn wrong_result_is_error_with_offset() {
         let memory = Kind::Text.memory(8 * PAGE, 3);
-        // What an encoder may get wrong: a byte of the memory, and a byte of its own.
+        // Two possible errors of an encoder: a byte of the memory, and a byte of the output.
         let mut other = memory.clone();
         other[5 * PAGE + 17] ^= 1;
         let mut encoder = Encoder::new();

@@ -1,25 +1,25 @@
-//! What a method did with the pages of a class.
+//! Moving averages of a method's results for a class of pages.
 
 use crate::PAGE;
 
-/// Moving averages of pages, those of one batch as one observation.
+/// Moving averages per page, in which each batch counts as one observation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Average {
-    /// Left of a page.
+    /// Remaining bytes of a page.
     pub(super) bytes: f32,
-    /// For a page.
+    /// Nanoseconds for a page.
     pub(super) ns: f32,
-    /// Up to [`Self::BATCHES_MAX`].
+    /// Number of observed batches, up to [`Self::BATCHES_MAX`].
     batches: f32,
 }
 
 impl Average {
-    /// That an average is of, in effect.
+    /// Number of batches that an average effectively covers.
     const BATCHES_MAX: f32 = 16.0;
-    /// How many batches what is expected counts as.
+    /// Number of batches as which the initial expectation counts.
     const EXPECTED: f32 = 0.2;
 
-    /// Of each byte `left` are left, after so long.
+    /// Creates averages from an expectation: the remaining share of each byte, and the nanoseconds for it.
     pub(super) fn expected((left, ns_per_byte): (f32, f32)) -> Self {
         Self {
             bytes: left * PAGE as f32,
@@ -29,7 +29,7 @@ impl Average {
     }
 
     pub(super) fn record(&mut self, bytes: f32, ns: f32) {
-        // A thread that lost its CPU meanwhile says nothing about the method.
+        // The thread may have lost its CPU meanwhile, which must not count for the method.
         let ns = ns.clamp(1.0, 4.0 * self.ns);
         self.batches = (self.batches + 1.0).min(Self::BATCHES_MAX);
         self.bytes += (bytes - self.bytes) / self.batches;
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interruption_counts_as_little_and_no_record_is_too_much() {
+    fn average_tolerates_extreme_records() {
         let mut average = Average::expected((0.03, 0.15));
         for _ in 0..100 {
             average.record(1000.0, 4000.0);

@@ -1,46 +1,47 @@
-//! What pages look like, from a sample.
+//! Classification of pages from a sample.
 
 use super::Way;
 use crate::PAGE;
 use crate::batch::Method;
 
-/// Batches that look alike: by how evenly their bytes are spread over the 256 there are, and whether their words grow, by
-/// the same each time or by different numbers, or are those before them.
+/// Class of similar batches. It depends on how evenly their bytes are distributed over the 256 values, and on whether
+/// their words grow, grow by a constant step, or repeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Class(u8);
 
-/// 64-byte lines that are looked at.
+/// Number of 64-byte lines in a sample.
 const LINES: usize = 32;
 const LINE: usize = 64;
 const SAMPLE: usize = LINES * LINE;
-/// Whole bits of entropy, 0 to 7.
+/// Number of entropy levels: whole bits, 0 to 7.
 const SPREADS: u8 = 8;
-/// Bits of entropy in a byte from which on any method leaves three quarters of a page.
+/// Entropy of a byte, in bits, from which every method leaves at least three quarters of a page.
 const DENSE: u8 = 6;
-/// Of a thread that hands a byte to a device.
+/// Expected nanoseconds per byte of a thread that hands a batch to a device.
 const DEVICE_NS: f32 = 0.05;
 
 impl Class {
-    /// How many there are.
+    /// Number of classes.
     pub const COUNT: usize = 4 * SPREADS as usize;
 
     pub(super) fn all() -> impl Iterator<Item = Self> {
         (0..Self::COUNT as u8).map(Self)
     }
 
-    /// Whether every method is expected to leave most of it: its bytes are spread over the 256 nearly as if by chance.
+    /// Returns whether every method is expected to leave most of the data, because its bytes are distributed nearly
+    /// at random.
     #[must_use]
     pub const fn is_dense(self) -> bool {
         self.0 < SPREADS && self.0 >= DENSE
     }
 
-    /// Whether the best method is expected to leave a 32nd of it at most.
+    /// Returns whether the best method is expected to leave at most 1/32 of the data.
     #[must_use]
     pub const fn is_slight(self) -> bool {
         matches!(self.0 / SPREADS, 2 | 3) || self.0 == 0
     }
 
-    /// What its pages are like, for people.
+    /// Describes the pages of the class, for people.
     #[must_use]
     pub fn words(self) -> String {
         let bits = self.0 % SPREADS;
@@ -57,19 +58,19 @@ impl Class {
         self.0 as usize
     }
 
-    /// Of the pages of `runs`, which are as for [`crate::batch::Encoder::encode`]: 32 of their lines are read, as far
-    /// apart as may be, which takes some 2 us. No page: as of zeros.
+    /// Classifies the pages of `runs`, whose format is that of [`crate::batch::Encoder::encode`]. It reads 32 lines,
+    /// spaced as far apart as possible, which takes about 2 us. Without pages the class is that of zeros.
     #[must_use]
     pub fn of<R: AsRef<[u8]>>(runs: &[R]) -> Self {
         let lines: usize = runs.iter().map(|run| run.as_ref().len() / LINE).sum();
         let mut counts = [0u16; 256];
         let mut of_words = [0usize; 4];
         let mut taken = 0;
-        // Of the run that lies before.
+        // Lines of the earlier runs.
         let mut lines_before = 0;
         for run in runs.iter().map(|run| run.as_ref().as_chunks::<LINE>().0) {
             while taken < LINES.min(lines) {
-                // Not the same line of each page, where many have a header.
+                // The position within pages varies, because many pages begin with a header.
                 let at = (taken * lines / LINES + taken * 7 % (lines / LINES).clamp(1, PAGE / LINE)).min(lines - 1);
                 let Some(line) = at.checked_sub(lines_before).and_then(|at| run.get(at)) else {
                     break;
@@ -94,12 +95,13 @@ impl Class {
         Self(spread(&counts, taken * LINE) + SPREADS * of_words)
     }
 
-    /// Of each byte how much the way of this index leaves, and the nanoseconds it takes: what `examples/batches` measured of
-    /// memory that falls into the class. A device is expected to take nearly none, so that it is tried soon.
+    /// Returns the expected remaining share of each byte, and the nanoseconds for it, with the way of this index:
+    /// measured by `examples/batches` on memory of the class. A device is expected to take nearly no time, so that it
+    /// is tried soon.
     pub(super) fn expected(self, way: usize) -> (f32, f32) {
-        // Of lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate.
+        // Order of the methods: lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate.
         const OF_SPREAD: [[(f32, f32); Method::COUNT]; SPREADS as usize] = [
-            // Zeros nearly all.
+            // Nearly all zeros.
             [
                 (0.03, 0.15),
                 (0.03, 0.11),
@@ -144,7 +146,7 @@ impl Class {
                 (0.27, 1.6),
             ],
             [(0.6, 1.4), (0.7, 1.0), (1.0, 0.5), (0.6, 1.5), (0.5, 2.0), (0.5, 2.0)],
-            // Coded letters, dense programs.
+            // Base64, dense programs.
             [
                 (0.97, 0.5),
                 (0.99, 0.3),
@@ -153,7 +155,7 @@ impl Class {
                 (0.77, 1.2),
                 (0.75, 1.5),
             ],
-            // Compressed or enciphered.
+            // Compressed or encrypted data.
             [
                 (1.0, 0.08),
                 (1.0, 0.08),
@@ -196,20 +198,22 @@ impl Class {
     }
 }
 
-/// Whole bits of the collision entropy of `sampled` bytes, 0 to 7: what of two random ones the chance to be equal says.
+/// Returns the collision entropy of `sampled` bytes in whole bits, 0 to 7. It follows from the probability that two
+/// random bytes are equal.
 fn spread(counts: &[u16; 256], sampled: usize) -> u8 {
     const _: () = assert!(SAMPLE <= u16::MAX as usize);
     let pairs: u64 = counts.iter().map(|&count| u64::from(count).pow(2)).sum();
-    // Each byte is equal to itself, which says nothing.
+    // Each byte equals itself, which has no significance.
     let equal = pairs.saturating_sub(sampled as u64).max(1);
     let all = (sampled as u64).pow(2).max(1);
-    // A little more, so that chance does not tell whole numbers of bits, such as of base64, from less.
+    // The slight increase keeps random deviations from reducing a whole number of bits, such as that of base64.
     let bits = ((all + all / 16) / equal).max(1).ilog2();
     bits.min(u32::from(SPREADS) - 1) as u8
 }
 
-/// What most 64-bit words of a line are, as [`Class`] counts it: 1 if they differ from the one before by less than 65,536
-/// or as that did, 2 if as that did, 3 if they are the one before, and not 0.
+/// Classifies the majority of the 64-bit words of a line: 1 if the difference to the word before is below 65,536 or
+/// equals the previous difference, 2 if it equals the previous difference, 3 if a word equals the word before and is
+/// not 0.
 fn words(line: &[u8; LINE]) -> u8 {
     let words: [u64; LINE / 8] = std::array::from_fn(|at| u64::from_le_bytes(line.as_chunks().0[at]));
     let mut differences = words.windows(2).map(|two| two[1].wrapping_sub(two[0]));
@@ -244,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_compresses_in_another_way_is_of_another_class() {
+    fn differently_compressing_memory_differs_in_class() {
         let one = |kind: Kind| {
             let classes = classes(kind);
             assert!(
@@ -267,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_make_no_difference_and_any_number_of_pages_has_a_class() {
+    fn class_does_not_depend_on_runs() {
         let memory = Kind::Mixed.memory(BATCH_BYTES, 9);
         for pages in 1..=64 {
             let batch = &memory[..pages * PAGE];

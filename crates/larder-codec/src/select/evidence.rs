@@ -1,60 +1,59 @@
-//! What was picked, for those who ask why.
+//! Statistics of the selector's picks, which explain its choice.
 
 use super::{Class, Way};
 use crate::PAGE;
 
-/// All that a selector has picked since it began; differences of two tell of the time between them.
+/// Statistics of all picks since the start; the difference of two describes the time between them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evidence {
-    /// Nanoseconds of an encoder that a byte on the wire is worth now.
+    /// Present value of a byte on the wire, in nanoseconds of an encoder.
     pub ns_per_byte: f32,
-    /// Pages that were sent as they are, since nothing was to be gained.
+    /// Pages that were sent unencoded because encoding would have gained nothing.
     pub pages_as_they_are: u64,
     ways: [Made; Way::COUNT],
 }
 
-/// What is picked for the batches of one class now. Regions that come out longer or shorter than their class may have
-/// another way.
+/// Present pick for batches of one class. Regions whose results deviate from their class may have another pick.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
-    /// Which.
+    /// Class of the batches.
     pub class: Class,
-    /// Batches of it so far.
+    /// Number of batches of the class so far.
     pub batches: u32,
-    /// The way; `None`: they are sent as they are.
+    /// Picked way; `None` if the batches are sent unencoded.
     pub way: Option<Way>,
-    /// What all ways would make of a page of it, and nothing but sending it as it is first.
+    /// Expected results of all ways for a page of the class; the first is sending it unencoded.
     pub offers: Vec<Offer>,
 }
 
-/// What a page becomes in one way, as far as it is known: measured, or, before it was tried, expected.
+/// Expected result of one way for a page: measured, or an initial expectation before the way was tried.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Offer {
-    /// Which; `None`: the page as it is.
+    /// Way; `None` for the page unencoded.
     pub way: Option<Way>,
-    /// Bytes that are left of the page.
+    /// Remaining bytes of the page.
     pub bytes: f32,
-    /// Nanoseconds that it takes.
+    /// Nanoseconds that encoding takes.
     pub ns: f32,
-    /// Both together, at what a byte on the wire is worth: what costs least is picked.
+    /// Cost of time and bytes together, at the present value of a byte on the wire; the cheapest way is picked.
     pub cost_ns: f32,
 }
 
-/// What was made in one way.
+/// Statistics of one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Made {
-    /// Pages it was given.
+    /// Pages that were encoded.
     pub pages: u64,
-    /// Of these, those that it did not make short enough, and that were sent as they are.
+    /// Pages that did not become short enough, and were sent unencoded.
     pub misfit_pages: u64,
-    /// Bytes on the wire for all its pages, misfits too.
+    /// Bytes on the wire for all these pages, misfits included.
     pub bytes: u64,
-    /// Nanoseconds that it took.
+    /// Nanoseconds that encoding took.
     pub ns: u64,
 }
 
 impl Made {
-    /// Bytes of memory for each byte on the wire; 1 for no page.
+    /// Returns the bytes of memory per byte on the wire; 1 without pages.
     #[must_use]
     pub fn ratio(&self) -> f64 {
         match self.bytes {
@@ -63,7 +62,7 @@ impl Made {
         }
     }
 
-    /// 10^6 bytes of memory that one encoder takes in a second; 0 for no page.
+    /// Returns the encoding rate of one encoder, in 10^6 bytes of memory per second; 0 without pages.
     #[must_use]
     pub fn megabytes_per_second(&self) -> f64 {
         match self.ns {
@@ -87,19 +86,19 @@ impl Evidence {
         }
     }
 
-    /// What was made in this way.
+    /// Returns the statistics of a way.
     #[must_use]
     pub fn of(&self, way: impl Into<Way>) -> Made {
         self.ways[way.into().index()]
     }
 
-    /// All pages that were picked for and heard of.
+    /// Returns the number of pages whose results were recorded.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages_as_they_are + self.ways.iter().map(|made| made.pages).sum::<u64>()
     }
 
-    /// Of all pages those that were given to this way, from 0 to 1.
+    /// Returns the share of pages that this way encoded, from 0 to 1.
     #[must_use]
     pub fn share_of(&self, way: impl Into<Way>) -> f64 {
         self.of(way).pages as f64 / self.pages().max(1) as f64

@@ -1,33 +1,35 @@
-//! Which method pays, by what each did with pages like these, in these regions, before.
+//! Selection of the encoding method for batches, based on earlier results for similar pages and for the same regions.
 //!
-//! A byte on the wire is worth so many nanoseconds of encoding: its price, which goes up while the link holds the sender up,
-//! and down while encoding does. A batch then costs what encoding it takes and what the bytes that remain are worth, and
-//! pages as they are cost their bytes alone. [`Selector::pick`] takes what should cost least, by two things that are known
-//! before the batch is encoded:
+//! A byte on the wire is worth a number of nanoseconds of encoding: its price. The price rises while the link delays
+//! the sender, and falls while encoding does. The cost of a batch is the time of encoding it plus the value of the
+//! remaining bytes; unencoded pages cost only their bytes. [`Selector::pick`] takes the method with the lowest
+//! expected cost. The expectation is based on two properties that are known before the batch is encoded:
 //!
-//! - its [`Class`], told from a sample in 2 us: each has averages, for each method, of the bytes that are left of a page
-//!   and of the time it takes. They begin with those of the machine of `examples/batches`, and a guest's regions all
-//!   teach them; so a region that is sent for the first time, which is most of a migration, needs no trials.
-//! - its region, some MiB of guest addresses: by how much its batches came out longer or shorter than their class would
-//!   have it, by any method and by each one. A region that is new starts from the one before it.
+//! - Its [`Class`], determined from a sample in 2 us. Each class has, for each method, averages of the remaining
+//!   bytes of a page and of the time. They begin with those of the machine of `examples/batches`, and are updated by
+//!   all regions of a guest. A region that is sent for the first time, as in most of a migration, therefore needs no
+//!   probes.
+//! - Its region, some MiB of guest addresses: how much its batches deviate from their class, by any method and by
+//!   each one. A new region starts from the one before it.
 //!
-//! What does not win is tried now and then all the same, the longest untried first, as soon as what was spent on all else
-//! of the class is 100 times what the trial costs more. So steady memory loses at most that part to trials,
-//! what does not compress nearly nothing, as what no method makes shorter is tried with cheap ones often and with dear ones
-//! seldom; and a trial that pays becomes the rule.
+//! Methods that are not the cheapest are probed now and then, the longest unprobed first. A probe is due as soon as
+//! the other batches of the class have cost 100 times its additional cost. Steady memory thus loses at most that
+//! share to probes. Incompressible memory loses nearly nothing, because cheap methods are probed often and expensive
+//! ones seldom. A probe that pays off makes its method the regular one.
 //!
-//! The same picks and records lead to the same picks: there is no clock and no randomness here. Records may come late, in
-//! any order and from several threads, or not at all. Where a device makes deflate, deflate is there twice, and what a
-//! thread spends on it with the device says which of both it is. Each call takes some 100 ns and allocates nothing, so one mutex
-//! around it does for all threads; [`Class::of`] goes before it.
+//! The selection is deterministic: it uses neither a clock nor randomness. Records may arrive late, in any order and
+//! from several threads, or not at all. Where a device makes deflate, deflate is present twice, and the time that a
+//! thread spends distinguishes the two. Each call takes about 100 ns and allocates nothing, so one mutex around the
+//! selector suffices for all threads; [`Class::of`] is called before it is locked.
 //!
-//! What is not seen here is what decoding takes. A receiver that cannot keep up looks like a slow link, and gets more
-//! that was made by the methods that leave least; all but deflate of nearly nothing decode faster than they encode.
+//! The time of decoding is not considered. A receiver that cannot keep up looks like a slow link, and receives more
+//! batches from the methods that leave least. All methods decode faster than they encode, except deflate on data that
+//! compresses to nearly nothing.
 //!
-//! `tests/select.rs` has a sender of two stages send memory of 11 kinds and mixes of them, by what each method was
-//! measured to take, over links of 0.1 to 100 Gbit/s with 1 to 8 encoders: choosing never sends less than 95 % of what the
-//! best method for the whole image does in the same time (93 % in other draws of one mix, four fifths of which do not
-//! compress), and often more.
+//! `tests/select.rs` simulates a sender of two stages with memory of 11 kinds and mixes of them, using measured times
+//! of each method, over links of 0.1 to 100 Gbit/s with 1 to 8 encoders. The selection always reaches at least 95 % of
+//! the throughput of the best single method for the whole image (93 % in other random sequences of one mix, of which
+//! four fifths are incompressible), and often exceeds it.
 
 mod average;
 mod class;
@@ -45,31 +47,32 @@ use average::Average;
 use price::{Load, Price};
 use region::Regions;
 
-/// What a class's batches cost, for each nanosecond that trials of other methods may cost more.
+/// Cost of a class's batches, in nanoseconds, that allows probes to cost one nanosecond more.
 const PROBE_COST: f32 = 100.0;
-/// What an encoder does for a page that is sent as it is: a copy.
+/// Nanoseconds that an encoder takes for a page that is sent unencoded: a copy.
 const AS_IT_IS_NS: f32 = 0.05 * PAGE as f32;
-/// Bytes of a page from which on nothing counts as saved: what does not compress is not tried for its last per cent.
+/// Remaining bytes of a page from which nothing counts as saved. Incompressible memory is not encoded for its last
+/// per cent.
 const WORTH_WHILE: f32 = PAGE as f32 * 31.0 / 32.0;
-/// Fewer bytes than this of another method's are worth a higher price.
+/// Factor by which another method's result must be shorter to justify a higher price.
 const SHORTER: f32 = 0.98;
-/// Batches of a class from the trial of a way to the next of the same, at least.
+/// Smallest interval, in batches of a class, between two probes of the same way.
 const PROBE_EVERY: u32 = 32;
 
-/// What a sender knows about itself.
+/// Properties of a sender.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sender {
-    /// Threads that encode.
+    /// Number of encoding threads.
     pub encoders: usize,
-    /// Of the link, or the cap on it, as far as known; what is right is found out soon.
+    /// Speed of the link, or the cap on it, as far as it is known; the selector soon measures it.
     pub link_bytes_per_second: u64,
 }
 
 impl Sender {
-    /// Bytes per second that a link is taken to carry until it is known: 10 Gbit/s.
+    /// Assumed speed of a link until it is measured: 10 Gbit/s, in bytes per second.
     const LINK_EXPECTED: u64 = 1_250_000_000;
 
-    /// One that has not sent anything yet.
+    /// Creates a sender that has not sent anything yet.
     #[must_use]
     pub const fn of_unknown_link(encoders: usize) -> Self {
         Self {
@@ -79,10 +82,10 @@ impl Sender {
     }
 }
 
-/// Regions that are remembered of a guest: 16 GiB of them, of a MiB each.
+/// Number of regions of a guest that are remembered: 16 GiB of them, of 1 MiB each.
 pub const REGIONS_MAX: usize = 16 << 10;
 
-/// Chooses for one guest.
+/// Selector for one guest.
 pub struct Selector {
     ways: Vec<Way>,
     classes: Vec<Candidates>,
@@ -91,21 +94,22 @@ pub struct Selector {
     evidence: Evidence,
 }
 
-/// What is known of one class.
+/// Results of all ways for one class.
 #[derive(Clone)]
 struct Candidates {
     averages: [Average; Way::COUNT],
-    /// Batch of the class with which each way was last picked.
+    /// Index of the batch of the class at which each way was last picked.
     picked_at: [u32; Way::COUNT],
-    /// Batches of the class.
+    /// Number of batches of the class.
     batches: u32,
-    /// What trials may cost more.
+    /// Additional cost that probes may have, in nanoseconds.
     credit_ns: f32,
 }
 
 impl Selector {
-    /// That picks among `ways`, for a guest of `regions_max` regions (the next power of two): of more, those of one
-    /// remainder take turns in a place, and begin again each time. A place takes 40 bytes.
+    /// Creates a selector that picks among `ways`, for a guest of `regions_max` regions (rounded up to a power of
+    /// two). Further regions share slots, by the remainder of their number, and start anew each time. A slot takes 40
+    /// bytes.
     #[must_use]
     pub fn new(ways: &[Way], sender: Sender, regions_max: usize) -> Self {
         let price = Price::of_link(sender.link_bytes_per_second, sender.encoders);
@@ -118,7 +122,7 @@ impl Selector {
         }
     }
 
-    /// The way for a batch of `pages` pages of `region`; `None`: send them as they are.
+    /// Picks the way for a batch of `pages` pages of `region`; `None` means to send them unencoded.
     pub fn pick(&mut self, region: u64, class: Class, pages: usize) -> Option<Way> {
         let region = self.regions.of(region);
         let candidates = &mut self.classes[class.index()];
@@ -138,28 +142,29 @@ impl Selector {
         picked
     }
 
-    /// Hears that the link took this long for so many bytes, one connection's as well as all of theirs: while a connection
-    /// took bytes, or kept a thread waiting that had some for it. If `n` carry the stream side by side, each byte of one
-    /// takes an `n`th. Of a thread that encodes and writes in turn all the time since its last write counts, if the write had
-    /// to wait: the link was busy with what was written before.
+    /// Records that the link took `ns` nanoseconds for `bytes` bytes, of one connection or of all together. The time
+    /// counts while a connection accepted bytes, or blocked a thread that had some for it. If `n` connections carry
+    /// the stream in parallel, each byte of one takes an `n`th. For a thread that alternates between encoding and
+    /// writing, all the time since its last write counts if the write had to wait: the link was busy with the earlier
+    /// bytes.
     pub fn sent(&mut self, bytes: u64, ns: u64) {
         self.price.sent(bytes, ns);
     }
 
-    /// Hears that an encoder had something else to do for so long: to read what it encodes, to look through it, to write it,
-    /// or to make of pages what is not picked here.
+    /// Records that an encoder spent `ns` nanoseconds on other work: reading pages, scanning them, writing, or
+    /// encoding pages for which no way is picked here.
     pub fn besides(&mut self, ns: u64) {
         self.price.besides(ns);
     }
 
-    /// Hears how many encoders work at a time from now on, as far as they are let: fewer than there are threads, such as 0.5,
-    /// where they may take so many processors' time. Encoding is dearer then.
+    /// Sets the number of concurrent encoders from now on. It is smaller than the number of threads, such as 0.5,
+    /// where their CPU time is limited. Encoding then becomes more expensive.
     pub fn set_encoders(&mut self, encoders: f32) {
         self.price.set_encoders(encoders);
     }
 
-    /// Hears what became of a batch that was picked for: the bytes it takes, `None` if it did not fit and was sent as it
-    /// is, and the nanoseconds that encoding took, in either case.
+    /// Records the result of a picked batch: its length, `None` if it did not fit and was sent unencoded, and the
+    /// nanoseconds that encoding took in either case.
     pub fn record(&mut self, region: u64, class: Class, way: Way, pages: usize, encoded: Option<usize>, ns: u64) {
         let pages_count = pages.max(1) as f32;
         let bytes = encoded.map_or(PAGE as f32, |bytes| {
@@ -171,13 +176,13 @@ impl Selector {
         self.evidence.made(way, pages, encoded, ns);
     }
 
-    /// What a byte takes on the link, in nanoseconds, as far as is known.
+    /// Returns the nanoseconds that a byte takes on the link, as far as is known.
     #[must_use]
     pub fn link_ns_per_byte(&self) -> f32 {
         self.price.link_ns_per_byte()
     }
 
-    /// What was picked so far, and what came of it.
+    /// Returns the statistics of the picks so far.
     #[must_use]
     pub fn evidence(&self) -> Evidence {
         let mut evidence = self.evidence.clone();
@@ -185,7 +190,7 @@ impl Selector {
         evidence
     }
 
-    /// What is picked for each class now that there was a batch of, and what that is taken from.
+    /// Returns the present pick of each class that had a batch, with the results that it is based on.
     #[must_use]
     pub fn chosen(&self) -> Vec<Chosen> {
         let ns_per_byte = self.price.ns_per_byte();
@@ -221,16 +226,16 @@ impl Selector {
     }
 }
 
-/// What each way would make of a page, by [`Way::index`].
+/// Expected results of each way for a page, by [`Way::index`].
 struct Offers<'a> {
-    /// Those that may be picked.
+    /// Ways that may be picked.
     ways: &'a [Way],
     bytes: [f32; Way::COUNT],
     ns: [f32; Way::COUNT],
 }
 
 impl Offers<'_> {
-    /// In nanoseconds.
+    /// Returns the cost of a page, in nanoseconds.
     fn cost(&self, way: Option<Way>, ns_per_byte: f32) -> f32 {
         match way {
             None => AS_IT_IS_NS + ns_per_byte * PAGE as f32,
@@ -270,7 +275,7 @@ impl Candidates {
         }
     }
 
-    /// What costs least, or the way that is to be tried instead.
+    /// Picks the cheapest way, or the way that is to be probed instead.
     fn picked(&mut self, offers: &Offers<'_>, ns_per_byte: f32, pages: f32) -> Option<Way> {
         let best = offers.best(ns_per_byte);
         let best_ns = offers.cost(best, ns_per_byte) * pages;

@@ -1,50 +1,50 @@
-//! By how much better or worse the pages of a region compress than those of their class.
+//! Deviation of a region's compressibility from that of its pages' class.
 //!
-//! What is compared is the logarithm of the ratio, since a region that compresses twice as well as its class in this sense
-//! leaves 25 % where the class leaves 50, and 96 % where it leaves 98: what does not compress stays so, whatever else lies
-//! beside it.
+//! The logarithms of the ratios are compared. In this sense a region that compresses twice as well as its class
+//! leaves 25 % where the class leaves 50, and 96 % where it leaves 98: incompressible pages stay incompressible,
+//! whatever other pages are near.
 
 use super::Way;
 use crate::PAGE;
 
-/// Logarithms of base 2; 0: as the class.
+/// Deviations of a region, as logarithms of base 2; 0 means as the class.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Region {
     key: u64,
-    /// In any way.
+    /// Deviation with every way.
     common: f32,
-    /// By this one, beyond the common one.
+    /// Additional deviation with each way.
     own: [f32; Way::COUNT],
 }
 
-/// 16 times better or worse than the class.
+/// Largest deviation: 16 times better or worse than the class.
 const LOG_MAX: f32 = 4.0;
-/// What of a surprise is put down to all methods, and to its own.
+/// Shares of a new deviation that are attributed to all methods, and to its own method.
 const COMMON_SHARE: f32 = 0.2;
 const OWN_SHARE: f32 = 0.3;
-/// What of a region is to be expected of the next one: less of what was chance, of which a method that was not picked
-/// any more has had no more.
+/// Shares of a region's deviations that are expected of the next region. They are smaller than 1 because a part was
+/// chance, of which a method that is no longer picked has had no more.
 const NEIGHBOUR_COMMON: f32 = 0.75;
 const NEIGHBOUR_OWN: f32 = 0.5;
-/// What is left of a method's own after each batch: in time it is tried again.
+/// Factor by which a method's own deviation decays with each batch, so that the method is tried again in time.
 const KEPT: f32 = 1.0 - 1.0 / 32.0;
-/// The logarithm of the ratio of what does not compress; more than 0, to be compared with.
+/// Logarithm assigned to the ratio of incompressible data; greater than 0, so that ratios can be compared.
 const LEAST: f32 = 0.01;
 
-/// Of pages that are left with so many bytes each, at least [`LEAST`].
+/// Returns the logarithm of the ratio of pages that are reduced to `bytes` bytes each, at least [`LEAST`].
 fn log_ratio(bytes: f32) -> f32 {
     LEAST + (PAGE as f32 / bytes.clamp(1.0, PAGE as f32)).ln()
 }
 
 impl Region {
-    /// Of no number that a region has: those are offset by one.
+    /// Empty slot. Its key belongs to no region, because keys are region numbers plus one.
     const NEVER: Self = Self {
         key: 0,
         common: 0.0,
         own: [0.0; Way::COUNT],
     };
 
-    /// What is known of the one after it.
+    /// Returns the initial deviations of the next region.
     fn next(&self, key: u64) -> Self {
         Self {
             key,
@@ -53,13 +53,13 @@ impl Region {
         }
     }
 
-    /// Bytes to expect of a page by the way of this index, where the class has `bytes`.
+    /// Returns the expected bytes of a page with the way of this index, where the class has `bytes`.
     pub(super) fn bytes_of(&self, way: usize, bytes: f32) -> f32 {
         let better = (self.common + self.own[way]).exp2();
         (PAGE as f32 * (LEAST - log_ratio(bytes) * better).exp()).clamp(1.0, PAGE as f32)
     }
 
-    /// Hears of pages that were left with `bytes`, where the class had `expected`.
+    /// Records that pages were reduced to `bytes` each, where the class had `expected`.
     pub(super) fn record(&mut self, way: usize, expected: f32, bytes: f32) {
         let surprise = (log_ratio(bytes) / log_ratio(self.bytes_of(way, expected))).log2();
         self.common = (self.common + COMMON_SHARE * surprise).clamp(-LOG_MAX, LOG_MAX);
@@ -71,7 +71,7 @@ impl Region {
     }
 }
 
-/// A bounded table of them.
+/// Table of regions, of a fixed size.
 pub(super) struct Regions(Vec<Region>);
 
 impl Regions {
@@ -79,7 +79,8 @@ impl Regions {
         Self(vec![Region::NEVER; regions_max.max(1).next_power_of_two()])
     }
 
-    /// The region of this number; if it has no place, it takes the one of its remainder and starts from the one before it.
+    /// Returns the region of this number. A region without a slot replaces the one in the slot of its remainder, and
+    /// starts from the region before it.
     pub(super) fn of(&mut self, number: u64) -> &mut Region {
         let key = number.wrapping_add(1).max(1);
         let place = self.place(key);
@@ -104,8 +105,9 @@ mod tests {
     const LZ4: usize = Way::Here(Method::Lz4).index();
     const ZSTD: usize = Way::Here(Method::Zstd).index();
 
+    /// A region keeps its deviations, and the next region starts from a part of them.
     #[test]
-    fn a_region_remembers_and_the_next_one_starts_from_it() {
+    fn next_region_inherits_deviations() {
         let mut regions = Regions::new(16);
         for _ in 0..50 {
             regions.of(3).record(LZ4, 2048.0, 1024.0);
@@ -113,18 +115,18 @@ mod tests {
         let bytes_of = |regions: &mut Regions, number| regions.of(number).bytes_of(LZ4, 2048.0);
         assert!(bytes_of(&mut regions, 3) < 1200.0);
         assert!(bytes_of(&mut regions, 4) < 1500.0);
-        // What holds for one method holds in part for the others, and not for what does not compress.
+        // A deviation with one method applies in part to the others, and not to incompressible data.
         let other = regions.of(4).bytes_of(ZSTD, 2048.0);
         assert!(other > 1200.0 && other < 1900.0, "{other}");
         assert!(regions.of(3).bytes_of(LZ4, PAGE as f32) > 0.97 * PAGE as f32);
         assert!((bytes_of(&mut regions, 7) - 2048.0).abs() < 1.0);
-        // 19 has 3's place.
+        // 19 shares the slot of 3.
         assert!((bytes_of(&mut regions, 19) - 2048.0).abs() < 1.0);
         assert!((bytes_of(&mut regions, 3) - 2048.0).abs() < 1.0);
     }
 
     #[test]
-    fn any_number_and_any_record_does() {
+    fn extreme_numbers_and_records_are_tolerated() {
         let mut regions = Regions::new(0);
         for number in [0, 1, u64::MAX - 1, u64::MAX] {
             for bytes in [1.0, PAGE as f32] {

@@ -1,29 +1,29 @@
-//! What there is to choose among: a method, and who carries it out.
+//! Ways to encode a batch: a method, and the unit that executes it.
 
 use std::fmt;
 
 use crate::batch::Method;
 
-/// A method, and who carries it out. The receiver sees the method alone.
+/// Method and the unit that executes it. The receiver only sees the method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
-    /// The thread that has the batch.
+    /// Execution by the thread that has the batch.
     Here(Method),
-    /// Deflate by a device beside the processor ([`crate::accelerator`]). What it takes is what the thread spends on it, to
-    /// hand it over, and to wait where it has nothing else to do.
+    /// Deflate by a device ([`crate::accelerator`]). Its cost is the time that the thread spends on handing the batch
+    /// over, and on waiting if it has no other work.
     Device,
 }
 
 impl Way {
-    /// How many there are.
+    /// Number of ways.
     pub const COUNT: usize = Method::COUNT + 1;
 
-    /// All of them.
+    /// Returns all ways.
     pub fn all() -> impl Iterator<Item = Self> {
         Method::ALL.into_iter().map(Self::Here).chain([Self::Device])
     }
 
-    /// Its place in [`Self::all`].
+    /// Returns the index in [`Self::all`].
     #[must_use]
     pub const fn index(self) -> usize {
         match self {
@@ -32,7 +32,7 @@ impl Way {
         }
     }
 
-    /// What comes out.
+    /// Returns the method, which determines the format.
     #[must_use]
     pub const fn method(self) -> Method {
         match self {
@@ -41,7 +41,7 @@ impl Way {
         }
     }
 
-    /// As it is called in reports.
+    /// Returns the name in reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

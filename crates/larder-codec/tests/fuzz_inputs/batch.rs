@@ -1,4 +1,4 @@
-//! Encoded batches of any bytes, and batches of any pages.
+//! Fuzz target: arbitrary bytes as encoded batches, and batches of arbitrary pages.
 
 use std::cell::RefCell;
 
@@ -8,11 +8,11 @@ use larder_codec::batch::{BATCH_PAGES, Decoder, Encoder, Method};
 use super::Input;
 
 thread_local! {
-    /// Kept, so that what one input leaves behind is there for the next.
+    /// Reused, so that each input starts from the state that the previous one has left.
     static CODERS: RefCell<(Encoder, Decoder)> = RefCell::new((Encoder::new(), Decoder::new()));
 }
 
-/// Decodes `data` as a batch by each method, and encodes pages made of it.
+/// Decodes `data` as a batch with each method, and encodes pages made of it.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let pages = 1 + usize::from(input.byte()) % BATCH_PAGES;
@@ -29,7 +29,7 @@ fn decode(decoder: &mut Decoder, data: &[u8], pages: usize) {
             let mut out = vec![fill; pages * PAGE];
             decoder.decode(method, data, &mut out).is_ok().then_some(out)
         };
-        // Nothing of what was there before is in a batch that was decoded.
+        // A decoded batch contains none of the buffer's earlier contents.
         let (first, second) = (decode(0), decode(0xff));
         assert!(first == second, "{method} leaves some of the batch as it was");
     }

@@ -1,11 +1,11 @@
-//! Deltas of any bytes, and of any two pages.
+//! Fuzz target: arbitrary bytes as deltas, and deltas of arbitrary pages.
 
 use larder_codec::PAGE;
 use larder_codec::delta::{DELTA_BYTES_MAX, apply, changed_words, encode};
 
 use super::Input;
 
-/// Applies `data` as deltas one after another, and makes one between the first and the last page.
+/// Applies `data` as a sequence of deltas, and encodes a delta between the first and the last page.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let fill = input.byte();

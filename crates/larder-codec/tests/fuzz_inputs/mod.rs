@@ -1,11 +1,11 @@
-//! What is done with any bytes: by the fuzzer (`fuzz/`), and by a test with random ones. Each function must return,
-//! whatever it is given.
+//! Fuzz targets, used by the fuzzer (`fuzz/`) and by a test with random inputs. Each function must return for every
+//! input.
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod batch;
 pub mod delta;
 
-/// Takes an input apart from its start on. Behind its end everything is 0.
+/// Reader of an input. Past its end everything is 0.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
