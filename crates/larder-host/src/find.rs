@@ -10,10 +10,11 @@ use larder_vm::control::migration::Direction;
 use larder_vm::vm::config::VmConfig;
 use larder_vm::vm::find::{moved_of, noted_in};
 
-/// Control sockets that are watched; the rest is counted in [`LeftOut`].
+/// Largest number of control sockets that are watched; the rest is counted in [`LeftOut`].
 const PLACES_MAX: usize = 1024;
 
-/// Bound on VM files that are read, in the order of their names. A running VM is found without its file, too.
+/// Largest number of VM files that are read, in the order of their names. A running VM is found without its file,
+/// too.
 const FILES_MAX: usize = 16_384;
 
 /// Identity of a socket, which distinguishes a new socket at an old one's path.
@@ -49,9 +50,10 @@ impl SocketId {
 pub(crate) struct Place {
     /// VM whose file names this path as its control socket.
     pub(crate) vm: Option<VmName>,
-    /// VM whose memory, and nothing else, is managed by this process, derived from the directory of the socket.
+    /// VM whose memory, and nothing else, is managed by the process at this socket; derived from the socket's
+    /// directory.
     pub(crate) memory_of: Option<String>,
-    /// VM that this process migrates, and nothing else, derived from the name of the socket.
+    /// VM that the process at this socket migrates, and nothing else; derived from the socket's name.
     pub(crate) moved: Option<(String, Direction)>,
     /// Socket at the path, if there is one.
     pub(crate) socket: Option<SocketId>,

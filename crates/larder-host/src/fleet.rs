@@ -34,14 +34,14 @@ const SETTLE_TIME_MAX: Duration = Duration::from_millis(700);
 /// Time within which the directories must be scanned.
 const FIND_TIME_MAX: Duration = Duration::from_millis(500);
 
-/// Requests that are in flight at a time; a stuck VM gives up its permit to the next.
+/// Largest number of requests in flight; a stuck VM gives up its permit to the next.
 const QUESTIONS_MAX: usize = 64;
 
-/// Attempts at a server that hangs up, as a server with too many clients does.
+/// Number of attempts at a server that hangs up, as a server with too many clients does.
 const TRIES_MAX: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers after which a server is asked for its own description again.
+/// Number of answers after which a server is asked for its own description again.
 const ANSWERS_MAX: u32 = 30;
 
 /// Time for which a VM without a VM file is still shown after its server has ended.
@@ -107,7 +107,7 @@ impl Fleet {
         }
     }
 
-    /// Polls all VMs periodically while there is a watcher; dropped to end.
+    /// Polls all VMs periodically while there is a watcher. Drop the future to end it.
     pub(crate) async fn run(self: Arc<Self>) {
         let mut watchers = self.watchers.subscribe();
         loop {
@@ -378,7 +378,8 @@ fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
     if matches!(vm.health, Health::Foreign) {
         return false;
     }
-    // `web-vda.sock` usually is a disk's socket of `web.sock`, whose answer will decide.
+    // `web-vda.sock` is usually a disk's socket of the VM at `web.sock`. It is not polled before that VM has
+    // answered, because the answer names the sockets of its disks.
     let name = vm.path.file_stem().unwrap_or_default().to_string_lossy();
     let owners = name.match_indices('-').map(|(at, _)| format!("{}.sock", &name[..at]));
     !owners

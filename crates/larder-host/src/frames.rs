@@ -15,7 +15,7 @@ use crate::memory_frames::{MemoryFrame, MemoryTotals};
 use crate::migration_frames::{self, MigrationRow, moving};
 use crate::vm::{Health, Sample};
 
-/// Points of a miss-ratio curve that are sent.
+/// Largest number of points of a miss-ratio curve in a frame.
 const CURVE_POINTS_MAX: usize = 256;
 
 /// List of all VMs.

@@ -26,10 +26,10 @@ use crate::find::Finder;
 use crate::fleet::Fleet;
 use crate::listen::{Access, HostConfig, HostError, ListenAddress};
 
-/// Connections at a time. A further one replaces the connection that has been idle for the longest time.
+/// Largest number of connections. A further one replaces the connection that has been idle for the longest time.
 const CLIENTS_MAX: usize = 128;
 
-/// Clients that receive event streams at a time; they count as connections, too.
+/// Largest number of clients that receive event streams; they count as connections, too.
 const STREAMS_MAX: usize = 64;
 
 /// Time within which a client must send a request head or finish its TLS handshake.
@@ -113,7 +113,8 @@ impl Host {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // Blocking threads scan directories, and one of those may be on a stuck file system.
+            // Blocking threads only scan directories, one of which may hang. The bound keeps hung threads from
+            // accumulating.
             .max_blocking_threads(1)
             .build()
             .map_err(HostError::Start)?;

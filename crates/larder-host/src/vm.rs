@@ -18,10 +18,10 @@ use tokio::task::AbortHandle;
 use crate::ask::AskError;
 use crate::find::{Place, SocketId, VmName};
 
-/// Event subscriptions to one VM at a time; its server accepts 16 in all.
+/// Largest number of event subscriptions to one VM; its server accepts 16 in all.
 const LISTENERS_MAX: usize = 4;
 
-/// Disks of a VM that are polled.
+/// Largest number of disks of a VM that are polled.
 const DISKS_MAX: usize = 256;
 
 /// Longest name that is republished, in bytes.
@@ -140,7 +140,7 @@ impl Sample {
     }
 }
 
-/// Returns the name, truncated to the longest length.
+/// Returns the name, truncated to [`NAME_BYTES_MAX`] bytes.
 pub(crate) fn shortened(mut name: String) -> String {
     if name.len() > NAME_BYTES_MAX {
         let end = (0..=NAME_BYTES_MAX).rev().find(|at| name.is_char_boundary(*at));
@@ -161,13 +161,13 @@ pub(crate) struct Vm {
     pub(crate) health: Health,
     /// Explanation of the health, as text for people.
     pub(crate) why: Option<String>,
-    /// VM whose memory is managed by this process, derived from the directory of the socket.
+    /// VM whose memory is managed by the process at this socket; derived from the socket's directory.
     pub(crate) memory_of: Option<String>,
-    /// VM that this process migrates, and nothing else, derived from the socket's name.
+    /// VM that the process at this socket migrates, and nothing else; derived from the socket's name.
     pub(crate) moved: Option<(String, Direction)>,
     /// True if the server manages memory; `None` until it was asked.
     pub(crate) has_memory: Option<bool>,
-    /// The server manages memory and serves no disks, as far as is known.
+    /// True if the server manages memory and serves no disks, as far as is known.
     pub(crate) is_of_memory: bool,
     /// Description that the server gave of itself.
     pub(crate) server: Option<ServerState>,
