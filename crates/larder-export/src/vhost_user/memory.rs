@@ -15,6 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::message::RegionInfo;
 use lost::Guard;
 pub use lost::Loss;
+pub(super) use lost::any as any_lost;
 
 mod lost;
 
