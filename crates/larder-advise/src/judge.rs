@@ -99,7 +99,7 @@ pub struct Finding {
     pub level: Level,
     /// Identifier of the finding, for programs.
     pub code: &'static str,
-    /// Sentence for people.
+    /// Sentence that states the finding to the operator.
     pub text: String,
 }
 

@@ -32,7 +32,7 @@ pub struct Look {
     pub procfs: Procfs,
 }
 
-/// VM that existed at the start.
+/// VM that existed at the start of the observation.
 struct Found {
     id: ProcessId,
     described: Described,

@@ -79,7 +79,7 @@ pub struct Vm {
     pub cpu: Option<VmCpu>,
     /// Memory that it occupies on the host.
     pub memory: Option<VmMemory>,
-    /// State of its memory, if Larder manages it.
+    /// State of the VM's memory, if Larder manages it.
     pub managed: Option<Managed>,
     /// Disks that Larder serves to it.
     pub disks: Vec<VmDisk>,

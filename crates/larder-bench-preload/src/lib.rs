@@ -185,9 +185,9 @@ impl Ram {
 /// Part of an address range that lies in the memfd's mapping.
 enum Part {
     None,
-    /// All of it, as offsets in the memfd.
+    /// The whole range, as offsets in the memfd.
     All(Range<usize>),
-    /// Some of it, or addresses within pages, which is not supported.
+    /// Only a part of the range, or addresses within pages; not supported.
     Some,
 }
 

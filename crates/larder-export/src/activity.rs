@@ -19,8 +19,8 @@ const IN_CALL: u32 = 16;
 /// Sampling rate of requests that begin while others are in flight.
 const BESIDE: u32 = 8;
 
-/// Number of failures that are all logged. A dead disk fails every request, so after these only every power of two
-/// is.
+/// Number of failures that are all logged. A dead disk fails every request, so further failures are logged only when
+/// their count is a power of two.
 const TOLD_ALL: u64 = 10;
 
 /// Kind of request.

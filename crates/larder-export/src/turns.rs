@@ -78,7 +78,7 @@ impl Drop for Piece<'_> {
     }
 }
 
-/// Ends a request that was started without a [`Place`].
+/// Ends a request that [`Turns::at_once`] started without a [`Piece`].
 impl Watch for State {
     fn ended(&self, len: u32) {
         self.end(len as usize);

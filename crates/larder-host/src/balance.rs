@@ -55,7 +55,7 @@ pub(crate) struct Seen {
     pub(crate) used: u64,
     /// Share of the time since the last poll for which it waited for lack of memory; `None` at the first poll.
     pub(crate) stall: Option<f64>,
-    /// The pager cannot evict pages, or it has just refused a budget.
+    /// True if the pager cannot evict pages, or has just refused a budget.
     pub(crate) is_stuck: bool,
 }
 
@@ -107,7 +107,7 @@ const CALM_PART: f64 = 0.5;
 /// Step by which memory is taken from a calm VM, as a fraction of its memory: 1/1600 to 1/100.
 const TAKE_MIN: f64 = 1.0 / 1600.0;
 const TAKE_MAX: f64 = 1.0 / 100.0;
-/// First step by which memory is taken from a calm VM.
+/// First step by which memory is taken from a calm VM, as a fraction of its memory.
 const TAKE_FIRST: f64 = 1.0 / 400.0;
 
 /// Steps by which memory is taken for another VM that is short, and for the reserve.
@@ -142,7 +142,7 @@ const MOVE_MIN: u64 = 64 << 10;
 /// History of a VM.
 #[derive(Clone, Copy, Debug)]
 struct History {
-    /// Consecutive polls at which it was calm.
+    /// Consecutive polls at which the VM was calm.
     calm: u32,
     /// Polls for which nothing is taken yet.
     hold: u32,

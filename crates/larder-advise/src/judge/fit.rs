@@ -27,7 +27,7 @@ pub struct WouldFit {
     pub size: u64,
     /// Answer for programs.
     pub answer: Fit,
-    /// Sentence for people.
+    /// Sentence that explains the answer to the operator.
     pub text: String,
 }
 
@@ -148,7 +148,7 @@ mod tests {
     /// Without over-commit a VM fits if the memory promised to all VMs does.
     #[test]
     fn vm_fits_without_overcommit() {
-        // 100 GiB less 1 GiB of other users and 40 GiB of VMs.
+        // 100 GiB less 1 GiB of other processes and 40 GiB of VMs leave 59 GiB.
         let four = host(vec![vm(10, 2); 4]);
         let cases = [
             (1, Fit::Fits),
@@ -161,7 +161,7 @@ mod tests {
         for (gib, answer) in cases {
             assert_eq!(fit(gib, &four).0, answer, "{gib}");
         }
-        // 1 + 60 of 80 GiB are active; of 25 GiB 18.75 would be, and of 26 GiB 19.5.
+        // 1 + 60 of 80 GiB are active. A VM of 25 GiB would add 18.75 GiB, and one of 26 GiB 19.5.
         let busy = host(vec![vm(40, 30); 2]);
         assert_eq!(
             (fit(25, &busy).0, fit(26, &busy).0),
@@ -190,7 +190,7 @@ mod tests {
         waits.host.memory_stall = None;
         assert_eq!(fit(1, &waits).0, Fit::Fits);
         assert_eq!(fit(1, &host(vec![managed(10, 2, 0.3)])).0, Fit::OnlyOvercommitted);
-        // Its whole size may be active then: 80 - 1 - 79.
+        // With such a stall all 79 GiB of the VM may be active, which leaves 80 - 1 - 79 = 0 GiB.
         assert_eq!(fit(98, &host(vec![managed(79, 2, 0.3)])).0, Fit::DoesNotFit);
     }
 

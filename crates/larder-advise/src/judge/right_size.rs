@@ -303,9 +303,9 @@ mod tests {
             ((0.90, 0.90, 0.0501), "cpu-waits"),
             ((0.90, 0.90, 0.05), "vcpus-too-few"),
             ((0.80, 0.80, 0.0), "vcpus-too-few"),
-            // 4 * 0.7 / 0.8 is 3.5.
+            // 4 vCPUs at a peak of 0.7 need 4 * 0.7 / 0.8 = 3.5.
             ((0.50, 0.70, 0.0), "vcpus-right"),
-            // 4 * 0.6 / 0.8 is 3.
+            // 4 vCPUs at a peak of 0.6 need 4 * 0.6 / 0.8 = 3.
             ((0.50, 0.60, 0.0), "vcpus-too-many"),
             ((0.50, 0.61, 0.0), "vcpus-right"),
             ((0.0, 0.0, 0.0), "vcpus-too-many"),
@@ -396,9 +396,9 @@ mod tests {
     #[test]
     fn memory_is_judged_by_touched_amount() {
         let cases = [
-            // 8 GiB; 1.6 / 0.8 is 2.
+            // 1.6 / 0.8 = 2 GiB are enough, a quarter of 8.
             (1.6, 0.0, "memory-too-large"),
-            // 4.8 / 0.8 is 6, a quarter less.
+            // 4.8 / 0.8 = 6 GiB are enough, three quarters of 8.
             (4.8, 0.0, "memory-too-large"),
             (4.9, 0.0, "memory-touched"),
             (4.0, 0.9, "memory-touched"),

@@ -280,7 +280,9 @@ pub(super) mod tests {
     /// A budget counts as the committed memory while it is not exceeded.
     #[test]
     fn kept_budget_is_committed_memory() {
-        // 99 - 4 * 5 is 79, by 20 each; 80 - 1 - 20 is 59, by 5 each; 150 - 1 - 20 is 129, by 20 each.
+        // Committed: 99 - 4 * 5 = 79 GiB, 20 for each VM.
+        // Active: 80 - 1 - 20 = 59 GiB, 5 for each.
+        // Over-commit: 150 - 1 - 20 = 129 GiB, 20 for each.
         assert_eq!(more(&host(vec![managed(20, 5, 0.01); 4])), (3, Some(6)));
         let mut failing = managed(20, 5, 0.01);
         if let Some(managed) = &mut failing.managed {

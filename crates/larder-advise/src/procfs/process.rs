@@ -98,7 +98,7 @@ impl Procfs {
         Ok(words.map(|word| OsString::from_vec(word.to_vec())).collect())
     }
 
-    /// The numbers of its threads.
+    /// Returns the IDs of the process's threads.
     pub(crate) fn threads(&self, pid: i32) -> Read<Vec<i32>> {
         let threads = numbers(&self.folder(pid).join("task"));
         match threads.is_empty() {

@@ -168,9 +168,9 @@ impl Statistics {
 /// Use of a software path in a device's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Software {
-    /// No use of it: for migrations, because the accelerator `cpu` already covers the CPU.
+    /// The software path is not used: for migrations, because the accelerator `cpu` already covers the CPU.
     No,
-    /// Use of it: for tests and measurements.
+    /// The software path is used: for tests and measurements.
     Yes,
 }
 

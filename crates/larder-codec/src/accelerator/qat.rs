@@ -6,8 +6,9 @@
 //! software path fails, and leaks memory.
 //!
 //! `QzSession_T` is 40 bytes that the library fills; `QzSessionParams_T` is declared here after 1.3. A library with
-//! another layout must do no harm and is not used: both lie in far larger memory, the defaults that the library fills
-//! in must be the documented ones at their offsets, and the output for known pages must be readable by zlib-rs.
+//! another layout must do no harm and is not used. Both structures therefore lie in far larger memory. The defaults
+//! that the library fills in must be the documented ones at their offsets, and the output for known pages must be
+//! readable by zlib-rs.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uchar, c_uint};

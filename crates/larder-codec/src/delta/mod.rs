@@ -142,7 +142,7 @@ fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Op
     let count = changed.count() as usize;
     let mut first = None;
     let mut all_same = true;
-    // Its leading zeros are common to all differences, or ones if a difference is negative.
+    // The leading zeros are common to all differences, or ones if a difference is negative.
     let mut magnitudes = 0;
     for group in changed.groups() {
         for word in group {

@@ -16,7 +16,7 @@ pub(super) struct Average {
 impl Average {
     /// Number of batches that an average effectively covers.
     const BATCHES_MAX: f32 = 16.0;
-    /// Number of batches as which the initial expectation counts.
+    /// Weight of the initial expectation, in batches.
     const EXPECTED: f32 = 0.2;
 
     /// Creates averages from an expectation: the remaining share of each byte, and the nanoseconds for it.

@@ -211,9 +211,9 @@ fn spread(counts: &[u16; 256], sampled: usize) -> u8 {
     bits.min(u32::from(SPREADS) - 1) as u8
 }
 
-/// Classifies the majority of the 64-bit words of a line: 1 if the difference to the word before is below 65,536 or
-/// equals the previous difference, 2 if it equals the previous difference, 3 if a word equals the word before and is
-/// not 0.
+/// Classifies the majority of the 64-bit words of a line: 3 if a word equals the previous word and is not 0; 2 if its
+/// difference to the previous word equals the previous difference and is not 0; 1 if that holds, or if the difference
+/// is from 1 to 65,535; otherwise 0.
 fn words(line: &[u8; LINE]) -> u8 {
     let words: [u64; LINE / 8] = std::array::from_fn(|at| u64::from_le_bytes(line.as_chunks().0[at]));
     let mut differences = words.windows(2).map(|two| two[1].wrapping_sub(two[0]));

@@ -15,7 +15,7 @@ pub(super) struct Price {
     link_bytes: f32,
     /// Natural logarithm of the price.
     log: f32,
-    /// Nanoseconds that a batch takes the slower of the two, as an average over `batches` batches.
+    /// Nanoseconds that the slower of link and encoders takes for a batch, averaged over `batches` batches.
     batch_ns: f32,
     batches: f32,
     /// Other work of encoders in nanoseconds: since the last batch, and on average for each batch.
@@ -55,7 +55,7 @@ const QUEUE_BATCHES: f32 = 24.0;
 const STEP_MAX: f32 = 4.0;
 /// Number of sent bytes that the average of the link's speed effectively covers.
 const LINK_BYTES: f32 = 8e6;
-/// Number of bytes as which the initially known speed counts.
+/// Weight of the initially known speed, in sent bytes.
 const LINK_BYTES_KNOWN: f32 = 64e3;
 
 impl Price {

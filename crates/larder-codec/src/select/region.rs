@@ -7,7 +7,7 @@
 use super::Way;
 use crate::PAGE;
 
-/// Deviations of a region, as logarithms of base 2; 0 means as the class.
+/// Deviations of a region from its class: base-2 logarithms of the quotient of both log ratios; 0 means none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Region {
     key: u64,
@@ -22,8 +22,8 @@ const LOG_MAX: f32 = 4.0;
 /// Shares of a new deviation that are attributed to all methods, and to its own method.
 const COMMON_SHARE: f32 = 0.2;
 const OWN_SHARE: f32 = 0.3;
-/// Shares of a region's deviations that are expected of the next region. They are smaller than 1 because a part was
-/// chance, of which a method that is no longer picked has had no more.
+/// Shares of a region's deviations that are expected of the next region. They are smaller than 1 because a part of a
+/// deviation is chance, and a method that is no longer picked gets no further results that would correct it.
 const NEIGHBOUR_COMMON: f32 = 0.75;
 const NEIGHBOUR_OWN: f32 = 0.5;
 /// Factor by which a method's own deviation decays with each batch, so that the method is tried again in time.
@@ -53,7 +53,8 @@ impl Region {
         }
     }
 
-    /// Returns the expected bytes of a page with the way of this index, where the class has `bytes`.
+    /// Returns the expected encoded bytes of a page of this region with the way of index `way`, where the class has
+    /// `bytes`.
     pub(super) fn bytes_of(&self, way: usize, bytes: f32) -> f32 {
         let better = (self.common + self.own[way]).exp2();
         (PAGE as f32 * (LEAST - log_ratio(bytes) * better).exp()).clamp(1.0, PAGE as f32)

@@ -26,7 +26,7 @@ pub(super) struct Buffers {
 /// Buffer of a pool, returned to it on drop. It contains the data of its previous user, so it must be filled before
 /// it is exposed.
 pub(super) struct Buffer {
-    /// Present until the drop.
+    /// Memory of the buffer; `None` only during the drop.
     memory: Option<AlignedBuf>,
     len: usize,
     class: usize,

@@ -139,13 +139,13 @@ struct Shared {
     admission: Admission,
     /// Clients whose connection has not ended yet, including evicted ones.
     connections: Cell<usize>,
-    /// Clients that were refused after the first of a crowd; `None` if there is no crowd.
+    /// Clients that were refused after the first of a burst; `None` if there is no burst.
     crowd: Cell<Option<u64>>,
     /// True if neither clients nor requests are accepted any more.
     stopping: Cell<bool>,
     /// True if the stop timeout has expired.
     cut: Cell<bool>,
-    /// Raised when a field above changes, an extent query ends, or a client is evicted or given up.
+    /// Raised when a field above changes, an extent query ends, or a client is evicted or marked for disconnection.
     changed: Signal,
 }
 
@@ -296,7 +296,7 @@ impl Shared {
         });
     }
 
-    /// Counts a client that is refused. The first of a crowd is logged, and later the number of further ones.
+    /// Counts a client that is refused. The first of a burst is logged, and later the number of further ones.
     fn turn_away(self: &Rc<Self>) {
         add(&self.counters.refused, 1);
         if let Some(more) = self.crowd.get() {
@@ -318,7 +318,7 @@ impl Shared {
         });
     }
 
-    /// Logs the number of clients that were refused after the first of a crowd. The next one begins another crowd.
+    /// Logs the number of clients that were refused after the first of a burst. The next one begins another burst.
     fn end_crowd(&self) {
         let more = self.crowd.take().unwrap_or(0);
         if more > 0 {

@@ -539,7 +539,7 @@ impl Queue {
         self.ring.borrow().position()
     }
 
-    /// Continues in another table of guest memory, in which `ring` is the ring.
+    /// Continues in another table of guest memory, in which `ring` lies.
     pub(super) fn replace_memory(&self, memory: Rc<GuestMemory>, ring: Ring) {
         *self.memory.borrow_mut() = memory;
         *self.ring.borrow_mut() = ring;

@@ -523,8 +523,8 @@ impl Session {
         }
         let geometry = self.shared.geometry();
         if self.inflight.is_none() && self.rings.iter().all(|ring| !ring.ran) {
-            // The device is new. For a device that had run, the front-end hands over the in-flight region and starts
-            // the rings before it reads the configuration.
+            // The device is new, so the recorded active queues are obsolete. For a device that had run, the front-end
+            // hands over the in-flight region and starts the rings before it reads the configuration.
             self.shared.lent.forget();
         }
         if offset == 0 && len >= 8 {
@@ -548,7 +548,7 @@ impl Session {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
         if self.rings.iter().all(|ring| ring.queue.is_none()) {
-            // Active queues of an earlier guest, or of this one before its reset, have no successor.
+            // No queue runs, so recorded active queues belong to an earlier guest, or to this one before its reset.
             self.shared.lent.forget();
         }
         let write_cache = self.shared.write_cache.get();

@@ -249,7 +249,8 @@ fn course(of: &MigrationMetrics, put: &mut Put<'_>, value: fn(&CourseState) -> O
     }
 }
 
-/// Writes a counter of the sending side, or of the receiving side: (bytes of the stream, bytes on the wire).
+/// Writes a counter from the sending side's state, or from the receiving side's. `delivered` selects from (bytes of
+/// the stream, bytes on the wire).
 fn both(of: &MigrationMetrics, put: &mut Put<'_>, sent: fn(&SentState) -> u64, delivered: fn((u64, u64)) -> u64) {
     let received = of.state.delivered.map(|it| (it.raw_bytes, it.wire_bytes));
     if let Some(value) = of.sent().map(sent).or_else(|| received.map(delivered)) {

@@ -55,9 +55,9 @@ struct VmMetrics {
     uuid: Option<String>,
     health: Health,
     server: Option<ServerState>,
-    /// Sample of the disks, if their server answers.
+    /// Sample of the VM's disks, if their server answers.
     sample: Option<Arc<Sample>>,
-    /// Sample of the memory, if the process that manages it answers.
+    /// Sample of the VM's memory, if the process that manages it answers.
     of_memory: Option<Arc<Sample>>,
     moved: Moved,
 }
