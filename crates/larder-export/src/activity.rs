@@ -215,7 +215,7 @@ pub(crate) struct Waiting<'a> {
 
 impl Waiting<'_> {
     /// Counts the request as ended.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ended(self, kind: Kind, bytes: u64, succeeded: bool) {
         if self.weight > 0 {
             self.timed(kind);

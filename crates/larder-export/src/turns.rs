@@ -172,7 +172,16 @@ impl Turns {
     }
 
     /// Reads any length, as [`BlockDevice::read`] does.
+    #[inline]
     pub fn read<'a>(&'a self, device: &'a dyn BlockDevice, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if buffer.len() <= SHORT_LEN {
+            return device.read(start, buffer);
+        }
+        self.read_long(device, start, buffer)
+    }
+
+    #[cold]
+    fn read_long<'a>(&'a self, device: &'a dyn BlockDevice, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         if let Some(io) = self.at_once(buffer.len(), || device.read(start, buffer)) {
             return io;
         }
@@ -187,7 +196,22 @@ impl Turns {
 
     /// Writes any length, as [`BlockDevice::write`] does. A failed write leaves each sector old or new, as a short
     /// one does. A write that exceeds the device writes nothing.
+    #[inline]
     pub fn write<'a>(
+        &'a self,
+        device: &'a dyn BlockDevice,
+        start: ByteOffset,
+        buffer: WriteBuf<'a>,
+        flags: WriteFlags,
+    ) -> Io<'a> {
+        if buffer.len() <= SHORT_LEN {
+            return device.write(start, buffer, flags);
+        }
+        self.write_long(device, start, buffer, flags)
+    }
+
+    #[cold]
+    fn write_long<'a>(
         &'a self,
         device: &'a dyn BlockDevice,
         start: ByteOffset,
@@ -206,13 +230,10 @@ impl Turns {
         }))
     }
 
-    /// Starts a request that needs no task here: a short one, or a single piece that need not wait.
+    /// Starts a long request that needs no task here: a single piece that need not wait.
     fn at_once<'a>(&'a self, len: usize, request: impl FnOnce() -> Io<'a>) -> Option<Io<'a>> {
-        match len {
-            ..=SHORT_LEN => Some(request()),
-            ..=PIECE_LEN if self.0.try_begin(len) => Some(request().watched(&*self.0, len as u32)),
-            _ => None,
-        }
+        let is_piece = len <= PIECE_LEN && self.0.try_begin(len);
+        is_piece.then(|| request().watched(&*self.0, len as u32))
     }
 
     /// Makes a request in pieces. `request` receives a piece's offset on the device, and its offset and length in the

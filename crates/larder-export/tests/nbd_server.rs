@@ -123,9 +123,9 @@ fn nbdinfo_sees_features_and_export_names() {
     });
 }
 
+/// Data that other clients copy to the export is read back unchanged.
 #[test]
 fn data_of_other_clients_reads_back() {
-    /// Data that other clients copy to the export is read back unchanged.
     on_loop(async |on| {
         let (device, image) = file_disk(on, 32 * MIB).await;
         let (_server, place) = serve(on, device, NbdServerOptions::default());
@@ -170,9 +170,9 @@ fn data_of_other_clients_reads_back() {
     });
 }
 
+/// The allocation map of an export equals that of its file.
 #[test]
 fn export_map_equals_file_map() {
-    /// The allocation map of an export equals that of its file.
     on_loop(async |on| {
         let (device, image) = file_disk(on, 8 * MIB).await;
         for (at, len) in [(0, 64 << 10), (MIB, 128 << 10), (5 * MIB, MIB)] {

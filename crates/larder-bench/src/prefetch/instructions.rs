@@ -44,6 +44,9 @@ const STEPS_MAX: u32 = 600;
 /// Functions that differ by fewer instructions for each request are not shown.
 const SHOWN_MIN: f64 = 8.0;
 
+/// A function with as many instructions for each request is shown beside that of another program.
+const LARGE_MIN: f64 = 60.0;
+
 /// A load of requests of one block each.
 #[derive(Clone, Copy)]
 struct Requests {
@@ -137,6 +140,25 @@ impl Costs {
         println!("| all others | {rest:+.0} |");
     }
 
+    /// Prints a row for each function that costs much, or not what it costs in `others`; the largest difference is first.
+    fn print_beside(&self, others: &Self) {
+        let mut functions: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+        for (function, cost) in &others.0 {
+            functions.entry(&function.name).or_default().0 += cost;
+        }
+        for (function, cost) in &self.0 {
+            functions.entry(&function.name).or_default().1 += cost;
+        }
+        let mut shown: Vec<(&str, (f64, f64))> = functions
+            .into_iter()
+            .filter(|(_, (others, own))| (own - others).abs() >= SHOWN_MIN || *own >= LARGE_MIN)
+            .collect();
+        shown.sort_by(|(_, one), (_, other)| (other.1 - other.0).total_cmp(&(one.1 - one.0)));
+        for (function, (others, own)) in &shown {
+            println!("| `{function}` | {others:.0} | {own:.0} | {:+.0} |", own - others);
+        }
+    }
+
     /// Reads a profile that callgrind has written.
     fn read(profile: &Path) -> anyhow::Result<Self> {
         let output = Command::new("callgrind_annotate")
@@ -227,12 +249,12 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                     served.of_each(place, requests, count)
                 };
                 let (mut others, mut ours) = (Vec::new(), Vec::new());
-                let mut last = Costs::default();
+                let mut last = (Costs::default(), Costs::default());
                 for _ in 0..arguments.rounds(1) {
                     let (theirs, own) = (of(other)?, of(&own)?);
                     others.push(theirs.total());
                     ours.push(own.total());
-                    last = own.over(&theirs);
+                    last = (theirs, own);
                 }
                 let ratios = ratios(&ours, &others);
                 println!(
@@ -247,9 +269,9 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
             }
         }
     }
-    for (name, difference) in &differences {
-        println!("\n| {name}: this one less the other, by function | instructions |\n| --- | --- |");
-        difference.print();
+    for (name, (theirs, own)) in &differences {
+        println!("\n| {name}, by function | the other | this one | difference |\n| --- | --- | --- | --- |");
+        own.print_beside(theirs);
     }
     Ok(())
 }

@@ -498,7 +498,15 @@ impl Core {
         }
     }
 
+    #[inline]
     fn end_turn(&self) {
+        if !self.at_turn_end.borrow().is_empty() {
+            self.call_hooks();
+        }
+    }
+
+    #[inline(never)]
+    fn call_hooks(&self) {
         loop {
             // A hook may register itself again.
             let hook = self.at_turn_end.borrow_mut().pop();

@@ -189,6 +189,11 @@ impl Region {
     fn guest_end(&self) -> u64 {
         self.info.guest_address + self.info.len
     }
+
+    #[inline]
+    fn holds(&self, address: u64) -> bool {
+        address.wrapping_sub(self.info.guest_address) < self.info.len
+    }
 }
 
 /// All memory regions of a guest, sorted by guest address.
@@ -287,16 +292,21 @@ impl GuestMemory {
             .wrapping_add((address - region.info.guest_address) as usize))
     }
 
+    #[inline]
     fn region_of(&self, address: u64) -> Option<&Region> {
-        let holds = |region: &&Region| region.info.guest_address <= address && address < region.guest_end();
-        if let Some(region) = self.regions.get(self.recent.get()).filter(holds) {
-            return Some(region);
+        match self.regions.get(self.recent.get()) {
+            Some(region) if region.holds(address) => Some(region),
+            _ => self.search_region(address),
         }
+    }
+
+    #[cold]
+    fn search_region(&self, address: u64) -> Option<&Region> {
         let behind = self
             .regions
             .partition_point(|region| region.info.guest_address <= address);
         let index = behind.checked_sub(1)?;
-        let region = self.regions.get(index).filter(holds)?;
+        let region = self.regions.get(index).filter(|region| region.holds(address))?;
         self.recent.set(index);
         Some(region)
     }

@@ -168,8 +168,8 @@ pub(super) struct Queue {
     /// True if a request was pushed as used since the last interrupt.
     unsignalled: Cell<bool>,
     running: Cell<u32>,
-    /// Total weight of the running requests.
-    weight: Cell<u32>,
+    /// Weight of the running requests beyond 1 each.
+    extra_weight: Cell<u32>,
     /// True if the queue is not at the position that the front-end assumes.
     moved: Cell<bool>,
     idle_waker: RefCell<Option<Waker>>,
@@ -255,7 +255,7 @@ impl Queue {
             log_ring: Cell::new(parts.log_ring),
             unsignalled: Cell::new(false),
             running: Cell::new(0),
-            weight: Cell::new(0),
+            extra_weight: Cell::new(0),
             moved: Cell::new(false),
             idle_waker: RefCell::new(None),
             kick_waker: RefCell::new(None),
@@ -319,7 +319,10 @@ impl Queue {
     fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: Chain, bytes: usize, head: Head, note: u16) {
         self.running.set(self.running.get() + 1);
         let weight = weight_of(&chain, bytes);
-        self.add_weight(weight);
+        self.shared.weight.set(self.shared.weight.get() + weight);
+        if weight > 1 {
+            self.extra_weight.set(self.extra_weight.get() + (weight - 1));
+        }
         self.moved.set(true);
         let request = Request {
             queue: Rc::clone(self),
@@ -458,8 +461,9 @@ impl Queue {
                 inflight.after_give_back(&ring, request.note);
             }
         }
-        for sum in [&self.weight, &self.shared.weight] {
-            sum.set(sum.get() - request.weight);
+        self.shared.weight.set(self.shared.weight.get() - request.weight);
+        if request.weight > 1 {
+            self.extra_weight.set(self.extra_weight.get() - (request.weight - 1));
         }
         let mut spare = self.spare_chains.borrow_mut();
         if spare.len() < CHAINS_KEPT && chain.room() <= ROOM_KEPT {
@@ -492,18 +496,11 @@ impl Queue {
         }
     }
 
-    /// Adds the weight of a request to the requests in flight.
-    fn add_weight(&self, weight: u32) {
-        for sum in [&self.weight, &self.shared.weight] {
-            sum.set(sum.get() + weight);
-        }
-    }
-
     /// Returns whether the weight limit allows another request.
     fn has_room(&self) -> bool {
         self.shared.weight.get() < WEIGHT_MAX || {
             let queues = self.shared.at_work.borrow().len().max(1) as u32;
-            self.weight.get() < (WEIGHT_MAX / queues).max(1)
+            self.running.get() + self.extra_weight.get() < (WEIGHT_MAX / queues).max(1)
         }
     }
 

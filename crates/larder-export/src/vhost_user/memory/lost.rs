@@ -124,7 +124,7 @@ impl Drop for Guard {
 }
 
 /// Returns whether any mapping of this process is lost; cheap enough for every request.
-pub fn any() -> bool {
+pub(crate) fn any() -> bool {
     LOST.load(Ordering::Acquire) != 0
 }
 
