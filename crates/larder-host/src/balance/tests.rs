@@ -206,7 +206,7 @@ fn budgets_follow_swapped_working_sets() {
 
 /// Below the reserve, memory is taken from VMs that are not short: to `low`, then to `min`.
 #[test]
-fn reserve_is_restored_from_unstalled_vms() {
+fn reserve_is_restored_from_other_vms() {
     let bounds = [512 * MIB, GIB, 2 * GIB, 4 * GIB];
     let mut vms = vec![Vm::new(4 * GIB, bounds, 2 * GIB, GIB / 4); 3];
     vms[1].wanted = 3 * GIB;

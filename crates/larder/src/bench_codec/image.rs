@@ -24,7 +24,7 @@ const ELF_CORE: u16 = 4;
 const ELF_LOAD: u32 = 1;
 /// Bytes of an ELF program header.
 const ELF_SEGMENT_BYTES: usize = 56;
-/// Value of `e_phnum` where the number of program headers does not fit (`PN_XNUM`).
+/// Value of `e_phnum` that says that the number of program headers does not fit.
 const ELF_MANY_SEGMENTS: u16 = u16::MAX;
 
 /// A file with a guest's memory.
