@@ -27,7 +27,7 @@ const EVIDENCE_MAX: u64 = 64;
 /// Bytes fetched between two checks of the wasted share.
 const LOOK_AFTER: u64 = 256 << 10;
 
-/// Share of wasted bytes among the fetched, in units of 1/64, above which the caution grows; below [`LITTLE`] it shrinks.
+/// Wasted share of the fetched bytes, in units of 1/64, above which the caution grows; below [`LITTLE`] it shrinks.
 const TOO_MUCH: u64 = 6;
 const LITTLE: u64 = 2;
 
