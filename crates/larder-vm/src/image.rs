@@ -390,7 +390,10 @@ async fn open_cache(
         }
         return Ok(None);
     };
-    let wish = replaced::now(wish, &identity);
+    let wish = match options.trial {
+        true => replaced::look(wish, &identity),
+        false => replaced::now(wish, &identity),
+    };
     if options.trial {
         let looked = cache::look(on, &identity, &wish, options).await;
         return looked.map(|()| None).map_err(failed);
@@ -492,6 +495,21 @@ pub async fn try_to_open(
         ..options.clone()
     };
     Ok(open_and_hold(on, image, &options, held).await?.device)
+}
+
+/// Checks an image that its server has open now, as far as that is possible without disturbing the server: whether its
+/// files exist, whether their formats and the names in their headers are those of the options, and whether the cache
+/// fits. The files are only read, and not locked. No NBD server is contacted.
+///
+/// # Errors
+/// See [`try_to_open`].
+pub async fn inspect_served(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<(), ImageError> {
+    let options = ImageOptions {
+        trial: true,
+        claim: Claim::Nobody,
+        ..options.clone()
+    };
+    open_and_hold(on, image, &options, &mut Vec::new()).await.map(drop)
 }
 
 /// Returns the geometry and format of an image that another host may have open and write to. The image is not locked

@@ -17,11 +17,11 @@ use larder_vm::image::{ChainPolicy, named_chain};
 use larder_vm::inherited::Inherited;
 use larder_vm::latch::Latch;
 use larder_vm::opener;
-use larder_vm::run::check::{advice, check};
+use larder_vm::run::check::{advice, check, check_served};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::away::AwayNote;
-use larder_vm::vm::config::{VmConfig, path_of};
+use larder_vm::vm::config::{VmConfig, VmDisk, path_of};
 use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
 
@@ -233,17 +233,17 @@ fn disks(count: usize) -> String {
     }
 }
 
-/// Checks whether all disks could be served. Disks that the VM's server already serves are in use, and are skipped.
+/// Checks whether all disks could be served. Disks that the VM's server already serves are in use: they are checked
+/// without locks, as far as that is possible.
 fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
-    let served = served(config);
-    let wanted = config
-        .disks
-        .iter()
-        .filter(|disk| !served.contains(&disk.wish.image.to_string()));
-    let wishes: Vec<_> = wanted.map(|disk| (&disk.wish, GivenBy::File)).collect();
-    let found = check(&wishes);
-    let of_images = found.problems.iter().map(ToString::to_string);
+    let images = served(config);
+    let is_served = |disk: &&VmDisk| images.contains(&disk.wish.image.to_string());
+    let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(is_served);
+    let served: Vec<_> = served.iter().map(|disk| &disk.wish).collect();
+    let others: Vec<_> = others.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
+    let found = [check_served(&served), check(&others)];
+    let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
     let problems: Vec<String> = of_images.chain(problems(config)).collect();
     for problem in &problems {
         eprintln!("larder: {problem}");
@@ -255,7 +255,7 @@ fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     if !config.disks.is_empty() {
         text = format!("{}: {} can be served", config.name, disks(config.disks.len()));
-        text.push_str(match config.disks.len() - wishes.len() {
+        text.push_str(match served.len() {
             0 => "\n",
             count if count == config.disks.len() => ", and served already\n",
             _ => ", and some are already\n",
@@ -268,7 +268,7 @@ fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
             config.name
         ));
     }
-    for image in &found.unchecked {
+    for image in found.iter().flat_map(|found| &found.unchecked) {
         text.push_str(&format!(
             "{}: not all of {image} was looked at, because NBD servers are not asked here\n",
             config.name

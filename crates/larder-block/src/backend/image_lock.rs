@@ -81,6 +81,8 @@ pub enum Claim {
     /// The parent process, which holds QEMU's locks as long as this process lives. This process takes the same locks,
     /// in case the parent dies first, but cannot check them against those of others.
     Inherited,
+    /// No process: the file is only inspected, without any lock, and its user may change it meanwhile.
+    Nobody,
 }
 
 /// The reason why an image could not be locked.
@@ -131,10 +133,13 @@ pub fn lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), 
 }
 
 fn try_to_lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), LockError> {
+    if claim == Claim::Nobody {
+        return Ok(());
+    }
     take(file, sharing)?;
     match claim {
-        Claim::Own | Claim::ForOthers => check(file, sharing)?,
         Claim::Inherited => check_inherited(file)?,
+        _ => check(file, sharing)?,
     }
     match (sharing, claim) {
         (Sharing::Exclusive, Claim::Own | Claim::Inherited) => take_writer(file),

@@ -492,7 +492,10 @@ async fn open_device(
         // The cache's server may be running.
         share: only_to_look,
         // The supervisor's claim covers the disk's own files only.
-        claim: Claim::Own,
+        claim: match options.claim {
+            Claim::Nobody => Claim::Nobody,
+            _ => Claim::Own,
+        },
         nbd: NbdOptions {
             reconnect: nbd.reconnect.min(PATIENCE),
             request_timeout: nbd.request_timeout.min(PATIENCE),

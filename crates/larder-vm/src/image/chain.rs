@@ -183,7 +183,7 @@ impl Opener<'_> {
         role: Role,
     ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
         let mut options = ImageOptions {
-            read_only,
+            read_only: read_only || self.is_inspection(),
             role,
             ..self.options.clone()
         };
@@ -254,6 +254,10 @@ impl Opener<'_> {
                 source: larder_qcow2::header::HeaderError::Corrupt,
             }));
         }
+        if self.is_inspection() {
+            // The tables and the journal belong to the server, which may be changing them.
+            return Ok(file);
+        }
         let mut beside = None;
         let journals = match read_only || self.options.trial {
             true => {
@@ -287,6 +291,11 @@ impl Opener<'_> {
             let _ = opener().remove(&file);
         }
         Ok(opened)
+    }
+
+    /// Returns whether the image is only inspected, while its server has it open.
+    fn is_inspection(&self) -> bool {
+        self.options.claim == Claim::Nobody
     }
 
     /// Returns the number of images that lead to the one that was pushed last.

@@ -133,20 +133,28 @@ fn place_of(note: &Note) -> Option<PathBuf> {
     note.beside(ENDING)
 }
 
-/// Returns the options of the cache that has replaced the requested one, or the requested ones if none has.
+/// Returns the options of the cache that has replaced the requested one, or the requested ones if none has. A record
+/// of the requested cache itself is removed.
 pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
+    let wished = absolute(&wish.file).into_bytes();
+    if !wish.exactly {
+        for (path, _) in all().into_iter().filter(|(_, it)| it.disk == disk && it.new == wished) {
+            // The server's options name the new cache by now.
+            let _ = fs::remove_file(path);
+        }
+    }
+    look(wish, disk)
+}
+
+/// Returns the same options as [`now`], and changes nothing.
+pub(super) fn look(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
     if wish.exactly {
         return wish.clone();
     }
     let wished = absolute(&wish.file).into_bytes();
-    for (path, replaced) in all().into_iter().filter(|(_, it)| it.disk == disk) {
+    for (_, replaced) in all().into_iter().filter(|(_, it)| it.disk == disk && it.new != wished) {
         let new = std::str::from_utf8(&replaced.new).ok().and_then(|new| new.parse().ok());
         let Some(new) = new else { continue };
-        if replaced.new == wished {
-            // The server's options name the new cache by now.
-            let _ = fs::remove_file(path);
-            continue;
-        }
         // The new cache may be on a file system that is not mounted yet. If it has dirty data, that is reported
         // later.
         let is_away = matches!(&new, ImageAddress::Path(path) if opener::metadata(path).is_err());

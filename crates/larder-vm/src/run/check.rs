@@ -94,12 +94,8 @@ pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
     if disks.is_empty() {
         return found;
     }
-    let on = match Loop::new(std::time::Duration::ZERO) {
-        Ok(on) => on,
-        Err(error) => {
-            found.problems.push(CheckError::Uring(DiskError::Uring(error)));
-            return found;
-        }
+    let Some(on) = ring(&mut found) else {
+        return found;
     };
     let mut held = Vec::with_capacity(disks.len());
     for &(disk, given_by) in disks {
@@ -131,6 +127,51 @@ pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
         }
     }
     found
+}
+
+/// Checks the disks of a VM's file that the VM's server has open now, as far as that is possible without disturbing the
+/// server ([`image::inspect_served`]).
+pub fn check_served(disks: &[&DiskWish]) -> Findings {
+    let mut found = Findings::default();
+    if disks.is_empty() {
+        return found;
+    }
+    let Some(on) = ring(&mut found) else {
+        return found;
+    };
+    for disk in disks {
+        match on.block_on(inspect(&on, disk)) {
+            Ok(()) => {}
+            Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
+                found.unchecked.push(disk.image.clone());
+            }
+            Err(error) => found.problems.push(error),
+        }
+    }
+    found
+}
+
+/// Returns a loop for the check; without one, that is the problem.
+fn ring(found: &mut Findings) -> Option<Loop> {
+    match Loop::new(std::time::Duration::ZERO) {
+        Ok(on) => Some(on),
+        Err(error) => {
+            found.problems.push(CheckError::Uring(DiskError::Uring(error)));
+            None
+        }
+    }
+}
+
+async fn inspect(on: &Loop, disk: &DiskWish) -> Result<(), CheckError> {
+    let options = disk.image_options().map_err(|source| CheckError::Limits {
+        image: disk.image.clone(),
+        source,
+    })?;
+    let inspected = image::inspect_served(on, &disk.image, &options).await;
+    inspected.map_err(|source| CheckError::Image {
+        advice: advice(&source, disk, GivenBy::File),
+        source,
+    })
 }
 
 /// Returns whether the only obstacle is an NBD server that was not contacted.

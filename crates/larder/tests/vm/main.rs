@@ -445,6 +445,54 @@ fn check_accepts_served_vm() {
     ends(process);
 }
 
+/// `--check` finds what would keep the next server from starting also in the disks that the running one serves, and does
+/// not disturb that one.
+#[test]
+fn check_covers_served_disks() {
+    let vm = two();
+    vm.raw("base.raw", 64);
+    let image = |name: &str| vm.images.path().join(name);
+    let (base, system) = (image("base.raw"), image("system.qcow2"));
+    let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
+    tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
+    let backing = "format = \"qcow2\"\nbacking = [{ image = \"IMAGES/base.raw\", format = \"raw\" }]";
+    let right = TWO.replace("format = \"qcow2\"", backing);
+    vm.write(&right);
+    let process = vm.start();
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    let served = (Some(0), "web: 2 disks can be served, and served already".to_owned());
+    let check = || run(vm.command(&["--check"]));
+    assert_eq!(check(), served);
+    let wrong_format = right.replace("base.raw\", format = \"raw\"", "base.raw\", format = \"qcow2\"");
+    for (file, wanted) in [
+        (TWO.to_owned(), "which the VM's file does not name"),
+        (wrong_format, "is raw, and the VM's file says qcow2"),
+        (
+            right.replace("format = \"qcow2\"\n", ""),
+            "the VM's file does not say its format",
+        ),
+        (right.replace("16MiB", "32MiB"), "it has 16 MiB, not 32 MiB"),
+    ] {
+        vm.write(&file);
+        let (code, said) = check();
+        assert!(code == Some(2) && said.contains(wanted), "{wanted}: {said}");
+        assert!(!said.contains("in use"), "{said}");
+    }
+    vm.write(&right);
+    for name in ["system.qcow2", "data.raw", "base.raw"] {
+        std::fs::rename(image(name), image("away")).expect("is there");
+        let (code, said) = check();
+        std::fs::rename(image("away"), image(name)).expect("is there");
+        let wanted = format!("{name}: No such file");
+        assert!(code == Some(2) && said.contains(&wanted), "{name}: {said}");
+    }
+    assert_eq!(check(), served);
+    works(&mut guest, 2);
+    drop(guest);
+    ends(process);
+}
+
 /// `larder status` lists VMs that are not served, with the error in their file.
 #[test]
 fn status_lists_unserved_vms() {
