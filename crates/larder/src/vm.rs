@@ -238,13 +238,13 @@ fn disks(count: usize) -> String {
 fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
     let images = served(config);
-    let is_served = |disk: &&VmDisk| images.contains(&disk.wish.image.to_string());
-    let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(is_served);
+    let is_served = |disk: &VmDisk| images.contains(&disk.wish.image.to_string());
+    let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(|disk| is_served(disk));
     let served: Vec<_> = served.iter().map(|disk| &disk.wish).collect();
     let others: Vec<_> = others.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
     let found = [check_served(&served), check(&others)];
     let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
-    let problems: Vec<String> = of_images.chain(problems(config)).collect();
+    let problems: Vec<String> = of_images.chain(problems(config, &is_served)).collect();
     for problem in &problems {
         eprintln!("larder: {problem}");
     }

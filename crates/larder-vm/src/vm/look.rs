@@ -1,17 +1,18 @@
 //! Checks for problems with a VM's sockets, caches and memory disks, without creating any of them.
 
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
-use super::config::{self, VmConfig};
+use super::config::{self, VmConfig, VmDisk};
+use super::files::clashes;
 use super::{folder_of, sockets};
 use crate::image::{ImageAddress, is_same};
 use crate::listen::same_place;
 use crate::memory::look_at_disk;
 use crate::runtime_folder::socket_folder;
 
-/// Returns the problems that would keep the VM's server from starting.
-pub fn problems(config: &VmConfig) -> Vec<String> {
+/// Returns the problems that would keep the VM's server from starting. `is_served` names the disks that it serves now.
+pub fn problems(config: &VmConfig, is_served: &dyn Fn(&VmDisk) -> bool) -> Vec<String> {
     let others = others(config);
     let of_sockets = sockets(config).flat_map(|socket| of_socket(socket).or_else(|| of_another(socket, &others)));
     let of_caches = config.disks.iter().flat_map(|disk| {
@@ -20,10 +21,12 @@ pub fn problems(config: &VmConfig) -> Vec<String> {
             _ => return None,
         };
         let size = disk.wish.disk_cache.size.map_or(0, |size| size.get());
-        let problem = of_cache(config, file, size)?;
+        let problem = of_cache(file, size)?;
         Some(format!("disk {}: {problem}", disk.name))
     });
-    of_sockets.chain(of_caches).chain(of_memory(config)).collect()
+    let of_files = clashes(config, is_served);
+    let of_disks = of_sockets.chain(of_caches).chain(of_files);
+    of_disks.chain(of_memory(config)).collect()
 }
 
 /// Returns the problems that would keep the VM's memory from being managed.
@@ -72,17 +75,11 @@ fn of_another(path: &Path, others: &[VmConfig]) -> Option<String> {
     Some(format!("{} is a socket of {}, too", path.display(), other.name))
 }
 
-fn of_cache(config: &VmConfig, file: &Path, size: u64) -> Option<String> {
+fn of_cache(file: &Path, size: u64) -> Option<String> {
     let told = file.display();
-    let id = |path: &Path| path.metadata().ok().map(|found| (found.dev(), found.ino()));
-    let mut images = config.disks.iter().filter_map(|disk| match &disk.wish.image {
-        ImageAddress::Path(path) => Some(path),
-        ImageAddress::Nbd(_) => None,
-    });
     let folder = folder_of(file);
-    if id(file).is_some() {
-        let image = images.find(|image| id(image) == id(file))?;
-        return Some(format!("the cache {told} is the image {}", image.display()));
+    if file.exists() {
+        return None;
     }
     if !folder.is_dir() {
         return Some(format!(

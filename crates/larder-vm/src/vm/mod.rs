@@ -8,6 +8,7 @@
 
 pub mod away;
 pub mod config;
+mod files;
 pub mod find;
 pub(crate) mod front_end;
 pub mod look;
@@ -51,6 +52,8 @@ pub enum VmError {
     Confine(#[from] ConfineError),
     #[error("{one} and {other} are the same path; give each its own")]
     SamePlace { one: String, other: String },
+    #[error("{0}")]
+    SameFile(String),
     #[error(
         "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format. Memory alone is managed by `larder memory attach --vm`",
         file.display()
@@ -183,6 +186,15 @@ impl Vm {
                 .map_err(VmError::Note)?;
         }
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
+        // The first disk's cache would overwrite the second disk's image before that one is locked.
+        if let Some(clash) = files::cache_clash(&config, || cancel.get().is_some()) {
+            return Err(VmError::SameFile(clash));
+        }
+        if cancel.get().is_some() {
+            let disk = config.disks[0].name.clone();
+            let source = DiskError::Cancelled;
+            return Err(VmError::Disk { disk, source });
+        }
         // No client is served before all disks are open.
         let gate = Latch::default();
         let mut prepared: Vec<(&str, PreparedDisk)> = Vec::with_capacity(config.disks.len());

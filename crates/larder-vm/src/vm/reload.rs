@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use larder_block::ByteLen;
 use larder_export::vhost_user::Stop;
@@ -13,6 +13,7 @@ use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::config::{VmConfig, VmDisk};
+use super::files::cache_clash;
 use super::{Order, Vm, VmError, at_work, check_places, lent_of};
 use crate::control::ReloadReply;
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
@@ -69,6 +70,10 @@ impl Vm {
             return Err(VmError::no_disk(&self.file).to_string());
         }
         check_places(&wanted, &self.inherited).map_err(|error| error.to_string())?;
+        let since = Instant::now();
+        if let Some(clash) = cache_clash(&wanted, || since.elapsed() > STATE_TIME_MAX) {
+            return Err(clash);
+        }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let mut change = Change {
             runtime: runtime.map_err(|error| format!("what the disks are like cannot be asked: {error}"))?,

@@ -108,7 +108,7 @@ fn possible(domain: &Domain, wish: &mut AttachWish, trust_image: bool) -> anyhow
         });
         let trouble: Vec<_> = trouble.collect();
         if trouble.is_empty() {
-            return match problems(&plan.config).as_slice() {
+            return match problems(&plan.config, &|_| false).as_slice() {
                 [] => Ok(plan),
                 problems => bail!("its disks could not be served: {}", problems.join("; ")),
             };

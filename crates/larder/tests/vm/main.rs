@@ -493,6 +493,66 @@ fn check_covers_served_disks() {
     ends(process);
 }
 
+/// A file that is a cache and something else is refused by the check, by a start and by a reload, before anything is
+/// written to it.
+#[test]
+fn cache_of_two_purposes_is_refused() {
+    let vm = two();
+    let image = |name: &str| vm.images.path().join(name);
+    let data = vm.images.path().join("data.raw");
+    let mut content = vec![0; 8 * MIB as usize];
+    content[2 * MIB as usize..].fill(7);
+    std::fs::write(&data, &content).expect("writes");
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "raw", text(&image("base.raw")), "64M"],
+    );
+    let (base, system) = (image("base.raw"), image("system.qcow2"));
+    let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
+    tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
+    let backing = "format = \"qcow2\"\nbacking = [{ image = \"IMAGES/base.raw\", format = \"raw\" }]";
+    let right = TWO.replace("format = \"qcow2\"", backing);
+    let at = |cache: &str| right.replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"", cache);
+    let twice = right.replace(
+        "prefetch = \"off\"",
+        "cache = \"IMAGES/../IMAGES/system.cache\"\ncache-size = \"16MiB\"",
+    );
+    let twice = twice.replace(
+        "/../IMAGES",
+        &format!("/../{}", text(Path::new(vm.images.path().file_name().expect("a name")))),
+    );
+    let wrong = [
+        (
+            at("cache = \"IMAGES/data.raw\""),
+            "is the cache of disk vda and the image of disk data",
+        ),
+        (
+            at("cache = \"IMAGES/base.raw\""),
+            "is a backing file of disk vda and the cache of disk vda",
+        ),
+        (twice, "is the cache of disk vda and the cache of disk data"),
+    ];
+    let refused = |options: &[&str]| {
+        for (file, wanted) in &wrong {
+            vm.write(file);
+            let (code, said) = run(vm.command(options));
+            assert!(
+                code == Some(2) && said.contains(wanted),
+                "{options:?}: {wanted}: {said}"
+            );
+            assert!(std::fs::read(&data).expect("reads") == content, "{options:?}: {wanted}");
+            assert!(!image("system.cache").exists(), "{options:?}: {wanted}");
+        }
+    };
+    refused(&["--check"]);
+    refused(&[]);
+    refused(&["--confine"]);
+    vm.write(&at(""));
+    let process = vm.start();
+    refused(&["--reload"]);
+    ends(process);
+}
+
 /// `larder status` lists VMs that are not served, with the error in their file.
 #[test]
 fn status_lists_unserved_vms() {
