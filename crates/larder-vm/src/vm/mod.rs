@@ -175,6 +175,8 @@ impl Vm {
         if config.disks.is_empty() {
             return Err(VmError::no_disk(file));
         }
+        // A confined process cannot find out its working directory.
+        let file = &std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
         check_places(&config, &inherited)?;
         private_folder::have(&away::mark_of(file)).map_err(VmError::OwnFolder)?;
         // The control socket comes first, so that a second process for the same VM fails here. Clients wait until the

@@ -54,6 +54,31 @@ pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
     value.unwrap_or_else(|| panic!("no {field}")).to_owned()
 }
 
+/// A file that was given by a relative path stays the same file once the server is confined.
+#[test]
+fn confined_reload_finds_relative_file() {
+    let vm = two();
+    let relative = TWO.replace("IMAGES/", "");
+    for name in ["system.qcow2", "data.raw"] {
+        fs::copy(vm.images.path().join(name), vm.path(name)).expect("is copied");
+    }
+    vm.write(&relative.replace("\"system.cache", "\"./system.cache"));
+    let command = |options: &[&str]| {
+        let mut command = std::process::Command::new(crate::support::larder());
+        command.arg("vm").arg("./web.toml").args(options);
+        command
+            .current_dir(vm.folder.path())
+            .env("STATE_DIRECTORY", vm.path("state"));
+        command
+    };
+    let process = Process::start(command(CONFINED)).expect("larder starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    let unchanged = (Some(0), "web: all is as its file says already".to_owned());
+    assert_eq!(run(command(&["--reload"])), unchanged);
+    assert_eq!(reload(&vm), unchanged);
+    ends(process);
+}
+
 #[test]
 fn every_thread_has_dropped_its_rights() {
     need_root("to have rights to give up");
