@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use anyhow::{Context, anyhow};
-use larder_block::Loop;
+use anyhow::{Context, anyhow, bail};
+use larder_block::{Loop, printable};
 use larder_vm::control;
 use larder_vm::control::FetchError;
 use larder_vm::control::state::ServerState;
@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return pin(&path);
     }
     if arguments.reload {
-        return reload(&VmConfig::read(&path)?);
+        return reload(&VmConfig::read(&path)?, &path);
     }
     if arguments.take || arguments.expect {
         return move_by_hand(&path, &VmConfig::read(&path)?, arguments.take);
@@ -93,7 +93,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let vm = match started {
         Ok(vm) => vm,
         Err(_) if cancel.get().is_some() => return Ok(ExitCode::SUCCESS),
-        Err(error) => return Ok(not_started(&explain(error, &config), false)),
+        Err(error) => return Ok(not_started(&explain(error, &config, &path), false)),
     };
     for (name, places) in vm.places() {
         tracing::info!(
@@ -108,7 +108,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         tracing::info!(
             "its disks are, or were last, another host's: they are opened when the VM comes from there (larder migrate), or \
              by `larder vm {} --take`, if no other host has them",
-            config.name
+            called(&config, &path)
         );
     }
     let orders = orders.get_or_init(|| vm.orders());
@@ -162,15 +162,53 @@ pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode 
 /// Interval between two attempts of a step that is not done yet.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
+/// Returns the VM's name, if it stands for the file at `path`, or else that path, as the argument of a command.
+fn called(config: &VmConfig, path: &Path) -> String {
+    match path_of(Path::new(&config.name)) {
+        Ok(usual) if usual == path => config.name.clone(),
+        _ => command_line(&[path.into()]),
+    }
+}
+
+/// Checks that a server serves the VM that the file at `path` describes. Another VM's file may have the same name, or
+/// name the same control socket.
+fn is_of_file(server: &ServerState, config: &VmConfig, path: &Path) -> anyhow::Result<()> {
+    let path = std::path::absolute(path)?;
+    let is_same = server.file.as_ref().is_some_and(|file| {
+        let whole = |path: &Path| path.canonicalize().ok();
+        *file == path.display().to_string() || whole(Path::new(file)).is_some_and(|file| Some(file) == whole(&path))
+    });
+    if is_same {
+        return Ok(());
+    }
+    let theirs = match &server.file {
+        Some(file) => format!("the VM of {}", printable(file)),
+        None => "no VM's file".to_owned(),
+    };
+    bail!(
+        "the server that listens on {} serves {theirs}, not that of {}; two VMs need files of different names, and sockets of their own",
+        config.control.display(),
+        path.display()
+    )
+}
+
 /// Has the running server reread the VM's file, and prints the result.
-fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
-    control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
-        true => anyhow!(
-            "{}; a server reads its file when it starts",
-            not_served(&config.name, &config.control)
-        ),
-        false => error.into(),
+fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
+    let server = control::fetch_server(&config.control).map_err(|error| {
+        let called = called(config, path);
+        match is_not_served(&error) {
+            true if called == config.name => anyhow!(
+                "{}; a server reads its file when it starts",
+                not_served(&config.name, &config.control)
+            ),
+            true => anyhow!(
+                "{called} is not served: nobody listens on {}; `larder vm {called}` serves it",
+                config.control.display()
+            ),
+            false => error.into(),
+        }
     })?;
+    is_of_file(&server, config, path)?;
     let (_, done) = control::reload(&config.control)?;
     let mut text = String::new();
     let parts = [
@@ -197,6 +235,9 @@ fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
 /// Moves the disks without movers: opens them on this host, or closes them until the VM arrives from another host.
 fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
     let step = if take { VmMove::Keep } else { VmMove::Expect };
+    if let Ok(server) = control::fetch_server(&config.control) {
+        is_of_file(&server, config, path)?;
+    }
     let is_served = match move_until_done(&config.control, step) {
         Ok(()) => true,
         Err(error) if is_not_served(&error) => false,
@@ -237,14 +278,23 @@ fn disks(count: usize) -> String {
 /// without locks, as far as that is possible.
 fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
-    let images = served(config);
+    let server = control::fetch_server(&config.control).ok();
+    let of_another = server.map(|server| is_of_file(&server, config, path));
+    let images = match of_another {
+        Some(Ok(())) => images_at(&config.control),
+        _ => HashSet::new(),
+    };
+    let of_another = of_another.and_then(Result::err).map(|error| error.to_string());
     let is_served = |disk: &VmDisk| images.contains(&disk.wish.image.to_string());
     let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(|disk| is_served(disk));
     let served: Vec<_> = served.iter().map(|disk| &disk.wish).collect();
     let others: Vec<_> = others.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
     let found = [check_served(&served), check(&others)];
     let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
-    let problems: Vec<String> = of_images.chain(problems(config, &is_served)).collect();
+    let problems: Vec<String> = of_images
+        .chain(problems(config, &is_served))
+        .chain(of_another)
+        .collect();
     for problem in &problems {
         eprintln!("larder: {problem}");
     }
@@ -304,11 +354,9 @@ fn lines_to_add(config: &VmConfig, path: &Path) -> String {
     text
 }
 
-/// Returns the images that this VM's server serves, if it runs.
-fn served(config: &VmConfig) -> HashSet<String> {
-    let is_its = control::fetch_server(&config.control).is_ok_and(|server| server.vm.as_ref() == Some(&config.name));
-    let disks = is_its.then(|| control::fetch_disks(&config.control).ok()).flatten();
-    let disks = disks.map_or_else(Vec::new, |(_, disks)| disks.disks);
+/// Returns the images that the server with this control socket serves.
+fn images_at(control: &Path) -> HashSet<String> {
+    let disks = control::fetch_disks(control).map_or_else(|_| Vec::new(), |(_, disks)| disks.disks);
     disks.into_iter().map(|disk| disk.image).collect()
 }
 
@@ -332,7 +380,7 @@ fn news(progress: Progress) -> News {
 }
 
 /// Adds advice for the user to an error.
-fn explain(error: VmError, config: &VmConfig) -> anyhow::Error {
+fn explain(error: VmError, config: &VmConfig, path: &Path) -> anyhow::Error {
     match &error {
         VmError::Disk {
             disk,
@@ -344,11 +392,15 @@ fn explain(error: VmError, config: &VmConfig) -> anyhow::Error {
             anyhow!("{error}{advice}")
         }
         VmError::Control(_) => match control::fetch_server(&config.control) {
-            Ok(ServerState { vm: Some(vm), pid, .. }) if vm == config.name => {
-                anyhow!(
-                    "{vm} is served already, by process {pid}; `larder vm {vm} --reload` has that read its file again"
-                )
-            }
+            Ok(server) if server.vm.is_some() => match is_of_file(&server, config, path) {
+                Ok(()) => anyhow!(
+                    "{} is served already, by process {}; `larder vm {} --reload` has that read its file again",
+                    config.name,
+                    server.pid,
+                    called(config, path)
+                ),
+                Err(other) => other,
+            },
             _ => error.into(),
         },
         _ => error.into(),

@@ -362,6 +362,39 @@ fn sockets_get_configured_permissions() {
     ends(process);
 }
 
+/// Two VMs whose files have the same name and the same sockets are not taken for each other, whatever is done with the
+/// second file.
+#[test]
+fn path_names_one_vm_alone() {
+    let vm = two();
+    let process = vm.start();
+    let control = format!("control = \"{}\"", text(&vm.path("control")));
+    std::fs::create_dir(vm.path("y")).expect("a folder");
+    vm.raw("other.raw", 8);
+    let image = format!("image = \"{}\"", text(&vm.images.path().join("other.raw")));
+    let other = format!("{control}\n[[disk]]\n{image}\nformat = \"raw\"\nsocket = \"vda\"\n");
+    std::fs::write(vm.path("y/web.toml"), other).expect("writes");
+    for options in [&["--reload"][..], &["--expect"], &["--take"], &["--check"], &[]] {
+        let mut command = Command::new(larder());
+        command.arg("vm").arg(vm.path("y/web.toml")).args(options);
+        command.env("STATE_DIRECTORY", vm.path("state"));
+        let (code, said) = run(command);
+        let wanted = format!("serves the VM of {}, not that of ", text(&vm.file()));
+        assert!(code == Some(2) && said.contains(&wanted), "{options:?}: {said}");
+    }
+    assert!(vm.disks().iter().all(|disk| disk["away"] == false));
+    // Another spelling of the path is the same file.
+    let mut command = Command::new(larder());
+    command.arg("vm").arg(vm.path("y/../web.toml")).arg("--reload");
+    let unchanged = "web: all is as its file says already".to_owned();
+    assert_eq!(run(command), (Some(0), unchanged));
+    // The command in the message works.
+    let (_, said) = run(vm.command(&[]));
+    let command = format!("`larder vm {} --reload`", text(&vm.file()));
+    assert!(said.contains(&command), "{said}");
+    ends(process);
+}
+
 /// If one disk cannot be served, none is, and nothing is left behind.
 #[test]
 fn all_disks_are_served_or_none() {
