@@ -36,7 +36,7 @@ use crate::{EXIT_ERROR, EXIT_NEGATIVE, report, signals};
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let path = path_of(&arguments.name)?;
     if arguments.check {
-        return look(&VmConfig::read(&path)?, &path);
+        return look(&VmConfig::read(&path)?, &path, &arguments);
     }
     if arguments.pin {
         return pin(&path);
@@ -276,7 +276,7 @@ fn disks(count: usize) -> String {
 
 /// Checks whether all disks could be served. Disks that the VM's server already serves are in use: they are checked
 /// without locks, as far as that is possible.
-fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
+fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
     let server = control::fetch_server(&config.control).ok();
     let of_another = server.map(|server| is_of_file(&server, config, path));
@@ -289,17 +289,18 @@ fn look(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(|disk| is_served(disk));
     let served: Vec<_> = served.iter().map(|disk| &disk.wish).collect();
     let others: Vec<_> = others.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
+    // A confined server's opener opens neither the memory's disks nor files that are yet to be added.
+    let of_vm = problems(config, &is_served);
+    let lines = lines_to_add(config, path);
+    have_opener(arguments, path)?;
     let found = [check_served(&served), check(&others)];
     let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
-    let problems: Vec<String> = of_images
-        .chain(problems(config, &is_served))
-        .chain(of_another)
-        .collect();
+    let problems: Vec<String> = of_images.chain(of_vm).chain(of_another).collect();
     for problem in &problems {
         eprintln!("larder: {problem}");
     }
     if !problems.is_empty() {
-        print(&lines_to_add(config, path))?;
+        print(&lines)?;
         return Ok(ExitCode::from(EXIT_ERROR));
     }
     let mut text = String::new();

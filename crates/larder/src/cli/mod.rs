@@ -137,12 +137,12 @@ pub(crate) struct VmArguments {
     pub(crate) reload: bool,
     /// Give up every right to open, start or inspect anything on this host before an image or a guest's request is
     /// read: an attacker who takes over the server has its own disks and no more. A separate process opens the files
-    /// that the VM's file names
-    #[arg(long, conflicts_with_all = ["check", "pin", "reload"])]
+    /// that the VM's file names. With --check: check whether a confined server could serve the disks
+    #[arg(long, conflicts_with_all = ["pin", "reload"])]
     pub(crate) confine: bool,
     /// Have the files opened by the opener that listens on this socket (larder-open.socket), for a service with its
     /// own user
-    #[arg(long, value_name = "SOCKET", requires = "confine")]
+    #[arg(long, value_name = "SOCKET", requires = "confine", conflicts_with = "check")]
     pub(crate) opener: Option<PathBuf>,
     /// Open no image before the virtual machine arrives from another host (larder migrate), which has the images open
     /// until then. Its QEMU, started with -incoming, can connect earlier

@@ -54,6 +54,32 @@ pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
     value.unwrap_or_else(|| panic!("no {field}")).to_owned()
 }
 
+/// With `--confine`, the check refuses what a confined server refuses.
+#[test]
+fn check_follows_confined_servers_rules() {
+    need_root("to have another user's link");
+    let vm = two();
+    let link = vm.images.path().join("link.raw");
+    std::os::unix::fs::symlink(vm.images.path().join("data.raw"), &link).expect("links");
+    let check = || run(vm.command(&["--check", "--confine"]));
+    vm.write(&TWO.replace("data.raw", "link.raw"));
+    assert_eq!(check(), (Some(0), "web: 2 disks can be served".to_owned()));
+    std::os::unix::fs::lchown(&link, Some(12345), None).expect("root may");
+    let wanted = "belongs to user 12345, who could lead it to any file of this host";
+    for (code, said) in [check(), run(vm.command(CONFINED))] {
+        assert!(code == Some(2) && said.contains(wanted), "{said}");
+    }
+    // The lines for a chain are those of a check without --confine.
+    let (base, system) = (vm.images.path().join("base.raw"), vm.images.path().join("system.qcow2"));
+    tool("qemu-img", &["create", "-q", "-f", "raw", text(&base), "64M"]);
+    let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base)];
+    tool("qemu-img", &[&backed[..], &[text(&system)]].concat());
+    vm.write(TWO);
+    let (code, said) = check();
+    let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&base));
+    assert!(code == Some(2) && said.contains(&line), "{said}");
+}
+
 /// A file that was given by a relative path stays the same file once the server is confined.
 #[test]
 fn confined_reload_finds_relative_file() {
