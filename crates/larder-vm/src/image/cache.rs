@@ -609,6 +609,7 @@ async fn open_on(
         Says::Believe(_) if wish.exclusive => Some("nothing else writes to the disk, as was said (cache-exclusive)"),
         _ => None,
     };
+    let is_proven = says != Says::Believe(Verdict::Unproven);
     let mut detached = detached(superblock, says, &note, disk, wish)?;
     let closed = superblock.clean.then(|| note.says_of_closed(superblock));
     let is_used = match closed {
@@ -648,7 +649,8 @@ async fn open_on(
     // Until all marks are renewed for this use, marks of the previous use count for the cache as well.
     let mut uses = disk.proof.uses_of_marks(&note.uses(superblock));
     uses.push(of_use);
-    let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files, uses);
+    let files = (&disk.files[..], is_proven);
+    let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), files, uses);
     let made = match made {
         Ok(made) => made,
         Err(error) if is_dirty => {

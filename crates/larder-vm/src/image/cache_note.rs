@@ -31,7 +31,8 @@
 //! cache 2f737364...        path or URI of the cache, hexadecimal
 //! clock 5f3c... 1700000000 time of the fingerprints: host's boot ID, clock's seconds minus those since boot
 //! uses 5be1... 20c3...     uses of the disk whose marks count for this cache, hexadecimal
-//! stamp 0000002a...        fingerprint of each file, hexadecimal; `written` if the server writes to the file
+//! stamp 0000002a... 17...  fingerprint of each file, hexadecimal, and its ctime in nanoseconds, unless it is unknown or
+//!                          must not count as proof; `written` if the server writes to the file
 //! dirty                    the cache may be dirty
 //! used                     the cache was given up: since then the disk is used without it
 //! detached                 the device has failed: only the dirty data may be used
@@ -196,7 +197,9 @@ impl Note {
     }
 
     /// Creates the state file, durably, for the last session and the one that is about to begin. `detached` describes
-    /// the last session. The last of `uses` is about to begin, too.
+    /// the last session. The last of `uses` is about to begin, too. Unless `is_proven` says that no other program has
+    /// written to the disk, the ctimes are left out until the opened cache knows what it has to compare: after a kill
+    /// before that they would prove that all of it is right.
     ///
     /// # Errors
     /// Writing fails; an old file, if there is one, still covers the last session alone.
@@ -206,12 +209,16 @@ impl Note {
         cache: &ImageAddress,
         is_dirty: bool,
         detached: Option<&Detached>,
-        files: &[DiskFile],
+        (files, is_proven): (&[DiskFile], bool),
         uses: Vec<u64>,
     ) -> io::Result<Made> {
         let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
+        let mut stamps = disk_id::stamps_of_all(files);
+        if !is_proven {
+            stamps.iter_mut().for_each(|stamp| stamp.changed_ns = None);
+        }
         let noted = Noted {
             sessions: vec![superblock.session, superblock.session.wrapping_add(1)],
             disk: superblock.disk.identity.clone(),
@@ -221,7 +228,7 @@ impl Note {
             detached: detached.map(|detached| detached.superseded.clone()),
             clock: HostClock::now(),
             uses,
-            stamps: disk_id::stamps_of_all(files),
+            stamps,
         };
         noted.write(path)?;
         // A mark that existed is included in the state file now.
@@ -404,10 +411,18 @@ impl Noted {
                 "cache" => noted.cache = from_hex(values)?,
                 "used" => noted.is_used = true,
                 "dirty" => noted.is_dirty = true,
-                "stamp" | "written" => noted.stamps.push(FileStamp {
-                    is_written: word == "written",
-                    bytes: from_hex(values)?,
-                }),
+                "stamp" | "written" => {
+                    // Earlier versions have recorded no ctime.
+                    let (bytes, changed) = match values.split_once(' ') {
+                        Some((bytes, changed)) => (bytes, Some(changed.parse().ok()?)),
+                        None => (values, None),
+                    };
+                    noted.stamps.push(FileStamp {
+                        is_written: word == "written",
+                        bytes: from_hex(bytes)?,
+                        changed_ns: changed,
+                    });
+                }
                 "clock" => {
                     let (boot, ahead) = values.split_once(' ')?;
                     noted.clock = Some(HostClock {
@@ -450,7 +465,12 @@ impl Noted {
         }
         for stamp in &self.stamps {
             let word = if stamp.is_written { "written" } else { "stamp" };
-            text.push_str(&format!("{word} {}\n", hex(&stamp.bytes)));
+            let changed = stamp.changed_ns.map(|changed| format!(" {changed}"));
+            text.push_str(&format!(
+                "{word} {}{}\n",
+                hex(&stamp.bytes),
+                changed.unwrap_or_default()
+            ));
         }
         if self.is_used {
             text.push_str("used\n");
@@ -752,10 +772,12 @@ mod tests {
                 FileStamp {
                     is_written: true,
                     bytes: vec![0, 255],
+                    changed_ns: Some(-17),
                 },
                 FileStamp {
                     is_written: false,
                     bytes: Vec::new(),
+                    changed_ns: None,
                 },
             ],
         }
@@ -777,6 +799,8 @@ mod tests {
             ("superseded 0 512", "superseded 18446744073709551615 2"),
             ("detached\n", ""),
             ("00ff", "0-ff"),
+            ("00ff -17", "00ff -1x"),
+            ("00ff -17", "00ff "),
             ("6 7", "6 x"),
             ("-12", "12x"),
             ("clock 5f3c ", "clock "),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use larder_block::nbd::NbdUri;
-use larder_block::opener::{self, Access, NamedBy, opener};
+use larder_block::opener::{self, Access, FileTimes, NamedBy, opener};
 use rustix::fs::{Mode, OFlags};
 
 use super::{Format, ImageAddress, file_handle, host_clock};
@@ -128,6 +128,8 @@ pub(super) struct DiskFile {
     is_written: bool,
     /// Fingerprint of the file when it was opened, before anything was changed.
     stamp: Vec<u8>,
+    /// The file's ctime at that time; see [`FileStamp::changed_ns`].
+    changed_ns: Option<i64>,
 }
 
 /// A file's fingerprint at some time; see [`stamps_of_all`].
@@ -136,14 +138,24 @@ pub(super) struct FileStamp {
     /// The disk's server writes to the file.
     pub(super) is_written: bool,
     pub(super) bytes: Vec<u8>,
+    /// The time of the last change of the file's content or attributes (ctime), in nanoseconds since 1970, which no
+    /// program can set. `None` if it is unknown, or must not count as proof. It is not part of `bytes`, because a new
+    /// name or owner of the file changes it, too: another ctime alone means that the disk may have been changed.
+    pub(super) changed_ns: Option<i64>,
 }
 
 impl DiskFile {
     /// Returns the same file with its current fingerprint.
     pub(super) fn again(&self) -> Self {
         let mut file = self.clone();
-        file.stamp = file.stamp_now();
+        file.set_stamp();
         file
+    }
+
+    fn set_stamp(&mut self) {
+        let found = self.metadata();
+        self.changed_ns = changed_ns(&found);
+        self.stamp = stamp(found);
     }
 
     /// Returns the file that is open, and locked, by this descriptor.
@@ -156,8 +168,9 @@ impl DiskFile {
             place: place.ok().map(|place| Arc::new(File::from(place))),
             is_written,
             stamp: Vec::new(),
+            changed_ns: None,
         };
-        file.stamp = file.stamp_now();
+        file.set_stamp();
         file
     }
 
@@ -166,16 +179,22 @@ impl DiskFile {
         self.stamp.is_empty()
     }
 
-    fn stamp_now(&self) -> Vec<u8> {
+    fn metadata(&self) -> io::Result<Metadata> {
         match &self.place {
-            Some(place) => stamp(place.metadata()),
-            None => stamp(opener::metadata(&self.path)),
+            Some(place) => place.metadata(),
+            None => opener::metadata(&self.path),
         }
     }
 
-    /// Returns whether the fingerprint at opening equals `then`.
+    /// Returns whether the fingerprint at opening equals `then`, apart from the ctime. A program that has written to
+    /// the file may have set its modification time back.
     pub(super) fn is_as_at(&self, then: &FileStamp) -> bool {
         self.stamp == then.bytes
+    }
+
+    /// Returns whether it is proven that no program has changed the file between `then` and its opening.
+    pub(super) fn is_unchanged_since(&self, then: &FileStamp) -> bool {
+        self.is_as_at(then) && self.changed_ns.is_some() && self.changed_ns == then.changed_ns
     }
 
     /// Returns whether only the disk's own server may have written to the file since it had the fingerprint `then`.
@@ -226,11 +245,19 @@ fn has_hosts_times(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|found| !OF_SERVERS.contains(&found.f_type))
 }
 
-/// Returns the current fingerprints of all files of a disk.
+/// Returns the current fingerprints of all files of a disk. A file that the server only reads keeps the ctime of its
+/// opening: a later one comes from another program, whose change the cache may not have.
 pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<FileStamp> {
-    let stamp_of = |file: &DiskFile| FileStamp {
-        is_written: file.is_written,
-        bytes: file.stamp_now(),
+    let stamp_of = |file: &DiskFile| {
+        let found = file.metadata();
+        FileStamp {
+            is_written: file.is_written,
+            changed_ns: match file.is_written {
+                true => changed_ns(&found),
+                false => file.changed_ns,
+            },
+            bytes: stamp(found),
+        }
     };
     files.iter().map(stamp_of).collect()
 }
@@ -280,6 +307,12 @@ fn stamp(found: io::Result<Metadata>) -> Vec<u8> {
     }
 }
 
+/// Returns the ctime of a regular file.
+fn changed_ns(found: &io::Result<Metadata>) -> Option<i64> {
+    let found = found.as_ref().ok().filter(|found| found.is_file())?;
+    Some(FileTimes::from(found).ctime_ns)
+}
+
 /// Shortens bytes that are too long for a superblock: a hash of all of them replaces their end.
 fn bounded(mut bytes: Vec<u8>) -> Vec<u8> {
     if bytes.len() > LEN_MAX {
@@ -299,6 +332,37 @@ mod tests {
 
     fn disk_file(path: &Path, is_written: bool) -> DiskFile {
         DiskFile::new(place_of(path).expect("a file").as_fd(), path, is_written)
+    }
+
+    fn file_stamp(is_written: bool, bytes: Vec<u8>) -> FileStamp {
+        FileStamp {
+            is_written,
+            bytes,
+            changed_ns: None,
+        }
+    }
+
+    /// A file whose modification time was set back is not proven to be unchanged, and neither is one whose recorded
+    /// ctime is missing. A change while the server reads the file stays visible.
+    #[test]
+    fn restored_modification_time_proves_nothing() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+        let path = folder.path().join("a");
+        let file = std::fs::File::create(&path).expect("a file");
+        let opened = [disk_file(&path, false)];
+        let then = stamps_of_all(&opened);
+        assert!(disk_file(&path, false).is_unchanged_since(&then[0]));
+        assert!(!disk_file(&path, false).is_unchanged_since(&file_stamp(false, then[0].bytes.clone())));
+        let modified = path.metadata().and_then(|found| found.modified()).expect("has a time");
+        let is_changed = || Some(FileTimes::from(&path.metadata().expect("is there")).ctime_ns) != then[0].changed_ns;
+        // The kernel's clock may show the same time for a while.
+        while !is_changed() {
+            file.set_modified(modified).expect("can be set");
+        }
+        let next = disk_file(&path, false);
+        for then in [then, stamps_of_all(&opened)] {
+            assert!(next.is_as_at(&then[0]) && !next.is_unchanged_since(&then[0]));
+        }
     }
 
     #[test]
@@ -374,7 +438,7 @@ mod tests {
             let bytes = then.clone();
             // The check uses the recorded `is_written`, not the current one.
             let files = [disk_file(&path, !is_written)];
-            may_be_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
+            may_be_only_ours_since(&files, &[file_stamp(is_written, bytes)], None, 0)
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));
@@ -385,10 +449,7 @@ mod tests {
             let time = modified + std::time::Duration::from_secs(100);
             file.set_modified(time).expect("can be set");
             let bytes = then.clone();
-            let noted = [FileStamp {
-                is_written: true,
-                bytes,
-            }];
+            let noted = [file_stamp(true, bytes)];
             let alive = modified + std::time::Duration::from_secs(seconds);
             may_be_only_ours_since(&[disk_file(&path, true)], &noted, Some(alive), 0)
         };
@@ -397,10 +458,7 @@ mod tests {
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
-        let then = FileStamp {
-            is_written: true,
-            bytes: then,
-        };
+        let then = file_stamp(true, then);
         assert!(!may_be_only_ours_since(&[disk_file(&other, true)], &[then], None, 0));
     }
 }

@@ -1,8 +1,8 @@
 //! Proof, for a disk whose server was killed, of whether another program has written to the disk since.
 //!
 //! A file or device that the server writes to has a mark ([`FileDevice::verdict`]) that counts the server's own
-//! writes. A file that it only reads is unchanged if its timestamps are. For a device that it only reads, and for an
-//! export, there is no proof.
+//! writes. A file that it only reads is unchanged if its timestamps are, including its ctime, which no program can set
+//! back. For a device that it only reads, and for an export, there is no proof.
 //!
 //! A mark covers the time since the last use of its image, and belongs to that use. The state file of a cache lists
 //! the uses of its disk in which it was the disk's cache. So a mark proves nothing for a cache if the disk was used
@@ -44,9 +44,9 @@ impl Proof {
         let of_file = |((device, file), then): ((&Rc<FileDevice>, &DiskFile), &FileStamp)| {
             let by_times = match file.is_as_at(then) {
                 _ if file.lacks_times() => Verdict::Unproven,
-                true => Verdict::Proven,
-                false if then.is_written => Verdict::Unproven,
-                false => Verdict::Changed,
+                true if file.is_unchanged_since(then) => Verdict::Proven,
+                false if !then.is_written => Verdict::Changed,
+                _ => Verdict::Unproven,
             };
             let by_mark = then.is_written.then(|| device.verdict(boot, uses));
             by_mark.flatten().unwrap_or(by_times)

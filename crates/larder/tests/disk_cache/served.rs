@@ -1,5 +1,7 @@
 //! Reads and writes of a guest whose disk has a cache, and the cache's state after stops and kills.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
@@ -7,7 +9,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use serde_json::json;
 
-use crate::support::{LIMIT, LoopDevice, disk_serve, larder, tool};
+use crate::support::{LIMIT, LoopDevice, disk_serve, larder, tool, wait_until};
 use crate::{MIB, Place, qemu_io, text};
 
 /// Number of reads of [`crate::Served::read_all`] per MiB.
@@ -229,6 +231,102 @@ fn foreign_change_in_chain_is_detected() {
     }
     let served = place.serve(&top, &cache, &[]);
     served.io(&["read -P 8 0 64k", "read -P 9 64k 192k", "read -P 7 256k 1M"]);
+}
+
+/// Changes a file's content at 64 KiB to 64 KiB of 9, and sets its modification time back as `touch -r` does.
+fn change_and_restore_time(image: &Path) {
+    let file = File::options().write(true).open(image).expect("is there");
+    let modified = file.metadata().and_then(|found| found.modified());
+    file.write_all_at(&[9; 64 << 10], 64 << 10).expect("is written");
+    file.set_modified(modified.expect("has a time")).expect("can be set");
+}
+
+/// A change of a file that the server only reads is seen after a kill, also if its modification time was set back: the
+/// cache's data is compared before use. The change may come after the kill, or while the server runs. A note without
+/// ctimes, of an earlier version, proves nothing. Without a change all data is used at once.
+#[test]
+fn restored_time_hides_no_change() {
+    for (is_backing, is_before_kill, is_old_note) in [
+        (true, false, false),
+        (true, true, false),
+        (true, false, true),
+        (false, false, false),
+    ] {
+        let case = format!("backing {is_backing}, before the kill {is_before_kill}, old note {is_old_note}");
+        let place = Place::new();
+        let (base, top, cache) = (
+            place.image("base.raw", 16),
+            place.path("top.qcow2"),
+            place.path("cache"),
+        );
+        let create = [
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            text(&base),
+            text(&top),
+        ];
+        tool("qemu-img", &create);
+        let (image, options) = match is_backing {
+            true => (&top, &["--cache-size", "8M"][..]),
+            false => (&base, &["--cache-size", "8M", "--read-only"][..]),
+        };
+        let served = place.serve(image, &cache, options);
+        served.warm_up(2);
+        served.settle();
+        // The next server keeps all data that it has checkpointed.
+        served.stop();
+        let served = place.serve(image, &cache, options);
+        if is_before_kill {
+            change_and_restore_time(&base);
+            let now = place.path("now");
+            std::fs::write(&now, "").expect("is written");
+            place.noted_lately(&now);
+        }
+        served.kill();
+        place.left(&cache);
+
+        if !is_before_kill && !is_old_note {
+            let served = place.serve(image, &cache, options);
+            served.read_all(2);
+            assert_eq!(served.count("misses"), 0, "{case}: nothing was changed");
+            served.kill();
+            place.left(&cache);
+        }
+        if is_old_note {
+            let note = std::fs::read_to_string(place.note()).expect("is read");
+            let lines = note.lines().map(|line| match line.split(' ').collect::<Vec<_>>()[..] {
+                [word @ ("stamp" | "written"), bytes, _] => format!("{word} {bytes}\n"),
+                _ => format!("{line}\n"),
+            });
+            std::fs::write(place.note(), lines.collect::<String>()).expect("is written");
+        }
+        if !is_before_kill {
+            change_and_restore_time(&base);
+        }
+        let served = place.serve(image, &cache, options);
+        let read = || {
+            let commands = ["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 1920k"];
+            let commands = commands.iter().flat_map(|command| ["-c", *command]);
+            let all: Vec<&str> = ["-r", "-f", "raw"]
+                .into_iter()
+                .chain(commands)
+                .chain([&*served.uri])
+                .collect();
+            let said = tool("qemu-io", &all);
+            assert!(!said.contains("failed"), "{case}: {said}");
+        };
+        read();
+        wait_until("all is compared", || served.count("unproven") == 0);
+        read();
+        let said = served.stop();
+        assert!(!said.contains("begins anew"), "{case}: {said}");
+        assert!(!said.contains("nothing else has written"), "{case}: {said}");
+    }
 }
 
 /// Returns a `fio` command that writes to the disk at random, and verifies its writes.
