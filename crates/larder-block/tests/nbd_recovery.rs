@@ -5,6 +5,8 @@ mod nbd_support;
 
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
@@ -383,6 +385,80 @@ fn unreachable_server_fails_requests_until_back() {
         let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
         read.await.expect("reads again");
         assert!(back == data, "what was acknowledged before is there");
+        drop(device);
+        on.run_blocking(move || server.join().expect("the scripts end"))
+            .await
+            .expect("a thread");
+    });
+}
+
+/// A server that completes every handshake and breaks the protocol at every request is unreachable after the limit,
+/// and the client does not reconnect to it more and more often. It is used again once it answers.
+#[test]
+fn handshakes_alone_end_no_outage() {
+    on_loop(async |on| {
+        let place = Place::new();
+        let disk = Disk::new(MIB);
+        let first = disk.clone();
+        let limit = Duration::from_secs(1);
+        // The pauses of 10, 20, 40, ... ms between connections add up to more than the limit at the eighth.
+        const VIOLATIONS_MAX: u64 = 12;
+        let honest = Arc::new(AtomicBool::new(false));
+        let ended = Arc::new(AtomicBool::new(false));
+        let violations = Arc::new(AtomicU64::new(0));
+        let answers_one = script(move |mut peer| {
+            peer.handshake(Offer::of(MIB))?;
+            let asked = peer.request()?;
+            peer.reply(false, &asked, &first)
+        });
+        let further = {
+            let (honest, ended, violations) = (Arc::clone(&honest), Arc::clone(&ended), Arc::clone(&violations));
+            std::iter::from_fn(move || {
+                if ended.load(Ordering::SeqCst) {
+                    return None;
+                }
+                let (honest, ended, violations) = (Arc::clone(&honest), Arc::clone(&ended), Arc::clone(&violations));
+                let disk = disk.clone();
+                Some(script(move |mut peer| {
+                    peer.handshake(Offer::of(MIB))?;
+                    if honest.load(Ordering::SeqCst) {
+                        ended.store(true, Ordering::SeqCst);
+                        return peer.serve(false, &disk);
+                    }
+                    violations.fetch_add(1, Ordering::SeqCst);
+                    peer.request()?;
+                    peer.send(&[b"no reply of the protocol"])
+                }))
+            })
+        };
+        let server = connections(place.std_listener(), std::iter::once(answers_one).chain(further));
+        let options = NbdOptions {
+            reconnect: limit,
+            replay_log: ByteLen::new(0),
+            ..NbdOptions::default()
+        };
+        let device = open(on, &place, options).await;
+        let mut back = vec![1; 4096];
+        let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
+        read.await.expect("the first request is answered");
+        let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
+        let error = read.await.expect_err("no request is answered");
+        assert_eq!(error.failure(), Failure::Unreachable);
+        let count = violations.load(Ordering::SeqCst);
+        assert!(count > 1, "the server is asked again");
+        assert!(
+            count <= VIOLATIONS_MAX,
+            "the client reconnected {count} times in {limit:?}"
+        );
+        honest.store(true, Ordering::SeqCst);
+        loop {
+            let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
+            match read.await {
+                Ok(()) => break,
+                Err(error) => assert_eq!(error.failure(), Failure::Unreachable),
+            }
+            yield_now().await;
+        }
         drop(device);
         on.run_blocking(move || server.join().expect("the scripts end"))
             .await

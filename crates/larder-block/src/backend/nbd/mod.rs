@@ -13,7 +13,7 @@
 //!
 //! How it fails: an error that the server reports is returned to the request that met it. When a server is
 //! unreachable for longer than [`NbdOptions::reconnect`], requests fail with [`Failure::Unreachable`], and the device
-//! keeps trying to reconnect.
+//! keeps trying to reconnect. The time ends with an answered request, not with a handshake.
 //!
 //! One fault cannot be ruled out by any client: a server that survives a broken connection may still carry out a
 //! request of the old connection after its repetition on the new one, and after later writes.
@@ -71,7 +71,8 @@ pub struct NbdOptions {
     pub read_only: bool,
     /// The maximum number of requests on the wire; further requests wait.
     pub depth: usize,
-    /// The time that requests wait for a broken connection before they fail.
+    /// The time that requests wait after a broken connection, through any number of new connections on which the
+    /// server answers no request, before they fail.
     pub reconnect: Duration,
     /// The time without any transferred byte after which a connection with requests on the wire counts as broken.
     pub request_timeout: Duration,

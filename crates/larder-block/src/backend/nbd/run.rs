@@ -17,13 +17,14 @@ use super::log::Entry;
 use super::receive::{Receiver, read_error_chunk, read_header};
 use super::transmit::transmit;
 use crate::error::Failure;
+use crate::event_loop::LoopTime;
 use crate::nbd::CommandFlags;
 use crate::nbd::flags::errors;
 use crate::nbd::transmission::{ReplyHeader, Request, chunks};
 use crate::signal::first_of;
 use crate::units::{ByteLen, ByteRange};
 
-/// The pause before the second attempt to reconnect. It doubles with each attempt, up to [`PAUSE_MAX`].
+/// The pause before the second attempt to reconnect in an outage. It doubles with each attempt, up to [`PAUSE_MAX`].
 const PAUSE_FIRST: Duration = Duration::from_millis(10);
 
 /// The maximum pause between attempts to reconnect.
@@ -32,22 +33,54 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of changes that are replayed at the same time.
 const REPLAY_WINDOW: usize = 32;
 
+/// A time without a working connection: from a lost connection until the server answers a request. A handshake does
+/// not end it, because a server may complete every handshake and break the protocol afterwards.
+struct Outage {
+    /// The start of the time after which requests fail.
+    start: LoopTime,
+    /// The pause before the next attempt to reconnect.
+    pause: Duration,
+}
+
+impl Outage {
+    fn begin(start: LoopTime) -> Self {
+        let pause = Duration::ZERO;
+        Self { start, pause }
+    }
+}
+
 /// Keeps the export connected until the device is closed.
 pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
+    let limit = shared.options.reconnect;
     let mut connection = first;
+    let mut outage = Outage::begin(shared.on.now());
     loop {
+        let connected = shared.on.now();
+        let (answered, waiting) = {
+            let requests = shared.requests.borrow();
+            (requests.answered(), requests.unanswered() > 0)
+        };
         let why = carry(&shared, connection).await;
         let Some(why) = why else { return };
-        let unanswered = {
+        let (unanswered, is_answered) = {
             let mut requests = shared.requests.borrow_mut();
             requests.requeue(&mut shared.log.borrow_mut());
-            requests.unanswered()
+            (requests.unanswered(), requests.answered() > answered)
         };
         if shared.closing.get() {
             return;
         }
         tracing::warn!(export = %shared.name, unanswered, %why, "the connection is lost; reconnecting");
-        match reconnect(&shared).await {
+        let now = shared.on.now();
+        let has_failed = connected.since(outage.start) >= limit;
+        let is_short = now.since(connected) < limit;
+        if is_answered {
+            outage = Outage::begin(now);
+        } else if !(waiting || has_failed && is_short) {
+            // The connection may have been idle for hours: no request has waited since the outage began.
+            outage.start = now;
+        }
+        match reconnect(&shared, &mut outage).await {
             Some(again) => connection = again,
             None => return,
         }
@@ -82,18 +115,19 @@ async fn watch(shared: &Shared) -> Broken {
 
 /// Returns a new connection on which all changes that the server may have lost were replayed; `None` if the device
 /// was closed first.
-async fn reconnect(shared: &Shared) -> Option<Connection> {
+async fn reconnect(shared: &Shared, outage: &mut Outage) -> Option<Connection> {
+    let deadline = outage.start.after(shared.options.reconnect);
     let closed = async {
         let closing = || shared.closing.get().then_some(());
         shared.changed.until(closing).await;
         None
     };
     let given_up = async {
-        shared.on.sleep(shared.options.reconnect).await;
+        shared.on.sleep_until(deadline).await;
         give_up(shared);
         std::future::pending().await
     };
-    let attempts = async { Some(attempt_for_ever(shared).await) };
+    let attempts = async { Some(attempt_for_ever(shared, &mut outage.pause).await) };
     first_of(attempts, first_of(given_up, closed)).await
 }
 
@@ -101,16 +135,17 @@ async fn reconnect(shared: &Shared) -> Option<Connection> {
 fn give_up(shared: &Shared) {
     tracing::error!(
         export = %shared.name, after = ?shared.options.reconnect,
-        "the server cannot be reached: requests fail now, and it is still being tried"
+        "the server answers no requests: they fail now, and the connection is still retried"
     );
     shared.unreachable.set(true);
     shared.requests.borrow_mut().fail_queued(Failure::Unreachable);
 }
 
-async fn attempt_for_ever(shared: &Shared) -> Connection {
-    let mut pause = PAUSE_FIRST;
+async fn attempt_for_ever(shared: &Shared, pause: &mut Duration) -> Connection {
     let mut last_error = String::new();
     loop {
+        shared.on.sleep(*pause).await;
+        *pause = (*pause * 2).clamp(PAUSE_FIRST, PAUSE_MAX);
         match attempt(shared).await {
             Ok(connection) => return connection,
             Err(error) => {
@@ -123,8 +158,6 @@ async fn attempt_for_ever(shared: &Shared) -> Connection {
                 }
             }
         }
-        shared.on.sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
     }
 }
 
