@@ -55,8 +55,8 @@ pub use cache_wish::{
 };
 pub(crate) use chain::policy::toml_text;
 pub use chain::policy::{
-    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, pinned as pinned_chain,
-    text as chain_text,
+    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, not_utf8,
+    pinned as pinned_chain, text as chain_text,
 };
 pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
 pub(crate) use disk_id::is_disk;

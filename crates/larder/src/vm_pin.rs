@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::Loop;
-use larder_vm::image::{Format, named_chain, probe};
+use larder_vm::image::{Format, named_chain, not_utf8, probe};
 use larder_vm::vm::config::{Unsaid, VmConfig, read_text, unsaid, with_lines};
 
 use crate::output::print;
@@ -63,6 +63,9 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
                 "no header says the format of one of its backing files; add by hand: {}",
                 named.lines()
             );
+        }
+        if let Some(path) = named.path_not_utf8() {
+            bail!("{}", not_utf8(path));
         }
         for (key, value) in named.keys() {
             lines.push_str(&format!("{key} = {value}\n"));

@@ -3,7 +3,9 @@
 
 mod support;
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -391,6 +393,36 @@ fn command_line_follows_and_pins_chains() {
     relative.current_dir(place.images.path());
     serves(relative);
     assert!(place.image("relative.chain").exists());
+}
+
+/// A path that no TOML file can hold is not recorded as another one: the first start with `--pin-chain` is refused, and
+/// `--pin` and `--check` print no line with it.
+#[test]
+fn chain_outside_utf8_is_refused() {
+    let place = Place::new();
+    let folder = place.images.path().join(OsStr::from_bytes(b"nu\xff"));
+    fs::create_dir(&folder).expect("room");
+    let image = folder.join("top.qcow2");
+    fs::rename(place.overlay("top.qcow2", "base.raw", "raw"), &image).expect("moves");
+    fs::rename(place.raw("base.raw", 7), folder.join("base.raw")).expect("moves");
+    let (pin, socket) = (place.image("top.chain"), place.sockets.path().join("socket"));
+    let mut serve = disk_serve(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
+    serve.current_dir(&folder);
+    refused(
+        serve,
+        &["--pin-chain", "is not UTF-8", "rename the file, or the directory"],
+    );
+    assert!(!pin.exists(), "nothing is recorded");
+    let file = folder.join("web.toml");
+    let lines = "control = \"control\"\n[[disk]]\nsocket = \"vda\"\nimage = \"top.qcow2\"\nformat = \"qcow2\"\n";
+    fs::write(&file, lines).expect("room");
+    for option in ["--pin", "--check"] {
+        let mut command = Command::new(larder());
+        command.args(["vm", "./web.toml", option]).current_dir(&folder);
+        let said = refused(command, &["is not UTF-8"]);
+        assert!(!said.contains("backing = ["), "{said}");
+    }
+    assert_eq!(fs::read_to_string(&file).expect("is there"), lines);
 }
 
 /// Root opens the files that another user's image names only with `--trust-image`.

@@ -148,6 +148,14 @@ impl ImageAddress {
         }
     }
 
+    /// Returns the path if it is not UTF-8.
+    pub fn path_not_utf8(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path.as_path()).filter(|path| path.to_str().is_none()),
+            Self::Nbd(_) => None,
+        }
+    }
+
     /// Parses the name of another file that `image` contains. A relative path is relative to the image; as in QEMU,
     /// one that names its driver (`file:base.raw`) is relative to the working directory of the process.
     ///

@@ -463,8 +463,21 @@ impl NamedChain {
         keys
     }
 
+    /// Returns the first path that is not UTF-8: no TOML file can hold it.
+    pub fn path_not_utf8(&self) -> Option<&Path> {
+        let backing = self
+            .backing
+            .iter()
+            .flat_map(|image| [Some(&image.image), image.data_file.as_ref()]);
+        let all = std::iter::once(self.data_file.as_ref()).chain(backing).flatten();
+        all.into_iter().find_map(ImageAddress::path_not_utf8)
+    }
+
     /// Returns the keys as lines of TOML.
     pub fn lines(&self) -> String {
+        if let Some(path) = self.path_not_utf8() {
+            return format!("(no line can: {})", not_utf8(path));
+        }
         let keys = self.keys().into_iter();
         let mut lines: Vec<String> = keys.map(|(key, value)| format!("{key} = {value}")).collect();
         if self.backing.iter().any(|image| image.format.is_none()) {
@@ -475,6 +488,14 @@ impl NamedChain {
             lines => lines.join("\n"),
         }
     }
+}
+
+/// Returns the reason why a path cannot be written into a VM's file, or one for `--pin-chain`, and what to do.
+pub fn not_utf8(path: &Path) -> String {
+    format!(
+        "the path '{}' is not UTF-8, and such a file holds UTF-8 only; rename the file, or the directory whose name is not UTF-8",
+        printable(&path.to_string_lossy())
+    )
 }
 
 /// Returns whether the `named` file of a header is the pinned one. The comparison is textual: a path from a header is

@@ -11,7 +11,9 @@ use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use toml::de::{DeTable, DeValue};
 
 use super::{ConfigError, Reader, Value, format_of, image_of};
-use crate::image::{ChainImage, ChainPart, Format, ImageAddress, PinnedChain, chain_text, pinned_chain};
+use crate::image::{
+    ChainImage, ChainPart, Format, ImageAddress, NamedChain, PinnedChain, chain_text, not_utf8, pinned_chain,
+};
 
 /// Example of the syntax of backing files.
 const BACKING_EXAMPLE: &str = "backing = [{ image = \"/srv/base.qcow2\", format = \"qcow2\" }]";
@@ -94,8 +96,12 @@ impl ChainFile {
     /// Writes the chain file, durably and atomically. An existing file is not replaced.
     ///
     /// # Errors
-    /// Writing fails, or a file exists at `path`.
+    /// Writing fails, a file exists at `path`, or a path of the chain is not UTF-8: the file would name another one.
     pub fn write(&self, path: &Path) -> io::Result<()> {
+        let named = NamedChain::from(&self.chain);
+        if let Some(path) = self.image.path_not_utf8().or_else(|| named.path_not_utf8()) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, not_utf8(path)));
+        }
         let path = std::path::absolute(path)?;
         let folder = path.parent().unwrap_or(Path::new("/"));
         let mut name = path.file_name().unwrap_or_default().to_owned();
