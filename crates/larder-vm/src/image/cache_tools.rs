@@ -1,10 +1,10 @@
 //! Operations on a cache that no server is using.
 
 use std::cell::Cell;
-use std::fs::File;
-use std::io::ErrorKind;
+use std::fs::{File, Metadata, Permissions};
+use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
 use super::cache_wish::CacheOptions;
 use super::{Author, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
-use crate::occupied::{BEGINNING, begins_with_zeros};
+use crate::occupied::BEGINNING;
 
 /// Reason why an operation on a cache failed.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +73,7 @@ pub enum CacheToolError {
         "{file}: it may have data that was never written to {disk}; have it written there first, with `larder disk cache flush {file}`"
     )]
     ResizeDirty { file: String, disk: String },
-    #[error("{file}, the new cache, cannot be made: {source}; one that an earlier try has left can be removed")]
+    #[error("{file}, the new cache, cannot be made: {source}")]
     Beside { file: String, source: std::io::Error },
     #[error(transparent)]
     Room(#[from] CacheError),
@@ -376,7 +376,10 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
     beside.push(".resize");
     let beside = PathBuf::from(beside);
     let note = Note::of(&superblock);
-    let made = make_resized(on, &old, &beside, size).await;
+    let made = match target.metadata() {
+        Ok(access) => make_resized(on, (&old, &superblock), (&beside, &access), size).await,
+        Err(source) => Err(CacheToolError::Host { file: name(), source }),
+    };
     let moved = made.and_then(|(lines, new)| {
         note.copy_to(&superblock, &new).map_err(|source| CacheToolError::Host {
             file: note.place(),
@@ -417,11 +420,16 @@ pub struct Resized {
     pub after: Lines,
 }
 
-/// Creates a cache of another size in a new file, with the old cache's data; returns its lines and superblock.
+/// Mode of an incomplete new cache: no other program creates a file with the sticky bit, so the next resize knows what
+/// a killed one has left.
+const INCOMPLETE_MODE: u32 = 0o1600;
+
+/// Creates a cache of another size in a new file, with the old cache's data, owner and mode; returns its lines and
+/// superblock.
 async fn make_resized(
     on: &Loop,
-    old: &Rc<dyn BlockDevice>,
-    beside: &Path,
+    (old, of_old): (&Rc<dyn BlockDevice>, &Superblock),
+    (beside, access): (&Path, &Metadata),
     size: ByteLen,
 ) -> Result<(Lines, Superblock), CacheToolError> {
     let host = |source| CacheToolError::Host {
@@ -429,14 +437,24 @@ async fn make_resized(
         source,
     };
     let address = ImageAddress::Path(beside.to_owned());
-    if is_unfinished(on, &address).await {
+    if is_unfinished(on, beside, of_old).await {
         // Removal is best effort: if the file is still in the way, creating the new one reports that.
         let _ = std::fs::remove_file(beside);
     }
-    let file = File::options().write(true).create_new(true).mode(0o600).open(beside);
+    let file = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(INCOMPLETE_MODE)
+        .open(beside);
     let file = file.map_err(|source| CacheToolError::Beside {
         file: beside.display().to_string(),
-        source,
+        source: match source.kind() {
+            ErrorKind::AlreadyExists => io::Error::new(
+                ErrorKind::AlreadyExists,
+                "a file of that name exists, and no killed resize has left it; move it away first",
+            ),
+            _ => source,
+        },
     })?;
     file.set_len(size.get())
         .map_err(|source| not_made(beside, size, source))?;
@@ -446,18 +464,41 @@ async fn make_resized(
     allocate(&new, &address).await?;
     let superblock = read_superblock(&new).await?;
     new.close().await?;
+    give_access(&file, access).map_err(host)?;
     Ok((lines, superblock))
 }
 
-/// Returns whether the file was left behind by a resize that was killed. No other process uses it, since none uses
-/// the old cache.
-async fn is_unfinished(on: &Loop, address: &ImageAddress) -> bool {
-    match open(on, address, false).await {
-        Ok(left) => {
-            read_superblock(&left).await.is_ok() || begins_with_zeros(&left).await.is_ok_and(|is_empty| is_empty)
-        }
-        Err(_) => matches!(address, ImageAddress::Path(path) if path.metadata().is_ok_and(|found| found.len() == 0)),
+/// Gives the complete new cache the owner and the mode of the old one, which its server needs.
+fn give_access(new: &File, old: &Metadata) -> io::Result<()> {
+    let made = new.metadata()?;
+    if (made.uid(), made.gid()) != (old.uid(), old.gid()) {
+        fchown(new, Some(old.uid()), Some(old.gid())).map_err(|error| {
+            let owner = format!("{}:{}", old.uid(), old.gid());
+            io::Error::new(
+                error.kind(),
+                format!("it cannot be given the owner of the old cache ({owner}): {error}; resize the cache as root"),
+            )
+        })?;
     }
+    new.set_permissions(Permissions::from_mode(old.mode() & 0o7777))?;
+    new.sync_all()
+}
+
+/// Returns whether the file was left behind by a resize that was killed: it is incomplete, or a complete cache of the
+/// same disk without dirty data, which was not renamed. No other process uses it, since none uses the old cache.
+async fn is_unfinished(on: &Loop, beside: &Path, of_old: &Superblock) -> bool {
+    let Ok(found) = beside.symlink_metadata() else {
+        return false;
+    };
+    let user = rustix::process::geteuid().as_raw();
+    if found.is_file() && found.uid() == user && found.mode() & 0o7777 == INCOMPLETE_MODE {
+        return true;
+    }
+    let Ok(left) = open(on, &ImageAddress::Path(beside.to_owned()), true).await else {
+        return false;
+    };
+    let superblock = read_superblock(&left).await;
+    superblock.is_ok_and(|left| left.disk.identity == of_old.disk.identity && left.clean && !left.may_be_dirty)
 }
 
 async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {

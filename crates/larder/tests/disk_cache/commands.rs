@@ -1,10 +1,12 @@
 //! `larder disk cache`.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
 use serde_json::{Value, json};
 
 use crate::failing::Fast;
+use crate::support::need_root;
 use crate::write_back::killed;
 use crate::{MIB, Place, text};
 
@@ -275,18 +277,50 @@ fn killed_resize_leaves_no_obstacle() {
     served.stop();
     let beside = place.path("cache.resize");
     let contents = fs::read(&cache).expect("can be read");
-    for left in [Vec::new(), vec![0; 1 << 20], contents] {
+    // An incomplete file has a mode of its own.
+    for (left, mode) in [(Vec::new(), 0o1600), (vec![0; 1 << 20], 0o1600), (contents, 0o600)] {
         fs::write(&beside, left).expect("can be written");
+        fs::set_permissions(&beside, Permissions::from_mode(mode)).expect("is ours");
         for size in ["6M", "8M"] {
             let (code, said) = place.cache_command(&["resize", text(&cache), size]);
             assert_eq!(code, Some(0), "{said}");
             assert!(!beside.exists());
         }
     }
-    fs::write(&beside, b"mine").expect("can be written");
+}
+
+/// A file that no resize has left is kept, also if it is empty, or begins with zeros as a disk may.
+#[test]
+fn resize_keeps_foreign_files() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    place.serve(&image, &cache, &["--cache-size", "8M"]).stop();
+    let beside = place.path("cache.resize");
+    let mut disk = vec![0; 2 << 20];
+    disk.push(1);
+    for foreign in [b"mine".to_vec(), Vec::new(), disk] {
+        fs::write(&beside, &foreign).expect("can be written");
+        let (code, said) = place.cache_command(&["resize", text(&cache), "6M"]);
+        assert!(code == Some(2) && said.contains("cannot be made"), "{said}");
+        assert!(said.contains("a file of that name exists"), "{said}");
+        assert!(fs::read(&beside).expect("is there") == foreign);
+    }
+}
+
+/// A cache that root resizes is still open to its server's user.
+#[test]
+fn resize_keeps_owner_and_mode() {
+    need_root("cache of another user");
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    place.serve(&image, &cache, &["--cache-size", "8M"]).stop();
+    chown(&cache, Some(1234), Some(1235)).expect("we are root");
+    fs::set_permissions(&cache, Permissions::from_mode(0o660)).expect("we are root");
     let (code, said) = place.cache_command(&["resize", text(&cache), "6M"]);
-    assert!(code == Some(2) && said.contains("cannot be made"), "{said}");
-    assert_eq!(fs::read(&beside).expect("is there"), b"mine");
+    assert_eq!(code, Some(0), "{said}");
+    let now = cache.metadata().expect("is there");
+    assert_eq!((now.uid(), now.gid(), now.mode() & 0o7777), (1234, 1235, 0o660));
+    assert_eq!(now.len(), 6 * MIB);
 }
 
 #[test]
