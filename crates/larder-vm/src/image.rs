@@ -13,7 +13,7 @@ use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::NbdUri;
 use larder_block::opener::{self, Access, NamedBy, opener};
-use larder_block::{BlockDevice, ByteLen, Geometry, Loop};
+use larder_block::{BlockDevice, ByteLen, Geometry, Loop, printable};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
@@ -189,17 +189,17 @@ pub enum ImageError {
     Name(#[from] ImageAddressError),
     #[error(transparent)]
     Chain(Box<ChainError>),
-    #[error("{image}: its backing file '{name}' cannot be opened: {source}")]
+    #[error("{image}: its backing file '{}' cannot be opened: {source}", printable(name))]
     Backing {
         image: String,
         name: String,
         source: Box<ImageError>,
     },
-    #[error("{image}: its backing file '{name}' {why}")]
+    #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
     BackingName { image: String, name: String, why: String },
-    #[error("{image}: its backing file '{name}' {why}")]
+    #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
     BackingUnknown { image: String, name: String, why: String },
-    #[error("{image}: its external data file '{name}' cannot be opened: {source}")]
+    #[error("{image}: its external data file '{}' cannot be opened: {source}", printable(name))]
     DataFile {
         image: String,
         name: String,

@@ -22,7 +22,7 @@ use crate::cli::{
     CacheReplaceArguments, CacheResizeArguments, Output,
 };
 use crate::disk_image::{exact, human, percent, used_by};
-use crate::output::{Lines, print};
+use crate::output::{Lines, complain, print};
 
 pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
     let on = Loop::new(Duration::ZERO)?;
@@ -259,7 +259,7 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
 
 /// Reports the remaining work on standard error, to the waiting user.
 fn tell_left(file: &ImageAddress, left: u64) {
-    eprintln!("{file}: {} are still to be written to the disk", human(left));
+    complain(&format!("{file}: {} are still to be written to the disk", human(left)));
 }
 
 /// Interval at which a server's progress is polled.

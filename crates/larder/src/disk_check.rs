@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::bail;
-use larder_block::Loop;
+use larder_block::{Loop, printable};
 use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, discard_session, repair};
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
@@ -124,7 +124,7 @@ fn chain_text(chain: &[Layer]) -> String {
     let told = chain
         .iter()
         .filter_map(|layer| Some((&layer.image, left_line(&layer.left)?)));
-    told.map(|(image, line)| format!("backing file {image}: journal: {line}\n"))
+    told.map(|(image, line)| format!("backing file {}: journal: {line}\n", printable(&image.to_string())))
         .collect()
 }
 

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{anyhow, bail};
 use larder_block::backend::file::Caching;
-use larder_block::{ByteLen, Failure, IoError, Loop};
+use larder_block::{ByteLen, Failure, IoError, Loop, printable};
 use larder_vm::image::{ChainPolicy, ImageAddress, ImageOptions};
 use serde_json::json;
 
@@ -46,8 +46,13 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         anyhow::Ok((was, disk.geometry().size))
     })?;
     print(&match output {
-        Output::Text if was == is => format!("{image}: {} already\n", exact(is.get())),
-        Output::Text => format!("{image}: {}, was {}\n", exact(is.get()), exact(was.get())),
+        Output::Text if was == is => format!("{}: {} already\n", printable(&image.to_string()), exact(is.get())),
+        Output::Text => format!(
+            "{}: {}, was {}\n",
+            printable(&image.to_string()),
+            exact(is.get()),
+            exact(was.get())
+        ),
         Output::Json => {
             let result =
                 json!({"filename": image.to_string(), "virtual-size": is.get(), "virtual-size-before": was.get()});

@@ -32,8 +32,6 @@ mod top;
 mod vm;
 mod vm_pin;
 
-use larder_block::printable_lines;
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -93,10 +91,7 @@ fn main() -> ExitCode {
 }
 
 fn report(error: &anyhow::Error) {
-    // If stderr cannot be written, the exit status alone reports the failure. A name in the message must not produce
-    // a line that looks like a message of its own.
-    let text = printable_lines(&message(error)).replace('\n', "\n  ");
-    let _ = writeln!(std::io::stderr(), "larder: {text}");
+    output::complain(&message(error));
 }
 
 /// Returns the error and its causes, without causes that the text contains already.

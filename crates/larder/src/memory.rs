@@ -31,7 +31,7 @@ use crate::cli::memory::{
     MemoryStatusArguments, Switch,
 };
 use crate::disk_image::{human, percent};
-use crate::output::{Lines, print};
+use crate::output::{Lines, complain, print};
 use crate::pid_file;
 use crate::rates::is_not_served;
 use crate::signals::Signals;
@@ -274,7 +274,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
             Ok((_, state)) if state.detaching => {
                 if state.detach_problem != told {
                     if let Some(waits) = &state.detach_problem {
-                        eprintln!("larder: process {pid}: {waits}; Ctrl-C stops the detach");
+                        complain(&format!("process {pid}: {waits}; Ctrl-C stops the detach"));
                     }
                     told = state.detach_problem;
                 }

@@ -1,7 +1,6 @@
 //! `larder run`.
 
 use std::ffi::{OsStr, OsString};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -21,7 +20,7 @@ use larder_vm::run::version::QemuVersion;
 use crate::EXIT_ERROR;
 use crate::cli::RunArguments;
 use crate::cli::memory::Switch;
-use crate::output::print;
+use crate::output::{complain, print};
 
 /// Path of this program, even if its file has been replaced: a restarted server then has the same version as the
 /// others.
@@ -212,10 +211,9 @@ fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) ->
     commands.collect()
 }
 
-/// Prints a message in one write, because the guest's console may be on the same terminal. An error is ignored, so
-/// that the guest continues without a reader.
+/// Reports a message; the guest continues without a reader.
 fn say(line: &str) {
-    let _ = std::io::stderr().write_all(format!("larder: {line}\n").as_bytes());
+    complain(line);
 }
 
 /// Adds a tip to a command line error where the likely mistake is known.

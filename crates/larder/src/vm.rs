@@ -26,7 +26,7 @@ use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
 
 use crate::cli::VmArguments;
-use crate::output::print;
+use crate::output::{complain, print};
 use crate::rates::is_not_served;
 use crate::starter::{News, Starter, manager};
 use crate::status::not_served;
@@ -297,7 +297,7 @@ fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Resu
     let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
     let problems: Vec<String> = of_images.chain(of_vm).chain(of_another).collect();
     for problem in &problems {
-        eprintln!("larder: {problem}");
+        complain(problem);
     }
     if !problems.is_empty() {
         print(&lines)?;

@@ -425,6 +425,45 @@ fn chain_outside_utf8_is_refused() {
     assert_eq!(fs::read_to_string(&file).expect("is there"), lines);
 }
 
+/// The author of an image can neither control the terminal nor forge a line by the names in its header.
+#[test]
+fn header_names_are_escaped() {
+    let place = Place::new();
+    let named = "rbd:\u{1b}[31mX\rY\nlarder: web: 1 disk can be served\u{202e}Z";
+    let escaped = r"rbd:\u001b[31mX\u000dY\u000alarder: web: 1 disk can be served\u202eZ";
+    let image = place.overlay("top.qcow2", named, "raw");
+    let no_control = |said: &str| {
+        let forged = said.lines().any(|line| line.starts_with("larder: web: 1 disk can"));
+        assert!(!said.contains(['\u{1b}', '\r', '\u{202e}']) && !forged, "{said:?}");
+    };
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
+    let mut check = place.vm(&lines);
+    check.arg("--check");
+    no_control(&refused(check, &[escaped]));
+    no_control(&refused(place.vm(&lines), &[escaped]));
+    let mut pin = place.vm(&format!("image = \"{}\"", text(&image)));
+    pin.arg("--pin");
+    no_control(&refused(pin, &[escaped]));
+    let mut dry_run = Command::new(larder());
+    let drive = format!("if=virtio,format=qcow2,file={}", text(&image));
+    dry_run.args(["run", "--dry-run", "--", "qemu-system-x86_64", "-drive", &drive]);
+    let (_, said) = run(dry_run);
+    assert!(said.contains(escaped), "{said}");
+    no_control(&said);
+    // A format that no driver has.
+    let image = place.overlay("format.qcow2", "base.raw", "raw");
+    let mut bytes = fs::read(&image).expect("is read");
+    let at = bytes
+        .windows(4)
+        .position(|word| word == 0xe279_2aca_u32.to_be_bytes())
+        .expect("the extension of the backing format");
+    bytes[at + 8..at + 11].copy_from_slice(b"\x1b[m");
+    fs::write(&image, bytes).expect("is written");
+    let mut check = place.vm(&format!("image = \"{}\"\nformat = \"qcow2\"", text(&image)));
+    check.arg("--check");
+    no_control(&refused(check, &[r"the format '\u001b[m'"]));
+}
+
 /// Root opens the files that another user's image names only with `--trust-image`.
 #[test]
 fn root_distrusts_other_users_image() {

@@ -22,7 +22,7 @@ use super::virsh::Virsh;
 use super::{apparmor, difference, disks};
 use crate::cli::LibvirtDetachArguments;
 use crate::disk_image::{self, Sharing, left_line};
-use crate::output::print;
+use crate::output::{complain, print};
 
 /// State of the VM's file, which decides what detach does with it.
 enum File {
@@ -91,7 +91,9 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     }
     kept.remove()?;
     if let Err(error) = apparmor::forbid(&uuid) {
-        eprintln!("larder: AppArmor allows the domain's QEMU Larder's sockets still: {error:#}");
+        complain(&format!(
+            "AppArmor allows the domain's QEMU Larder's sockets still: {error:#}"
+        ));
     }
     let names: Vec<&str> = restored.disks.iter().map(String::as_str).collect();
     let mut text = match names.as_slice() {

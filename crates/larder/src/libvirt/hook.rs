@@ -16,6 +16,7 @@ use larder_vm::vm::config::{VmConfig, path_of};
 
 use super::{apparmor, service};
 use crate::cli::LibvirtHookArguments;
+use crate::output::complain;
 
 /// Maximum size of the domain's XML that is read, in bytes.
 const XML_BYTES_MAX: u64 = 16 << 20;
@@ -27,7 +28,7 @@ pub(crate) fn run(arguments: &LibvirtHookArguments) -> anyhow::Result<ExitCode> 
         // libvirtd was restarted, and kills the guest if the hook fails.
         ("reconnect", "begin") => {
             if let Err(error) = start(name) {
-                eprintln!("larder: {error:#}");
+                complain(&format!("{error:#}"));
             }
         }
         // The server is stopped whatever the VM's file contains by now.
@@ -74,7 +75,7 @@ fn start(name: &Path) -> anyhow::Result<()> {
         // The host may allow the sockets in another way. If it does not, QEMU reports the socket that it cannot
         // connect to.
         if let Err(error) = apparmor::allow(&uuid, &served) {
-            eprintln!("larder: AppArmor may keep QEMU from its disks: {error:#}");
+            complain(&format!("AppArmor may keep QEMU from its disks: {error:#}"));
         }
     }
     service::start(&config)

@@ -31,6 +31,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 
+use crate::output::complain;
+
 /// Maximum time until a new server serves: as long as systemd gives a service.
 const START_TIME_MAX: Duration = Duration::from_secs(90);
 
@@ -363,7 +365,9 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     };
     match ended {
         true => Note::remove(name),
-        false => eprintln!("larder: the server of {name} still writes to its disks, and ends when it has"),
+        false => complain(&format!(
+            "the server of {name} still writes to its disks, and ends when it has"
+        )),
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::explain;
 use crate::cli::Output;
 use crate::memories::{self, MemorySampler, VmMemoryRates, rates_table};
 use crate::moves;
-use crate::output::print;
+use crate::output::{complain, print};
 use crate::rates::{Sampler, ask_all, is_not_served, table};
 
 /// Reports one VM, or all VMs, `count` times at the interval `every`.
@@ -84,14 +84,14 @@ fn ask(vm: Option<&Found>) -> anyhow::Result<Told> {
     for (vm, asked) in ask_all(&vms) {
         match asked {
             Ok(disks) => all.push((vm, disks)),
-            Err(error) => eprintln!("larder: {vm}: {error}"),
+            Err(error) => complain(&format!("{vm}: {error}")),
         }
     }
     let mut memories = Vec::new();
     for (vm, asked) in memories::ask_all(&vms, all.iter().flat_map(|(_, disks)| disks)) {
         match asked {
             Ok((_, state)) => memories.push((vm, state)),
-            Err(error) => eprintln!("larder: {vm}: its memory: {error}"),
+            Err(error) => complain(&format!("{vm}: its memory: {error}")),
         }
     }
     Ok((all, memories))

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use larder_block::printable;
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use toml::de::{DeTable, DeValue};
 
@@ -79,13 +80,13 @@ impl ChainFile {
         let access = if read_only { "read" } else { "read and written" };
         let data_file = |file: &Option<ImageAddress>, access: &str| {
             let file = file.as_ref()?;
-            Some(format!("data file {file}, raw, {access}"))
+            Some(format!("data file {}, raw, {access}", printable(&file.to_string())))
         };
         let mut lines: Vec<String> = data_file(&self.chain.data_file, access).into_iter().collect();
         for backing in &self.chain.backing {
             lines.push(format!(
                 "backing file {}, {}, read",
-                backing.image,
+                printable(&backing.image.to_string()),
                 backing.format.name()
             ));
             lines.extend(data_file(&backing.data_file, "read"));
