@@ -365,9 +365,11 @@ fn command_line_follows_and_pins_chains() {
         "qemu-img",
         &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)],
     );
+    // The advice names the file that may be removed.
+    let advice = format!("remove {}, which the next start writes anew", text(&pin));
     refused(
         command(&["--pin-chain", text(&pin)]),
-        &[text(&other), text(&pin), "does not name"],
+        &[text(&other), text(&pin), "does not name", &advice],
     );
     refused(
         disk_serve(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),

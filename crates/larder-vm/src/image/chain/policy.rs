@@ -154,7 +154,12 @@ fn denies(by: &PinnedBy) -> String {
 fn allow(by: &PinnedBy, lines: &str) -> String {
     match by {
         PinnedBy::VmFile => format!("; if that is as it should be, say so for this disk there: {lines}"),
-        PinnedBy::ChainFile(_) => format!("; if that is as it should be, say so there, or remove that file: {lines}"),
+        PinnedBy::ChainFile(path) => {
+            let path = path.display();
+            format!(
+                "; if that is as it should be, remove {path}, which the next start writes anew, or have {path} say so: {lines}"
+            )
+        }
         PinnedBy::NoChain => String::new(),
     }
 }
