@@ -466,6 +466,29 @@ fn header_names_are_escaped() {
     no_control(&refused(check, &[r"the format '\u001b[m'"]));
 }
 
+/// The line that a refusal advises is right in the pin file, wherever the caller's working directory is.
+#[test]
+fn pin_advice_has_absolute_paths() {
+    let place = Place::new();
+    let (base, other) = (place.raw("base.raw", 7), place.raw("other.raw", 9));
+    let image = place.overlay("top.qcow2", "base.raw", "raw");
+    let pins = place.sockets.path().join("pins");
+    fs::create_dir(&pins).expect("room");
+    let (pin, socket) = (pins.join("top.chain"), place.sockets.path().join("socket"));
+    let command = || {
+        let mut serve = disk_serve(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
+        serve.current_dir(place.images.path());
+        serve
+    };
+    serves(command());
+    tool("qemu-img", &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)]);
+    let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&other));
+    refused(command(), &[&line]);
+    let before = fs::read_to_string(&pin).expect("is written");
+    fs::write(&pin, before.replace(text(&base), text(&other))).expect("is ours");
+    serves(command());
+}
+
 /// Root opens the files that another user's image names only with `--trust-image`.
 #[test]
 fn root_distrusts_other_users_image() {

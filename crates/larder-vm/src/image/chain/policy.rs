@@ -279,8 +279,9 @@ impl ChainPolicy {
                 _ => Ok(Some((pinned.image.clone(), Some(pinned.format)))),
             },
             (Some(named), _) => {
+                // A relative path in the pinning file is relative to that file.
                 let wanted = NamedImage {
-                    image: named.address,
+                    image: named.address.absolute(),
                     format: named.format,
                     data_file: None,
                 };
@@ -333,7 +334,7 @@ impl ChainPolicy {
                 name: named.name.to_owned(),
                 by: by.clone(),
                 lines: NamedChain::from(chain.as_ref())
-                    .with_data_file(depth, Some(named.address))
+                    .with_data_file(depth, Some(named.address.absolute()))
                     .lines(),
             }),
         }
