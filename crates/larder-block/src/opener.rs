@@ -7,6 +7,7 @@
 
 mod blkid;
 mod counters;
+mod locate;
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -21,6 +22,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use blkid::Blkid;
 pub use counters::{DiskCounters, FileTimes};
+pub use locate::locate;
 
 use crate::backend::image_lock;
 use crate::lock_wait::{self, LockKind, LockOwner};

@@ -9,7 +9,8 @@
 //! Invariants of the opener:
 //! - It reads the VM's file, and nothing that a guest or an image's author has written.
 //! - It opens a file only for the purpose that the VM's file gives it: a backing file is never opened for writing.
-//! - As root it follows no symbolic link of another user, who could make it lead anywhere.
+//! - As root it follows no symbolic link of another user, who could make it lead anywhere. This holds for every path,
+//!   whatever a request says about it, and also when it looks for the journals and state files of the VM's images.
 //! - It ends when its server does. Sockets that it has created for the server are removed then.
 //!
 //! A service (`larder@NAME.service`) has a user of its own, and no rights to begin with. Its opener runs as root

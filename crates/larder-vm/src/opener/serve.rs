@@ -3,20 +3,18 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Component, Path, PathBuf};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use larder_block::backend::image_lock::holders_but;
-use larder_block::opener::{Access, Itself, NamedBy, Opener};
-use rustix::fs::{FileType, Mode, OFlags};
+use larder_block::opener::{Access, Itself, NamedBy, Opener, locate};
 
 use super::allowed::Allowed;
-use super::wire::{Answer, JournalFolder, PathBytes, Request, named_by, receive, send};
+use super::wire::{Answer, JournalFolder, PathBytes, Request, receive, send};
 use crate::confine::only_programs_and;
-use crate::image::{is_disk, journal, notes_of_disk, notes_of_image, used_mark, write_whole};
-use crate::listen::SocketFile;
+use crate::image::{ImageAddress, is_disk, journal, notes_of_disk, notes_of_image, used_mark, write_whole};
+use crate::listen::{Access as SocketAccess, SocketFile};
 use crate::vm::away::AwayNote;
 use crate::vm::config::VmConfig;
 use crate::vm::find::Noted;
@@ -25,9 +23,6 @@ use crate::vm::front_end::refuse_of_others;
 /// Maximum number of concurrent requests: it allows one for each file of a file server that does not answer, and
 /// those of all other disks. `larder-open@.service` allows as many threads.
 const UNDER_WAY_MAX: usize = 1024;
-
-/// Maximum number of symbolic links on a path, as in the kernel.
-const LINKS_MAX: usize = 40;
 
 /// The only directory of device names that may be searched.
 const DEVICE_NAMES: &str = "/dev/disk/by-id";
@@ -128,14 +123,10 @@ impl Server {
         let done = |result: io::Result<()>| result.map(|()| (Answer::Done, None));
         match request {
             Request::VmFile => opened(Itself.open(&self.file, Access::Read, NamedBy::User)),
-            Request::Open {
-                path,
-                access,
-                by_header,
-            } => {
+            Request::Open { path, access } => {
                 let path = path.path();
                 self.may_open(&path, access)?;
-                opened(open(&path, access, named_by(by_header)))
+                opened(open(&path, access))
             }
             Request::Make(path) => {
                 let path = path.path();
@@ -156,14 +147,14 @@ impl Server {
             Request::Connect(path) => {
                 let path = path.path();
                 self.allowed()?.connect(&path)?;
-                let socket = find(&path, NamedBy::User)?;
+                let socket = locate(&path)?;
                 let socket = Itself.connect(&by_number(&socket))?;
                 Ok((Answer::Done, Some(socket)))
             }
             Request::Canonical(path) => {
                 let path = path.path();
                 self.allowed()?.open(&path, Access::Look)?;
-                let found = Itself.canonical(&by_number(&find(&path, NamedBy::User)?))?;
+                let found = Itself.canonical(&by_number(&locate(&path)?))?;
                 Ok((Answer::Paths(vec![PathBytes::of(&found)]), None))
             }
             Request::NamesOfDevice { folder, path } => {
@@ -172,7 +163,7 @@ impl Server {
                 if folder != Path::new(DEVICE_NAMES) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
-                let names = Itself.names_of_device(&folder, &path)?;
+                let names = Itself.names_of_device(&folder, &by_number(&locate(&path)?))?;
                 Ok((
                     Answer::Paths(names.iter().map(|name| PathBytes::of(name)).collect()),
                     None,
@@ -198,7 +189,7 @@ impl Server {
             Request::Listen(path) => {
                 let path = path.path();
                 let access = self.allowed()?.listen(&path)?;
-                let socket = SocketFile::bind_for(&path, access).map_err(io::Error::other)?;
+                let socket = listen(&path, access)?;
                 let descriptor = socket.descriptor()?;
                 held(&self.sockets).push(socket);
                 Ok((Answer::Done, Some(descriptor)))
@@ -242,8 +233,7 @@ impl Server {
             }
             Request::Notes(disk) => {
                 let allowed = self.allowed()?;
-                let is_ours = allowed.images.iter().any(|image| is_disk(image, &disk));
-                if !is_ours {
+                if !images(&allowed).any(|image| is_disk(&image.address, &disk)) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
                 let notes = notes_of_disk(&disk).iter().map(|path| PathBytes::of(path)).collect();
@@ -296,14 +286,48 @@ impl Server {
     /// Returns whether another process may keep a journal of an image of the VM at this path.
     fn is_journal(&self, path: &Path) -> io::Result<bool> {
         let allowed = self.allowed()?;
-        Ok(allowed.images.iter().any(|image| journal::may_be_at(image, path)))
+        Ok(images(&allowed).any(|image| journal::may_be_at(&image.address, path)))
     }
 
     /// Returns whether this is the state file of a cache that another process has used with a disk of the VM.
     fn is_note(&self, path: &Path) -> io::Result<bool> {
         let allowed = self.allowed()?;
-        let mut notes = allowed.images.iter().flat_map(notes_of_image);
+        let mut notes = images(&allowed).flat_map(|image| notes_of_image(&image.address));
         Ok(notes.any(|note| note == path))
+    }
+}
+
+/// Returns the VM's images that can be found. A path that a link of another user could redirect leads to none: that
+/// user could make the journals and state files of another VM count as those of this one.
+fn images(allowed: &Allowed) -> impl Iterator<Item = Located> {
+    allowed.images.iter().filter_map(Located::of)
+}
+
+/// An image of the VM that was found. While this exists, nobody can redirect the address of a regular file.
+struct Located {
+    address: ImageAddress,
+    /// The open file that the address refers to.
+    _file: Option<File>,
+}
+
+impl Located {
+    fn of(image: &ImageAddress) -> Option<Self> {
+        let ImageAddress::Path(path) = image else {
+            return Some(Self {
+                address: image.clone(),
+                _file: None,
+            });
+        };
+        let file = locate(path).ok()?;
+        // The path of a block device can be a part of its disk's identity.
+        let address = match file.metadata().ok()?.file_type().is_block_device() {
+            true => image.clone(),
+            false => ImageAddress::Path(by_number(&file)),
+        };
+        Some(Self {
+            address,
+            _file: Some(file),
+        })
     }
 }
 
@@ -312,8 +336,8 @@ fn by_number(file: &File) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-fn open(path: &Path, access: Access, by: NamedBy) -> io::Result<File> {
-    let place = find(path, by)?;
+fn open(path: &Path, access: Access) -> io::Result<File> {
+    let place = locate(path)?;
     match access {
         Access::Look => Ok(place),
         access => Itself.open(&by_number(&place), access, NamedBy::User),
@@ -329,110 +353,27 @@ fn place_of_new(path: &Path) -> io::Result<(File, PathBuf)> {
         true => Path::new("."),
         false => folder,
     };
-    let folder = find(folder, NamedBy::User)?;
+    let folder = locate(folder)?;
     let place = by_number(&folder).join(name);
     Ok((folder, place))
 }
 
-/// Opens a path with `O_PATH`. For root, no link on the way may belong to another user, who could change it at any
-/// time.
-fn find(path: &Path, by: NamedBy) -> io::Result<File> {
-    if !rustix::process::geteuid().is_root() || by == NamedBy::Header {
-        return Itself.open(path, Access::Look, by);
-    }
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let path = std::path::absolute(path)?;
-    let mut at = File::from(rustix::fs::open("/", flags, Mode::empty())?);
-    let mut above = vec![at.try_clone()?];
-    let mut left: Vec<PathBuf> = components(&path);
-    let mut links = 0;
-    while let Some(name) = left.pop() {
-        if name == Path::new("..") {
-            if above.len() > 1 {
-                above.pop();
-            }
-            at = above[above.len() - 1].try_clone()?;
-            continue;
-        }
-        let next = File::from(rustix::fs::openat(&at, &name, flags, Mode::empty())?);
-        let found = rustix::fs::fstat(&next)?;
-        if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
-            above.push(next.try_clone()?);
-            at = next;
-            continue;
-        }
-        links += 1;
-        if links > LINKS_MAX {
-            return Err(io::Error::from_raw_os_error(libc::ELOOP));
-        }
-        if found.st_uid != 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::PermissionDenied,
-                format!(
-                    "{}: the link {} on the way belongs to user {}, who could lead it to any file of this host; write the path \
-                     that it leads to",
-                    path.display(),
-                    name.display(),
-                    found.st_uid
-                ),
-            ));
-        }
-        let target = rustix::fs::readlinkat(&next, "", Vec::new())?;
-        let target = PathBuf::from(std::ffi::OsStr::from_bytes(target.as_bytes()));
-        if target.is_absolute() {
-            above.truncate(1);
-        }
-        at = above[above.len() - 1].try_clone()?;
-        left.extend(components(&target));
-    }
-    Ok(at)
-}
-
-/// Returns the names in a path, the last one first.
-fn components(path: &Path) -> Vec<PathBuf> {
-    let names = path.components().filter_map(|component| match component {
-        Component::Normal(name) => Some(PathBuf::from(name)),
-        Component::ParentDir => Some(PathBuf::from("..")),
-        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
-    });
-    let mut names: Vec<PathBuf> = names.collect();
-    names.reverse();
-    names
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-    use std::os::unix::fs::{lchown, symlink};
-
-    use super::*;
-
-    #[test]
-    fn root_follows_only_links_of_root() {
-        if !rustix::process::geteuid().is_root() {
-            return;
-        }
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        fs::create_dir(at("d")).expect("a folder");
-        fs::write(at("d/file"), "").expect("a file");
-        symlink(at("d"), at("ours")).expect("a link");
-        symlink("../ours/./file", at("d/up")).expect("a link");
-        symlink(at("d/file"), at("theirs")).expect("a link");
-        symlink("loop", at("loop")).expect("a link");
-        lchown(at("theirs"), Some(12345), None).expect("root may");
-        let inode = |path: &str| {
-            find(&at(path), NamedBy::User)
-                .and_then(|file| file.metadata())
-                .map(|found| found.ino())
-        };
-        let file = inode("d/file").expect("is there");
-        for path in ["ours/file", "d/up", "ours/up", "d/../ours/file"] {
-            assert_eq!(inode(path).expect("is there"), file, "{path}");
-        }
-        let refused = inode("theirs").expect_err("is refused");
-        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
-        assert_eq!(inode("loop").expect_err("has no end").raw_os_error(), Some(libc::ELOOP));
-        assert_eq!(inode("none").expect_err("is not there").kind(), io::ErrorKind::NotFound);
+/// Listens on a socket that the VM's file names.
+fn listen(path: &Path, access: SocketAccess) -> io::Result<SocketFile> {
+    let place = match place_of_new(path) {
+        // The host's own errors are reported better below.
+        Err(refused) if refused.raw_os_error().is_none() => return Err(refused),
+        place => place,
+    };
+    let socket = SocketFile::bind_for(path, access).map_err(io::Error::other)?;
+    // A link of another user may have redirected the path since. Dropping the socket removes its file.
+    let (_folder, place) = place?;
+    let inode = |path: &Path| path.symlink_metadata().map(|found| (found.dev(), found.ino()));
+    match inode(&place)? == inode(path)? {
+        true => Ok(socket),
+        false => Err(io::Error::other(format!(
+            "{}: its directory was replaced meanwhile; try again",
+            path.display()
+        ))),
     }
 }

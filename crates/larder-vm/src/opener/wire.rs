@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use larder_block::lock_wait::{LockKind, LockOwner};
-use larder_block::opener::{Access, Blkid, NamedBy};
+use larder_block::opener::{Access, Blkid};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -52,7 +52,6 @@ pub(super) enum Request {
         path: PathBytes,
         #[serde(with = "AccessName")]
         access: Access,
-        by_header: bool,
     },
     Make(PathBytes),
     Remove(PathBytes),
@@ -260,14 +259,6 @@ impl Answer {
             }
             answer => Ok(answer),
         }
-    }
-}
-
-/// Converts the serialised form of [`NamedBy`].
-pub(super) fn named_by(by_header: bool) -> NamedBy {
-    match by_header {
-        true => NamedBy::Header,
-        false => NamedBy::User,
     }
 }
 

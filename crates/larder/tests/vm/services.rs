@@ -2,7 +2,7 @@
 //! attacker who has taken one of them over.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,7 +48,8 @@ exec setpriv --reuid "$2" --regid "$2" --clear-groups --inh-caps=-all --bounding
   larder vm "/etc/larder/vms/$1.toml" --confine --opener /run/larder-open.sock
 "#;
 
-/// Script that asks the opener for files, as a process in the control group of VM `$1`.
+/// Script that asks the opener for files, as a process in the control group of VM `$1`. Each request is the access and
+/// the path; `:by-header` after the access claims that an image's header names the path.
 const ASK: &str = r#"
 set -e
 echo $$ >"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs"
@@ -59,11 +60,12 @@ channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 channel.connect('/run/larder-open.sock')
 for wish in sys.argv[1:]:
     access, path = wish.split(' ', 1)
+    access, _, source = access.partition(':')
     path = list(path.encode())
     if access in ('Make', 'Remove', 'Connect', 'Canonical', 'Listen', 'MarkUsed'):
         request = {access: path}
     else:
-        request = {'Open': {'path': path, 'access': access, 'by_header': False}}
+        request = {'Open': {'path': path, 'access': access, 'by_header': source == 'by-header'}}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     rights = array.array('i', [theirs.fileno()])
     channel.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
@@ -313,6 +315,216 @@ fn the_opener_opens_nothing_else() {
         &["x", &own[0]],
     ));
     assert!(code != Some(0) || said.contains("closed"), "{said}");
+    ends(one.process);
+    ends(two.process);
+}
+
+/// A user who is none of the services, and in whose directories links are planted.
+const ALICE: u32 = 61_003;
+
+/// Creates a symbolic link of [`ALICE`].
+fn plant(target: &Path, link: &Path) {
+    symlink(target, link).expect("a link");
+    lchown(link, Some(ALICE), Some(ALICE)).expect("root may");
+}
+
+/// A directory that is removed on drop, also when the test fails.
+struct Removed(PathBuf);
+
+impl Drop for Removed {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Host {
+    /// Replaces the file of a VM.
+    fn rewrite(&self, service: &Service, lines: &str) {
+        let path = self.path(&format!("/etc/larder/vms/{}.toml", service.name));
+        fs::write(path, lines).expect("writes");
+    }
+
+    /// Sends requests of [`ASK`] to the opener as a service; returns a line for each answer.
+    fn ask(&self, service: &Service, wishes: &[String]) -> Vec<String> {
+        let words = wishes.iter().map(String::as_str);
+        let words: Vec<&str> = std::iter::once(service.name.as_str()).chain(words).collect();
+        let (code, said) = run(inside(self.init, ASK, &words));
+        assert_eq!(code, Some(0), "{said}");
+        let lines: Vec<String> = said.lines().map(str::to_owned).collect();
+        assert_eq!(lines.len(), wishes.len(), "{said}");
+        lines
+    }
+}
+
+/// For a service, the opener follows no link of another user to any kind of file, whatever the request claims about
+/// the source of the path. It follows links of root.
+#[test]
+fn opener_follows_no_foreign_link() {
+    let mut host = Host::new();
+    let mut service = host.service("one", USERS[0]);
+    let alice = host.images.path().join("alice");
+    fs::create_dir(&alice).expect("a folder");
+    let secret = host.images.path().join("secret");
+    fs::write(&secret, [0x5e; 1 << 20]).expect("writes");
+    let at = |name: &str| text(&alice.join(name)).to_owned();
+    for name in ["image", "base", "data", "base-data", "cache"] {
+        plant(&secret, &alice.join(name));
+    }
+    plant(host.images.path(), &alice.join("folder"));
+    symlink(&secret, alice.join("of-root")).expect("a link");
+    chown(&alice, Some(ALICE), Some(ALICE)).expect("root may");
+    let top = at("top.qcow2");
+    crate::tool(
+        "qemu-img",
+        &[
+            "create",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-b",
+            &at("base"),
+            "-F",
+            "raw",
+            &top,
+            "1M",
+        ],
+    );
+    let disk =
+        |name: &str, image: &str, lines: &str| format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\n{lines}\n");
+    let disks = [
+        disk("a", &at("image"), "format = \"raw\""),
+        disk(
+            "b",
+            &top,
+            &format!(
+                "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"qcow2\", data-file = \"{}\" }}]",
+                at("base"),
+                at("base-data")
+            ),
+        ),
+        disk(
+            "c",
+            &at("c.qcow2"),
+            &format!(
+                "format = \"qcow2\"\ndata-file = \"{}\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
+                at("data"),
+                at("of-root")
+            ),
+        ),
+        disk(
+            "d",
+            &at("folder/d.raw"),
+            &format!(
+                "format = \"raw\"\ncache = \"{}\"\ncache-size = \"16M\"\nsocket = \"{}\"",
+                at("cache"),
+                at("folder/d.sock")
+            ),
+        ),
+    ];
+    host.rewrite(&service, &disks.concat());
+
+    // A link in the directory in which this user's servers keep journals, named like the journal of an image.
+    let journals = Removed(format!("/dev/shm/larder-{ALICE}").into());
+    let _ = fs::remove_dir_all(&journals.0);
+    fs::create_dir(&journals.0).expect("a folder");
+    let found = fs::metadata(&top).expect("is there");
+    let journal = journals
+        .0
+        .join(format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino()));
+    plant(&secret, &journal);
+    chown(&journals.0, Some(ALICE), Some(ALICE)).expect("root may");
+
+    let mut wishes = Vec::new();
+    for source in ["", ":by-header"] {
+        for (path, accesses) in [
+            (at("image"), &["Look", "Read", "Write"][..]),
+            (at("base"), &["Look", "Read"]),
+            (at("base-data"), &["Look", "Read"]),
+            (at("data"), &["Look", "Read", "Write"]),
+            (at("cache"), &["Look", "Read", "Write"]),
+            (text(&journal).to_owned(), &["Look", "Read"]),
+        ] {
+            wishes.extend(accesses.iter().map(|access| format!("{access}{source} {path}")));
+        }
+    }
+    wishes.push(format!("Canonical {}", at("base")));
+    wishes.push(format!("Listen {}", at("folder/d.sock")));
+    for line in host.ask(&service, &wishes) {
+        assert!(line.contains("belongs to user 61003"), "{line}");
+    }
+    assert!(!host.images.path().join("d.sock").exists(), "nothing was created");
+    let of_root = [
+        format!("Read {}", at("of-root")),
+        format!("Read:by-header {}", at("of-root")),
+    ];
+    for line in host.ask(&service, &of_root) {
+        assert!(!line.contains("Failed"), "{line}");
+    }
+
+    // The server itself, with a backing file behind the link, and behind a link of root.
+    service.process.kill();
+    let line = format!(
+        "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
+        at("base")
+    );
+    host.rewrite(&service, &disk("vda", &top, &line));
+    let user = USERS[0].to_string();
+    let (code, said) = run(inside(host.init, SERVICE, &[&service.name, &user]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("belongs to user 61003"), "{said}");
+    lchown(alice.join("base"), Some(0), Some(0)).expect("root may");
+    ends(host.start(&service.name, USERS[0]));
+}
+
+/// A link of another user at an image's path makes no journal and no state file of another VM accessible.
+#[test]
+fn foreign_link_reaches_no_other_journal() {
+    let mut host = Host::new();
+    let [one, two] = [("one", USERS[0]), ("two", USERS[1])].map(|(name, user)| host.service(name, user));
+    for (number, disk) in ["vda", "vdb"].into_iter().enumerate() {
+        works(&mut host.disk(&two.name, disk), number as u64);
+    }
+    let found = |folder: &str, what: &str| {
+        let mut files = host.files(folder).into_iter();
+        files
+            .find(|path| path.contains(what))
+            .unwrap_or_else(|| panic!("no {what}"))
+    };
+    let journal = found(&format!("/run/larder-vm/{}", two.name), ".journal");
+    let note = found(&format!("/var/lib/larder-vm/{}", two.name), "/caches/");
+    let alice = host.images.path().join("alice");
+    fs::create_dir(&alice).expect("a folder");
+    for what in ["raw", "qcow2"] {
+        plant(
+            &host.images.path().join(format!("{}.{what}", two.name)),
+            &alice.join(what),
+        );
+    }
+    let lines = ["raw", "qcow2"].map(|what| {
+        let path = alice.join(what);
+        format!("[[disk]]\nimage = \"{}\"\nformat = \"{what}\"\n", path.display())
+    });
+    host.rewrite(&one, &lines.concat());
+    let wishes = [
+        format!("Read {journal}"),
+        format!("Read {note}"),
+        format!("MarkUsed {note}"),
+        format!("Remove {note}"),
+        format!("Remove {journal}"),
+    ];
+    for line in host.ask(&one, &wishes) {
+        assert!(line.contains("'is_denied': True"), "{line}");
+    }
+    assert!(host.path(&journal).exists() && host.path(&note).exists());
+    assert!(!host.path(&note).with_extension("used").exists());
+    // The rest shows that a link of root does lead there: otherwise the refusals would show nothing.
+    for what in ["raw", "qcow2"] {
+        lchown(alice.join(what), Some(0), Some(0)).expect("root may");
+    }
+    for line in host.ask(&one, &wishes[..2]) {
+        assert!(!line.contains("Failed"), "{line}");
+    }
     ends(one.process);
     ends(two.process);
 }
@@ -619,7 +831,7 @@ mod taken_over {
         let mut host = Host::new();
         let one = host.service("one", USERS[0]);
         let two = host.service("two", USERS[1]);
-        let folder = victims(&host, 61_003);
+        let folder = victims(&host, ALICE);
         let all = attacks(&host, &two, &folder);
         assert!(all.len() >= 60, "{}", all.len());
 

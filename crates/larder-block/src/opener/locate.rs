@@ -1,0 +1,133 @@
+//! Lookup of a path that other users may try to redirect.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags};
+
+use super::{Access, Itself, NamedBy, Opener};
+
+/// Maximum number of symbolic links on a path, as in the kernel.
+const LINKS_MAX: usize = 40;
+
+/// `PROC_SUPER_MAGIC`.
+const PROC_MAGIC: i64 = 0x9fa0;
+
+/// Opens a path with `O_PATH`. The path must not lead through the links of /proc. For root, no symbolic link on the
+/// way may belong to another user, who could change it at any time.
+///
+/// # Errors
+/// The host's error, ELOOP for a link of /proc, or [`io::ErrorKind::PermissionDenied`] with a message that names the
+/// link of another user.
+pub fn locate(path: &Path) -> io::Result<File> {
+    if !rustix::process::geteuid().is_root() {
+        return Itself.open(path, Access::Look, NamedBy::Header);
+    }
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let path = std::path::absolute(path)?;
+    let mut at = File::from(rustix::fs::open("/", flags, Mode::empty())?);
+    let mut above = vec![at.try_clone()?];
+    let mut left: Vec<PathBuf> = components(&path);
+    let mut links = 0;
+    while let Some(name) = left.pop() {
+        if name == Path::new("..") {
+            if above.len() > 1 {
+                above.pop();
+            }
+            at = above[above.len() - 1].try_clone()?;
+            continue;
+        }
+        let next = File::from(rustix::fs::openat(&at, &name, flags, Mode::empty())?);
+        let found = rustix::fs::fstat(&next)?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
+            above.push(next.try_clone()?);
+            at = next;
+            continue;
+        }
+        links += 1;
+        if links > LINKS_MAX || rustix::fs::fstatfs(&next)?.f_type == PROC_MAGIC {
+            return Err(io::Error::from_raw_os_error(libc::ELOOP));
+        }
+        if found.st_uid != 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                format!(
+                    "{}: the link {} on the way belongs to user {}, who could lead it to any file of this host; write the path \
+                     that it leads to",
+                    path.display(),
+                    name.display(),
+                    found.st_uid
+                ),
+            ));
+        }
+        let target = rustix::fs::readlinkat(&next, "", Vec::new())?;
+        let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
+        if target.is_absolute() {
+            above.truncate(1);
+        }
+        at = above[above.len() - 1].try_clone()?;
+        left.extend(components(&target));
+    }
+    Ok(at)
+}
+
+/// Returns the names in a path, the last one first.
+fn components(path: &Path) -> Vec<PathBuf> {
+    let names = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(PathBuf::from(name)),
+        Component::ParentDir => Some(PathBuf::from("..")),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    let mut names: Vec<PathBuf> = names.collect();
+    names.reverse();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, lchown, symlink};
+
+    use super::*;
+
+    #[test]
+    fn root_follows_only_links_of_root() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("d")).expect("a folder");
+        fs::write(at("d/file"), "").expect("a file");
+        symlink(at("d"), at("ours")).expect("a link");
+        symlink("../ours/./file", at("d/up")).expect("a link");
+        symlink(at("d/file"), at("theirs")).expect("a link");
+        symlink("loop", at("loop")).expect("a link");
+        lchown(at("theirs"), Some(12345), None).expect("root may");
+        let inode = |path: &str| {
+            locate(&at(path))
+                .and_then(|file| file.metadata())
+                .map(|found| found.ino())
+        };
+        let file = inode("d/file").expect("is there");
+        for path in ["ours/file", "d/up", "ours/up", "d/../ours/file"] {
+            assert_eq!(inode(path).expect("is there"), file, "{path}");
+        }
+        let refused = inode("theirs").expect_err("is refused");
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(inode("loop").expect_err("has no end").raw_os_error(), Some(libc::ELOOP));
+        assert_eq!(inode("none").expect_err("is not there").kind(), io::ErrorKind::NotFound);
+    }
+
+    /// A link of /proc leads to a file that a process has open, whoever may open that file by its path.
+    #[test]
+    fn links_of_proc_are_refused() {
+        let file = tempfile::tempfile().expect("a file");
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
+        let refused = locate(Path::new(&path)).expect_err("is refused");
+        assert_eq!(refused.raw_os_error(), Some(libc::ELOOP));
+    }
+}
