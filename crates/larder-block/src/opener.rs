@@ -46,9 +46,12 @@ pub enum Access {
 pub enum NamedBy {
     /// The user.
     User,
-    /// An image's header. The path must not lead through the links of /proc, which point to files that processes have
-    /// open.
+    /// An image's header, and the user. The path must not lead through the links of /proc, which point to files that
+    /// processes have open.
     Header,
+    /// An image's header alone. In addition, for root, no symbolic link on the way may belong to another user; see
+    /// [`locate`].
+    HeaderAlone,
 }
 
 /// Access to files by their paths. A forbidden access is an error of the kind [`io::ErrorKind::PermissionDenied`].
@@ -147,16 +150,15 @@ pub struct Itself;
 impl Opener for Itself {
     fn open(&self, path: &Path, access: Access, by: NamedBy) -> io::Result<File> {
         let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let resolve = match by {
-            NamedBy::User => ResolveFlags::empty(),
-            NamedBy::Header => ResolveFlags::NO_MAGICLINKS,
-        };
-        let place = match resolve.is_empty() {
+        let place = match by {
             // Plain open works on any kernel, and also where openat2 is forbidden.
-            true => rustix::fs::open(path, flags, Mode::empty()),
-            false => rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), resolve),
+            NamedBy::User => rustix::fs::open(path, flags, Mode::empty())?.into(),
+            NamedBy::Header => {
+                let resolve = ResolveFlags::NO_MAGICLINKS;
+                rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), resolve)?.into()
+            }
+            NamedBy::HeaderAlone => locate(path)?,
         };
-        let place = File::from(place?);
         if access == Access::Look {
             return Ok(place);
         }

@@ -564,6 +564,7 @@ async fn open_file(
     }
     let file = FileOptions {
         role: options.role.clone(),
+        by_header_alone: options.chain == ChainPolicy::FOLLOW,
         read_only: options.read_only,
         share: options.share,
         exclusive: matches!(options.role, Role::CacheOf(_)),

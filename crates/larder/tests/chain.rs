@@ -529,6 +529,64 @@ fn root_distrusts_other_users_image() {
     refused(disk_serve(&all), &["any user may write to it", "--trust-image"]);
 }
 
+/// Root follows the names in its own images through no link of another user, wherever that user has put the image. It
+/// does not trust an image that a group may write to.
+#[test]
+fn root_follows_no_foreign_link() {
+    need_root("links of another user");
+    let place = Place::new();
+    let secret = place.raw("secret", 7);
+    place.raw("base.raw", 9);
+    let golden = place.overlay("golden.qcow2", "base.raw", "raw");
+    let folder = place.image("alice");
+    fs::create_dir(&folder).expect("a folder");
+    let plant = |target: &Path, name: &str| {
+        std::os::unix::fs::symlink(target, folder.join(name)).expect("links");
+        std::os::unix::fs::lchown(folder.join(name), Some(65534), None).expect("we are root");
+    };
+    let data = folder.join("data");
+    let with_data = place.with_data_file("data.qcow2", &data);
+    fs::remove_file(&data).expect("is there");
+    plant(&secret, "data");
+    plant(&secret, "base.raw");
+    plant(&golden, "linked.qcow2");
+    fs::hard_link(&golden, folder.join("hard.qcow2")).expect("links");
+    std::os::unix::fs::chown(&folder, Some(65534), None).expect("we are root");
+    let socket = place.sockets.path().join("socket");
+    let command = |image: &Path, options: &[&str]| {
+        let mut all = vec![text(image), "--socket", text(&socket)];
+        all.extend(options);
+        disk_serve(&all)
+    };
+    serves(command(&golden, &[]));
+    let by_alice = [
+        folder.join("linked.qcow2"),
+        folder.join("hard.qcow2"),
+        with_data.clone(),
+    ];
+    for image in &by_alice {
+        refused(
+            command(image, &[]),
+            &["on the way belongs to user 65534", "--trust-image"],
+        );
+        serves(command(image, &["--trust-image"]));
+    }
+    // Links of root are followed.
+    for name in ["data", "base.raw"] {
+        std::os::unix::fs::lchown(folder.join(name), Some(0), None).expect("we are root");
+    }
+    for image in &by_alice {
+        serves(command(image, &[]));
+    }
+
+    std::os::unix::fs::chown(&golden, None, Some(65534)).expect("we are root");
+    fs::set_permissions(&golden, fs::Permissions::from_mode(0o664)).expect("is ours");
+    refused(
+        command(&golden, &[]),
+        &["users of group", "may write to it", "--trust-image"],
+    );
+}
+
 /// Another user's cache names the image to which root would write, so root has to name the same image.
 #[test]
 fn foreign_cache_flush_needs_confirmation() {

@@ -430,6 +430,8 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
             read_only: true,
             share: true,
             role,
+            // The user is shown the names, and decides about them.
+            chain: ChainPolicy::Follow { trust_image: true },
             ..ImageOptions::default()
         };
         let file: Rc<dyn BlockDevice> = open_file(on, path, &options, true, None).await?;

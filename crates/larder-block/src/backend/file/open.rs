@@ -58,6 +58,8 @@ pub enum Role {
 pub struct FileOptions {
     /// The purpose of the file.
     pub role: Role,
+    /// Only an image's header names a [`Role::Part`], see [`NamedBy::HeaderAlone`].
+    pub by_header_alone: bool,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the file too. The user is responsible for the consequences.
@@ -271,12 +273,13 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), Ope
         read_only,
     };
     let by = match options.role {
+        Role::Part if options.by_header_alone => NamedBy::HeaderAlone,
         Role::Part => NamedBy::Header,
         Role::Image | Role::CacheOf(_) => NamedBy::User,
     };
     let access = if read_only { Access::Read } else { Access::Write };
     let file = opener().open(path, access, by).map_err(|source| {
-        if by == NamedBy::Header && source.raw_os_error() == Some(libc::ELOOP) {
+        if by != NamedBy::User && source.raw_os_error() == Some(libc::ELOOP) {
             return OpenError::Links { path: path.to_owned() };
         }
         // If the file is of a wrong kind, that explains more than the error of the open call.

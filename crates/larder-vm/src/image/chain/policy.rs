@@ -3,13 +3,14 @@
 
 use std::fmt::Write;
 use std::fs::Metadata;
+use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use larder_block::opener;
+use larder_block::opener::{self, locate};
 use larder_block::printable;
-use nix::unistd::{Uid, User};
+use nix::unistd::{Gid, Group, Uid, User};
 
 use super::{ChainPart, PartRole};
 use crate::image::{Format, ImageAddress};
@@ -48,10 +49,10 @@ pub enum PinnedBy {
 /// Treatment of the files that an image's header names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChainPolicy {
-    /// The files are opened with the caller's rights, as QEMU does. For an image of another user, root opens them
-    /// only if it trusts that user.
+    /// The files are opened with the caller's rights, as QEMU does. For an image of another user, or through a
+    /// symbolic link of another user, root opens them only if it trusts that user.
     Follow {
-        /// Root trusts the authors of other users' images.
+        /// Root trusts the authors of other users' images, and the owners of links.
         trust_image: bool,
     },
     /// Only the pinned files are opened, and the header must name the same ones.
@@ -118,6 +119,17 @@ pub enum ChainError {
         author: Author,
     },
     #[error(
+        "{image}: its header has root open '{}', and root does not follow every link: {}; if that file is the right one, \
+         say so with --trust-image, or do this as another user",
+        printable(name),
+        printable(&source.to_string())
+    )]
+    Link {
+        image: String,
+        name: String,
+        source: io::Error,
+    },
+    #[error(
         "{image}: its header names no {what}, and {} names '{}'{}",
         says(by),
         printable(name),
@@ -171,6 +183,8 @@ pub enum Author {
     User(u32),
     /// Any user may write to the file.
     AnyUser,
+    /// The members of this group may write to the file, or users whom its access control list names.
+    Group(u32),
     /// The image is on a block device, and its format was probed: a guest that had the device as a raw disk could
     /// have written the header.
     Guest,
@@ -181,10 +195,14 @@ pub enum Author {
 impl Author {
     /// Returns the author of a file on this host; `is_guessed` means that its format was probed.
     pub(in crate::image) fn of_file(file: &Metadata, is_guessed: bool) -> Self {
-        match file.file_type().is_block_device() {
-            true if is_guessed => Self::Guest,
+        let is_device = file.file_type().is_block_device();
+        // The members of the group of all disks can change any file of root on them.
+        let is_of_group = || file.mode() & 0o020 != 0 && !(is_device && is_group_of_disks(file.gid()));
+        match file.uid() {
+            _ if is_device && is_guessed => Self::Guest,
             _ if file.mode() & 0o002 != 0 => Self::AnyUser,
-            _ => Self::User(file.uid()),
+            0 if is_of_group() => Self::Group(file.gid()),
+            user => Self::User(user),
         }
     }
 
@@ -215,12 +233,22 @@ impl std::fmt::Display for Author {
                 None => write!(f, "it belongs to user {number}"),
             },
             Self::AnyUser => f.write_str("any user may write to it"),
+            Self::Group(number) => match Group::from_gid(Gid::from_raw(*number)).ok().flatten() {
+                Some(group) => write!(f, "users of group {} may write to it", group.name),
+                None => write!(f, "users of group {number} may write to it"),
+            },
             Self::Guest => f.write_str(
                 "it is on a block device and nobody has said its format, so a guest may have written its header",
             ),
             Self::Server => f.write_str("it comes from an NBD server"),
         }
     }
+}
+
+/// Returns whether this is the group to which the distributions give the host's disks.
+fn is_group_of_disks(number: u32) -> bool {
+    let group = Group::from_gid(Gid::from_raw(number)).ok().flatten();
+    group.is_some_and(|group| group.name == "disk")
 }
 
 /// Reference in a header: the file and its format.
@@ -341,22 +369,36 @@ impl ChainPolicy {
     }
 }
 
-/// Checks that the `author` of the header of `image` may choose a file that this process opens.
+/// Checks that the `author` of the header of `image` may choose a file that this process opens, and that no link of
+/// another user leads to that file. A relative name starts in the directory of the image's path, which the user may
+/// have chosen by a link to the image.
 fn check_author(
     image: &ImageAddress,
     author: Author,
     named: Option<&Named<'_>>,
     trust_image: bool,
 ) -> Result<(), ChainError> {
-    match named {
-        Some(named) if !trust_image && rustix::process::geteuid().is_root() && !author.is_root() => {
-            Err(ChainError::Author {
+    let Some(named) = named.filter(|_| !trust_image && rustix::process::geteuid().is_root()) else {
+        return Ok(());
+    };
+    if !author.is_root() {
+        return Err(ChainError::Author {
+            image: image.to_string(),
+            name: named.name.to_owned(),
+            author,
+        });
+    }
+    match &named.address {
+        ImageAddress::Path(path) => match locate(path) {
+            // The host's own errors are reported when the file is opened.
+            Err(source) if source.raw_os_error().is_none() => Err(ChainError::Link {
                 image: image.to_string(),
                 name: named.name.to_owned(),
-                author,
-            })
-        }
-        _ => Ok(()),
+                source,
+            }),
+            _ => Ok(()),
+        },
+        ImageAddress::Nbd(_) => Ok(()),
     }
 }
 
