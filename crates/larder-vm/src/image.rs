@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile, Role};
+use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile, OpenError, Role};
 use larder_block::backend::image_lock::{self, Claim};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
@@ -55,7 +55,7 @@ pub use cache_wish::{
 };
 pub(crate) use chain::policy::toml_text;
 pub use chain::policy::{
-    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, not_utf8,
+    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, may_follow, not_utf8,
     pinned as pinned_chain, text as chain_text,
 };
 pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
@@ -550,6 +550,31 @@ pub async fn open_bytes(
         ImageAddress::Path(path) => Ok(in_guest_blocks(open_file(on, path, options, container, None).await?)),
         ImageAddress::Nbd(uri) => Ok(in_guest_blocks(open_export(on, uri, options).await?)),
     }
+}
+
+/// Opens an image like [`open_bytes`], and returns the author of its content as well. `is_guessed` means that its
+/// format was probed.
+///
+/// # Errors
+/// See [`ImageError`].
+pub async fn open_bytes_and_author(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+    container: bool,
+    is_guessed: bool,
+) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
+    let ImageAddress::Path(path) = image else {
+        return Ok((open_bytes(on, image, options, container).await?, Author::Server));
+    };
+    let file = open_file(on, path, options, container, None).await?;
+    // The path may lead to another file by now.
+    let found = file.metadata().map_err(|source| OpenError::Os {
+        path: path.clone(),
+        what: "finding whose it is",
+        source,
+    })?;
+    Ok((in_guest_blocks(file), Author::of_file(&found, is_guessed)))
 }
 
 async fn open_file(

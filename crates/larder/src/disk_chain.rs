@@ -4,7 +4,7 @@ use larder_block::Loop;
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{LeftBehind, left_behind};
-use larder_vm::image::{Format, ImageAddress, dirty_caches, is_same};
+use larder_vm::image::{Author, Format, ImageAddress, dirty_caches, is_same, may_follow};
 
 use crate::cli::FormatName;
 use crate::disk_image::{self, Sharing};
@@ -26,21 +26,31 @@ pub(crate) struct Layer {
     pub(crate) dirty_caches: Vec<ImageAddress>,
     /// Reason why the file could not be opened.
     pub(crate) trouble: Option<String>,
+    /// The file was not opened because this process, as root, does not trust the header that names it.
+    pub(crate) is_refused: bool,
 }
 
 /// Properties of a backing file that was opened.
 struct Found {
     format: Format,
+    author: Author,
     virtual_size: u64,
     in_use: bool,
     left: LeftBehind,
     header: Option<Header>,
 }
 
-/// Returns the backing files of the image at `top`, nearest first.
-pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header) -> Vec<Layer> {
+/// Returns the backing files of the image at `top`, nearest first. `author` is the author of its header. Unless
+/// `trust_image` is set, root opens no file that another user could have chosen.
+pub(crate) async fn backing_files(
+    on: &Loop,
+    (top, author): (&ImageAddress, Author),
+    header: &Header,
+    trust_image: bool,
+) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
-    let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
+    let (mut above, mut author) = (top.clone(), author);
+    let (mut name, mut format) = (header.backing_file.clone(), header.backing_format.clone());
     while let Some(backing) = name.take() {
         let address = ImageAddress::beside(&above, &backing);
         let named = match format.as_deref().and_then(Format::of_driver) {
@@ -48,6 +58,10 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
             Some(Format::Qcow2) => Some(FormatName::Qcow2),
             None => None,
         };
+        let refused = address.as_ref().ok().and_then(|address| {
+            let followed = may_follow((&above, author), &backing, address, trust_image);
+            followed.err().map(|error| error.to_string())
+        });
         let image = address.clone().unwrap_or_else(|_| ImageAddress::Path(backing.into()));
         let mut layer = Layer {
             format: format.take().unwrap_or_else(|| "not named".to_owned()),
@@ -56,12 +70,15 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
             left: LeftBehind::Nothing,
             dirty_caches: Vec::new(),
             trouble: None,
+            is_refused: refused.is_some(),
             image,
         };
-        let is_seen = is_same(top, &layer.image) || layers.iter().any(|seen| is_same(&seen.image, &layer.image));
+        let is_seen = || is_same(top, &layer.image) || layers.iter().any(|seen| is_same(&seen.image, &layer.image));
         layer.trouble = if let Err(error) = address {
             Some(error.to_string())
-        } else if is_seen {
+        } else if refused.is_some() {
+            refused
+        } else if is_seen() {
             Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
         } else if layers.len() >= CHAIN_MAX {
             Some(format!(
@@ -74,8 +91,9 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
             layers.push(layer);
             break;
         }
-        match look_into(on, &layer.image, named).await {
+        match look_into(on, &layer.image, named, trust_image).await {
             Ok(found) => {
+                author = found.author;
                 if named.is_none() {
                     layer.format = format!("{}, guessed", found.format.name());
                 }
@@ -94,13 +112,20 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
     layers
 }
 
-async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) -> anyhow::Result<Found> {
+async fn look_into(
+    on: &Loop,
+    image: &ImageAddress,
+    format: Option<FormatName>,
+    trust_image: bool,
+) -> anyhow::Result<Found> {
     // Users are looked up before the file is opened, as for the image itself.
     let in_use = disk_image::used_by(image).is_some();
-    let opened = disk_image::open(on, image, format, Sharing::Share).await?;
+    let opened = disk_image::open(on, image, format, Sharing::Backing { trust_image }).await?;
+    let author = opened.author;
     Ok(match opened.format {
         Format::Raw => Found {
             format: Format::Raw,
+            author,
             virtual_size: opened.file.geometry().size.get(),
             in_use,
             left: LeftBehind::Nothing,
@@ -110,6 +135,7 @@ async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) 
             let header = read_header(&opened.file).await?;
             Found {
                 format: Format::Qcow2,
+                author,
                 virtual_size: header.size,
                 in_use,
                 left: match in_use {

@@ -10,7 +10,7 @@ use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{self, LeftBehind};
 use larder_vm::image::{
-    Author, ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches, use_without_cache, use_without_dirty_cache,
+    ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches, use_without_cache, use_without_dirty_cache,
 };
 use serde_json::{Value, json};
 
@@ -33,9 +33,10 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     let (repaired, left, given_up, chain) = on.block_on(async {
         let open = async || {
             let opened = disk_image::open(&on, &image, format, sharing).await?;
-            need_qcow2(&image, opened, "that could be checked").await
+            let author = opened.author;
+            anyhow::Ok((need_qcow2(&image, opened, "that could be checked").await?, author))
         };
-        let mut file = open().await?;
+        let (mut file, mut author) = open().await?;
         let header = read_header(&file).await?;
         let mut given_up = None;
         if arguments.discard_journal {
@@ -52,20 +53,15 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
             close(&file).await?;
             take_up(&on, &image, header.corrupt, arguments.trust_image).await?;
-            file = open().await?;
+            (file, author) = open().await?;
         }
         let header = read_header(&file).await?;
         let left = journal::left_behind(&image, &header)?;
-        let not_followed = header.backing_file.as_ref().and_then(|_| Author::not_followed(&image));
-        let chain = match not_followed {
-            Some(author) if !arguments.trust_image => {
-                tracing::warn!(
-                    "{image}: its backing files are not looked at, because {author}; --trust-image has root open them"
-                );
-                Vec::new()
-            }
-            _ => backing_files(&on, &image, &header).await,
-        };
+        let chain = backing_files(&on, (&image, author), &header, arguments.trust_image).await;
+        for layer in chain.iter().filter(|layer| layer.is_refused) {
+            let why = layer.trouble.as_deref().unwrap_or_default();
+            tracing::warn!("the backing file {} is not looked at: {why}", layer.image);
+        }
         let options = CheckOptions {
             memory_max: arguments.memory,
             file_len: disk_image::file_len(&image),

@@ -4,12 +4,13 @@ use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
 
 use anyhow::{anyhow, bail};
+use larder_block::backend::file::Role;
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
 use larder_vm::image::{
-    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe, refuse_needed,
-    use_without_cache,
+    Author, BEGINNING_BYTES, ChainPolicy, Format, ImageAddress, ImageOptions, begins_like, open_bytes_and_author,
+    probe, refuse_needed, use_without_cache,
 };
 
 use serde_json::{Value, json};
@@ -21,6 +22,8 @@ pub(crate) struct OpenImage {
     pub(crate) format: Format,
     /// The file itself, as bytes, whatever its format.
     pub(crate) file: Rc<dyn BlockDevice>,
+    /// The author of its content.
+    pub(crate) author: Author,
 }
 
 /// Sharing of an image with other processes.
@@ -28,6 +31,9 @@ pub(crate) struct OpenImage {
 pub(crate) enum Sharing {
     /// Other processes may do anything with the image; it is opened read-only.
     Share,
+    /// Like `Share`, for a backing file, which a header names. Unless root trusts other users' images, it follows no
+    /// symbolic link of another user.
+    Backing { trust_image: bool },
     /// Other processes may only read the image; it is opened read-only.
     NoWriters,
     /// Other processes may not use the image; it is opened for writing.
@@ -43,17 +49,22 @@ pub(crate) async fn open(
     format: Option<FormatName>,
     sharing: Sharing,
 ) -> anyhow::Result<OpenImage> {
+    let is_guessed = format.is_none();
     let format = match format {
         Some(format) => format.into(),
         None => probe(image)?,
     };
     let is_container = format != Format::Raw;
-    let options = ImageOptions {
-        read_only: matches!(sharing, Sharing::Share | Sharing::NoWriters),
-        share: sharing == Sharing::Share,
+    let mut options = ImageOptions {
+        read_only: !matches!(sharing, Sharing::Exclusive | Sharing::ExclusiveWithCaches),
+        share: matches!(sharing, Sharing::Share | Sharing::Backing { .. }),
         ..ImageOptions::default()
     };
-    let file = open_bytes(on, image, &options, is_container).await?;
+    if let Sharing::Backing { trust_image } = sharing {
+        options.role = Role::Part;
+        options.chain = ChainPolicy::Follow { trust_image };
+    }
+    let (file, author) = open_bytes_and_author(on, image, &options, is_container, is_guessed).await?;
     if is_container && beginning(&file).await != Some("qcow2") {
         bail!("{image}: it is not a qcow2 image; without --format it is taken for what it begins like");
     }
@@ -63,7 +74,7 @@ pub(crate) async fn open(
             refuse_needed(image, &file).await?;
         }
     }
-    Ok(OpenImage { format, file })
+    Ok(OpenImage { format, file, author })
 }
 
 /// Returns the file of a qcow2 image.

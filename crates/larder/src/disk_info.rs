@@ -50,7 +50,10 @@ struct Qcow2Info {
 pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let ImageArguments { image, format, output } = arguments.of;
-    let info = on.block_on(gather(&on, image, format, arguments.backing_chain))?;
+    let with_chain = arguments.backing_chain.then_some(Chain {
+        trust_image: arguments.trust_image,
+    });
+    let info = on.block_on(gather(&on, image, format, with_chain))?;
     match output {
         Output::Text => print(&text(&info))?,
         Output::Json => print(&format!("{:#}\n", json_of(&info)))?,
@@ -58,17 +61,30 @@ pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>, with_chain: bool) -> anyhow::Result<Info> {
+/// A request for the backing files.
+struct Chain {
+    /// Root opens also those that other users have chosen.
+    trust_image: bool,
+}
+
+async fn gather(
+    on: &Loop,
+    image: ImageAddress,
+    format: Option<FormatName>,
+    with_chain: Option<Chain>,
+) -> anyhow::Result<Info> {
     // Users are looked up once, and before anything is read: if a server died between two lookups, the second would
     // not find it, and its journal would never be looked for.
     let used_by = disk_image::used_by(&image);
-    let OpenImage { format, file } = disk_image::open(on, &image, format, Sharing::Share).await?;
+    let OpenImage { format, file, author } = disk_image::open(on, &image, format, Sharing::Share).await?;
     let qcow2 = match format {
         Format::Raw => None,
         Format::Qcow2 => Some(qcow2_info(&file, &image, used_by.is_some()).await?),
     };
-    let chain = match &qcow2 {
-        Some(qcow2) if with_chain => Some(backing_files(on, &image, &qcow2.header).await),
+    let chain = match (&qcow2, with_chain) {
+        (Some(qcow2), Some(Chain { trust_image })) => {
+            Some(backing_files(on, (&image, author), &qcow2.header, trust_image).await)
+        }
         _ => None,
     };
     let size = file.geometry().size.get();

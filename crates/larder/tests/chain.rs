@@ -587,6 +587,54 @@ fn root_follows_no_foreign_link() {
     );
 }
 
+/// `disk info` and `disk check` as root open no backing file that another user or a server has chosen, whichever image
+/// of the chain names it.
+#[test]
+fn root_inspects_no_foreign_choice() {
+    need_root("images of another user");
+    let place = Place::new();
+    let secret = place.raw("secret", 7);
+    let theirs = place.overlay("theirs.qcow2", text(&secret), "raw");
+    std::os::unix::fs::chown(&theirs, Some(65534), None).expect("we are root");
+    let over_theirs = place.overlay("over.qcow2", "theirs.qcow2", "qcow2");
+    let link = place.image("link");
+    std::os::unix::fs::symlink(&secret, &link).expect("links");
+    std::os::unix::fs::lchown(&link, Some(65534), None).expect("we are root");
+    let over_link = place.overlay("linked.qcow2", text(&link), "raw");
+    let uri = format!("nbd+unix:///?socket={}", text(&place.sockets.path().join("nbd")));
+    let served = place.overlay("served.qcow2", text(&secret), "raw");
+    let _server = serve(&served, place.sockets.path(), &["--format", "raw", "--nbd", &uri]);
+    for (image, depth, why) in [
+        (text(&theirs), 1, "it belongs to user nobody"),
+        (text(&over_theirs), 2, "it belongs to user nobody"),
+        (text(&over_link), 1, "on the way belongs to user 65534"),
+        (&uri, 1, "it comes from an NBD server"),
+    ] {
+        let disk = |what: &[&str], more: &[&str]| {
+            let mut command = Command::new(larder());
+            command
+                .arg("disk")
+                .args(what)
+                .args(["--format", "qcow2", image])
+                .args(more);
+            run(command)
+        };
+        let info = |more: &[&str]| disk(&["info", "--backing-chain"], more);
+        let (code, said) = info(&[]);
+        assert_eq!(code, Some(0), "{said}");
+        for words in [&format!("{depth} deep"), "cannot be read: ", why, "--trust-image"] {
+            assert!(said.contains(words), "no '{words}' in: {said}");
+        }
+        let (code, said) = info(&["--trust-image"]);
+        assert!(code == Some(0) && said.contains("(raw): 1 MiB"), "{said}");
+        let (code, said) = disk(&["check"], &[]);
+        assert!(code == Some(0) && said.contains("is not looked at"), "{said}");
+        assert!(said.contains(why), "{said}");
+        let (code, said) = disk(&["check"], &["--trust-image"]);
+        assert!(code == Some(0) && !said.contains("not looked at"), "{said}");
+    }
+}
+
 /// Another user's cache names the image to which root would write, so root has to name the same image.
 #[test]
 fn foreign_cache_flush_needs_confirmation() {

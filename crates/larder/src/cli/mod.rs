@@ -409,6 +409,9 @@ pub(crate) struct InfoArguments {
     /// Also open the backing files that the headers name, and show information about them
     #[arg(long)]
     pub(crate) backing_chain: bool,
+    /// As root, open also the backing files that the headers of other users' images name
+    #[arg(long, requires = "backing_chain")]
+    pub(crate) trust_image: bool,
 }
 
 #[derive(Args)]

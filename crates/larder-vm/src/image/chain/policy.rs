@@ -283,7 +283,9 @@ impl ChainPolicy {
         let (chain, by) = match self {
             Self::Pinned { chain, by } => (chain, by),
             Self::Follow { trust_image } => {
-                check_author(image, author, named.as_ref(), *trust_image)?;
+                if let Some(Named { name, address, .. }) = &named {
+                    may_follow((image, author), name, address, *trust_image)?;
+                }
                 return Ok(named.map(|named| (named.address, named.format)));
             }
         };
@@ -339,7 +341,9 @@ impl ChainPolicy {
         let (chain, by) = match self {
             Self::Pinned { chain, by } => (chain, by),
             Self::Follow { trust_image } => {
-                check_author(image, author, named.as_ref(), *trust_image)?;
+                if let Some(Named { name, address, .. }) = &named {
+                    may_follow((image, author), name, address, *trust_image)?;
+                }
                 return Ok(named.map(|named| named.address));
             }
         };
@@ -370,30 +374,33 @@ impl ChainPolicy {
 }
 
 /// Checks that the `author` of the header of `image` may choose a file that this process opens, and that no link of
-/// another user leads to that file. A relative name starts in the directory of the image's path, which the user may
-/// have chosen by a link to the image.
-fn check_author(
-    image: &ImageAddress,
-    author: Author,
-    named: Option<&Named<'_>>,
+/// another user leads to that file. The header has `name` for the file at `address`. A relative name starts in the
+/// directory of the image's path, which the user may have chosen by a link to the image.
+///
+/// # Errors
+/// The process is root, and trusts neither other users' images nor their links.
+pub fn may_follow(
+    (image, author): (&ImageAddress, Author),
+    name: &str,
+    address: &ImageAddress,
     trust_image: bool,
 ) -> Result<(), ChainError> {
-    let Some(named) = named.filter(|_| !trust_image && rustix::process::geteuid().is_root()) else {
+    if trust_image || !rustix::process::geteuid().is_root() {
         return Ok(());
-    };
+    }
     if !author.is_root() {
         return Err(ChainError::Author {
             image: image.to_string(),
-            name: named.name.to_owned(),
+            name: name.to_owned(),
             author,
         });
     }
-    match &named.address {
+    match address {
         ImageAddress::Path(path) => match locate(path) {
             // The host's own errors are reported when the file is opened.
             Err(source) if source.raw_os_error().is_none() => Err(ChainError::Link {
                 image: image.to_string(),
-                name: named.name.to_owned(),
+                name: name.to_owned(),
                 source,
             }),
             _ => Ok(()),
