@@ -30,6 +30,7 @@ use super::proof::Proof;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 use crate::data_limit::Share;
 use crate::occupied::{self, Occupied};
+use crate::opener::helper;
 
 /// Checks that a cache on `file` may hold the only copy of data.
 ///
@@ -121,6 +122,14 @@ pub enum CacheError {
         "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
     )]
     Away { file: ImageAddress },
+    #[error(
+        "{file}, a cache of it, was not closed, and may have data that was never written to it, and the VM's file does not name it, so that this server may not open it: serve the disk with it (write cache = \"{file}\" there); or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+    )]
+    NotNamed { file: ImageAddress },
+    #[error(
+        "{file}, a cache of it, was not closed, and may have data that was never written to it, and this user may not open it: as one who may, serve the disk with that cache; or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+    )]
+    NotPermitted { file: ImageAddress },
     #[error(
         "{file}: it is an older copy of the disk's cache, which was not closed when it was used last, and may have data then that was never written to the disk: serve the disk with that one, as {newer} was; or give that data up with `larder disk cache drop --lose-dirty {newer}`"
     )]
@@ -235,7 +244,8 @@ impl Cached {
     }
 }
 
-/// Checks whether a cache could be opened, as far as possible without changing anything.
+/// Checks whether a cache could be opened, as far as possible without changing anything, and whether the disk may be
+/// used without its other caches.
 pub(super) async fn look(
     on: &Loop,
     identity: &[u8],
@@ -243,18 +253,30 @@ pub(super) async fn look(
     options: &ImageOptions,
 ) -> Result<(), CacheError> {
     wish.check()?;
-    match &wish.file {
-        ImageAddress::Path(path) if matches!(Place::of(path, wish.size)?, Place::Filled) => {}
-        _ => return Ok(()),
-    }
-    let fast = open_device(on, wish, options, None).await?;
-    let fits = match look_at(&fast, identity, wish).await {
-        Ok(None) => refuse_occupied(on, &fast, &wish.file).await,
-        found => found.map(drop),
+    let note = match &wish.file {
+        ImageAddress::Path(path) if matches!(Place::of(path, wish.size)?, Place::Filled) => {
+            let fast = open_device(on, wish, options, None).await?;
+            let found = match look_at(&fast, identity, wish).await {
+                Ok(None) => refuse_occupied(on, &fast, &wish.file).await.map(|()| None),
+                found => found,
+            };
+            // Nothing was written, so a failed close loses nothing.
+            let _ = fast.close().await;
+            found?.as_ref().map(Note::of)
+        }
+        _ => None,
     };
-    // Nothing was written, so a failed close loses nothing.
-    let _ = fast.close().await;
-    fits
+    let (_, others) = others_of(identity, note.as_ref().as_slice(), note.as_ref());
+    let others: Vec<Other> = others.into_iter().filter(Other::is_at_a_path).collect();
+    refuse_dirty(on, &others).await
+}
+
+/// Returns the state files of the disk's caches except those in `used`: first of the caches that the cache with the
+/// state file `new` has replaced, then of all others.
+fn others_of(identity: &[u8], used: &[&Note], new: Option<&Note>) -> (Vec<Other>, Vec<Other>) {
+    let replaced = new.map(replaced::old_of).unwrap_or_default();
+    let others = Note::others(identity, used);
+    others.into_iter().partition(|other| other.is_one_of(&replaced))
 }
 
 /// A cache that is locked for this process, but not open yet.
@@ -582,7 +604,7 @@ async fn open_on(
         .into_iter()
         .chain([&note])
         .collect();
-    leave_out_others(on, disk, &used, &replaced::old_of(&note)).await?;
+    leave_out_others(on, disk, &used, &note).await?;
     if superblock.clean
         && !wish.force
         && let Some(newer) = note.newer_than(superblock)
@@ -704,13 +726,12 @@ async fn open_on(
 }
 
 /// Prepares a disk for changes without the caches that have state files, except those of `used`: their clean data
-/// becomes stale. The caches in `replaced` have been replaced by this one.
+/// becomes stale. The cache with the state file `new` may have replaced some of them.
 ///
 /// # Errors
 /// One of the caches may have dirty data.
-async fn leave_out_others(on: &Loop, disk: &Cached, used: &[&Note], replaced: &[Vec<u8>]) -> Result<(), CacheError> {
-    let others = Note::others(&disk.identity, used);
-    let (old, others): (Vec<Other>, Vec<Other>) = others.into_iter().partition(|other| other.is_one_of(replaced));
+async fn leave_out_others(on: &Loop, disk: &Cached, used: &[&Note], new: &Note) -> Result<(), CacheError> {
+    let (old, others) = others_of(&disk.identity, used, Some(new));
     refuse_dirty(on, &others).await?;
     if !disk.device.geometry().read_only {
         old.iter().chain(&others).for_each(Other::is_used_without);
@@ -726,16 +747,26 @@ pub(super) async fn refuse_dirty(on: &Loop, others: &[Other]) -> Result<(), Cach
     for other in others.iter().filter(|other| other.is_dirty()) {
         let Some(file) = other.file() else { continue };
         match read_superblock_of(on, &file).await {
-            Some(superblock) if other.is_of(&superblock) && !superblock.may_be_dirty => {}
-            Some(superblock) if other.is_of(&superblock) => return Err(CacheError::LeftOut { file }),
+            Ok(superblock) if other.is_of(&superblock) && !superblock.may_be_dirty => {}
+            Ok(superblock) if other.is_of(&superblock) => return Err(CacheError::LeftOut { file }),
+            Err(error) if is_denied(&error) && helper().is_some() => return Err(CacheError::NotNamed { file }),
+            Err(error) if is_denied(&error) => return Err(CacheError::NotPermitted { file }),
             _ => return Err(CacheError::Away { file }),
         }
     }
     Ok(())
 }
 
-/// Reads the superblock of a cache; `None` if there is none, or it cannot be read.
-async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Option<Superblock> {
+/// Returns whether the file exists, but may not be opened.
+fn is_denied(error: &CacheError) -> bool {
+    let CacheError::Device(error) = error else { return false };
+    let causes = std::iter::successors(Some(&**error as &dyn std::error::Error), |cause| cause.source());
+    let mut causes = causes.filter_map(|cause| cause.downcast_ref::<std::io::Error>());
+    causes.any(|cause| cause.kind() == ErrorKind::PermissionDenied)
+}
+
+/// Reads the superblock of a cache.
+async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Result<Superblock, CacheError> {
     let options = ImageOptions {
         read_only: true,
         share: true,
@@ -746,8 +777,9 @@ async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Option<Superblock
         },
         ..ImageOptions::default()
     };
-    let fast = open_bytes(on, file, &options, false).await.ok()?;
-    read_superblock(&fast).await.ok()
+    let fast = open_bytes(on, file, &options, false).await;
+    let fast = fast.map_err(|error| CacheError::Device(Box::new(error)))?;
+    Ok(read_superblock(&fast).await?)
 }
 
 /// Decides which data of a cache that was not closed is stale; `None` if all of it can be used.

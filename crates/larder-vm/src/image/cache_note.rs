@@ -618,6 +618,11 @@ impl Other {
         file_in(&self.noted.cache)
     }
 
+    /// Returns whether the cache is on a file or device, not behind an NBD server.
+    pub(super) fn is_at_a_path(&self) -> bool {
+        matches!(self.file(), Some(ImageAddress::Path(_)))
+    }
+
     /// Returns whether the cache is one of those in a record of [`super::replaced`].
     pub(super) fn is_one_of(&self, caches: &[Vec<u8>]) -> bool {
         caches.contains(&self.noted.cache)

@@ -373,12 +373,11 @@ impl Opener<'_> {
                 source: Box::new(source),
             },
         })?;
-        if !self.options.trial {
-            // The newest data of a backing file with a dirty cache is in that cache, where this chain would not read
-            // it.
-            let others = Note::others(&disk_id::identity(&address, format), &[]);
-            refuse_dirty(self.on, &address, &others).await?;
-        }
+        // The newest data of a backing file with a dirty cache is in that cache, where this chain would not read it. A
+        // trial contacts no NBD server.
+        let mut others = Note::others(&disk_id::identity(&address, format), &[]);
+        others.retain(|other| !self.options.trial || other.is_at_a_path());
+        refuse_dirty(self.on, &address, &others).await?;
         Ok(Some(device))
     }
 }

@@ -281,6 +281,7 @@ fn restored_time_hides_no_change() {
         // The next server keeps all data that it has checkpointed.
         served.stop();
         let served = place.serve(image, &cache, options);
+        served.settle();
         if is_before_kill {
             change_and_restore_time(&base);
             let now = place.path("now");

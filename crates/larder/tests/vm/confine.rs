@@ -4,13 +4,14 @@ use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::process::mortal;
 
-use crate::support::{need_root, on_tmpfs, pattern};
+use crate::support::{larder, need_root, on_tmpfs, pattern};
 use crate::{
     FrontEnd, LIMIT, Options, Process, TWO, Vm, curl, data_io, ends, own_folder, run, start_as_a_service_with, text,
     tool, two, works,
@@ -534,6 +535,78 @@ fn dirty_cache_survives_kill_when_confined() {
             ends(process);
         }
     }
+}
+
+/// Returns a VM's file with one disk, which has a write-back cache.
+fn with_cache(cache: &str) -> String {
+    format!(
+        r#"
+control = "control"
+
+[[disk]]
+name = "data"
+image = "IMAGES/data.raw"
+format = "raw"
+nbd = "nbd+unix:///data?socket=data.nbd"
+prefetch = "off"
+cache = "IMAGES/{cache}"
+cache-size = "4MiB"
+cache-mode = "wb"
+"#
+    )
+}
+
+/// A dirty cache that the VM's file no longer names is no missing one: the start and `--check` give advice that works.
+#[test]
+fn unnamed_dirty_cache_is_explained() {
+    let vm = Vm::new(&with_cache("old.cache"));
+    vm.raw("data.raw", 8);
+    let at = |name: &str| vm.images.path().join(name);
+    let reads = |pattern: u8| {
+        let said = data_io(&vm, &[&format!("read -P {pattern} 0 1M")]);
+        assert!(!said.contains("failed"), "{said}");
+    };
+    let is_refused = |unnamed: &str| {
+        let unnamed = at(unnamed);
+        let flush = format!("`larder disk cache flush {}`", text(&unnamed));
+        let key = format!("(write cache = \"{}\" there)", text(&unnamed));
+        let (code, said) = run(vm.command(CONFINED));
+        assert!(
+            code == Some(2) && said.contains(&flush) && said.contains(&key),
+            "{said}"
+        );
+        assert!(!said.contains("is not there now"), "{said}");
+        let (code, said) = run(vm.command(&["--check"]));
+        assert!(code == Some(2) && said.contains(&flush), "{said}");
+    };
+    let mut process = start(&vm);
+    data_io(&vm, &["write -P 5 0 1M", "flush"]);
+    process.kill();
+    vm.write(&with_cache("new.cache"));
+    is_refused("old.cache");
+    assert!(!at("new.cache").exists());
+    vm.write(&with_cache("old.cache"));
+    let (code, said) = run(vm.command(&["--check"]));
+    assert!(code == Some(0) && said.contains("web: 1 disk can be served"), "{said}");
+    let mut process = start(&vm);
+    reads(5);
+
+    // A reload replaces the cache, and then the file names the old one again.
+    vm.write(&with_cache("new.cache"));
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(0), "{said}");
+    data_io(&vm, &["write -P 6 0 1M", "flush"]);
+    process.kill();
+    vm.write(&with_cache("old.cache"));
+    is_refused("new.cache");
+    let mut flush = Command::new(larder());
+    flush.args(["disk", "cache", "flush", text(&at("new.cache"))]);
+    flush.env("STATE_DIRECTORY", vm.path("state"));
+    let (code, said) = run(flush);
+    assert_eq!(code, Some(0), "{said}");
+    let process = start(&vm);
+    reads(6);
+    ends(process);
 }
 
 /// A confined server rereads its file, and opens the files that the new version names, but no others.
