@@ -481,12 +481,51 @@ fn pin_advice_has_absolute_paths() {
         serve
     };
     serves(command());
-    tool("qemu-img", &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)]);
+    tool(
+        "qemu-img",
+        &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)],
+    );
     let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&other));
     refused(command(), &[&line]);
     let before = fs::read_to_string(&pin).expect("is written");
     fs::write(&pin, before.replace(text(&base), text(&other))).expect("is ours");
     serves(command());
+}
+
+/// A name with its driver is relative to the working directory, as in QEMU. A command line follows it there; a VM's file
+/// cannot allow it, and one line says so.
+#[test]
+fn vm_file_refuses_working_directory_names() {
+    let place = Place::new();
+    place.raw("base.raw", 7);
+    let image = place.overlay("top.qcow2", "file:base.raw", "raw");
+    let socket = place.sockets.path().join("socket");
+    let mut serve = disk_serve(&[text(&image), "--socket", text(&socket)]);
+    serve.current_dir(place.images.path());
+    serves(serve);
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
+    for option in [None, Some("--check"), Some("--pin")] {
+        let mut command = place.vm(&lines);
+        command.args(option).current_dir(place.images.path());
+        let said = refused(command, &["'file:base.raw' names its driver", "qemu-img rebase -u"]);
+        assert!(!said.contains("backing = ["), "{option:?}: {said}");
+    }
+    tool(
+        "qemu-img",
+        &[
+            "rebase",
+            "-u",
+            "-F",
+            "raw",
+            "-b",
+            text(&place.image("base.raw")),
+            text(&image),
+        ],
+    );
+    let mut pin = place.vm(&lines);
+    pin.arg("--pin");
+    let (code, said) = run(pin);
+    assert_eq!(code, Some(0), "{said}");
 }
 
 /// Root opens the files that another user's image names only with `--trust-image`.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use larder_block::nbd::{NbdUri, NbdUriError};
+use larder_block::printable;
 
 /// Address of a disk image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +24,8 @@ pub enum ImageAddressError {
     #[error(transparent)]
     Nbd(#[from] NbdUriError),
     #[error(
-        "'{name}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it"
+        "'{}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it",
+        printable(name)
     )]
     OfQemu {
         name: String,
@@ -31,11 +33,17 @@ pub enum ImageAddressError {
         instead: &'static str,
     },
     #[error(
-        "'{0}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it"
+        "'{}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it",
+        printable(.0)
     )]
     UnknownScheme(String),
     #[error("the image's name is empty")]
     Empty,
+    #[error(
+        "'{}' names its driver, so QEMU takes it relative to the directory that a process was started in, and a VM's file cannot allow it; give it an absolute name (for a backing file: qemu-img rebase -u -F FORMAT -b /PATH IMAGE)",
+        printable(.0)
+    )]
+    InWorkingDirectory(String),
 }
 
 /// Prefixes with which QEMU names its drivers for paths.
@@ -170,6 +178,16 @@ impl ImageAddress {
             }
             _ => Ok(address),
         }
+    }
+}
+
+/// Checks that the name of another file in an image means the same file in every working directory, as a VM's file
+/// requires: its server, and the commands that check it, have different ones.
+pub(super) fn check_same_everywhere(name: &str) -> Result<(), ImageAddressError> {
+    let path = OF_PATHS.iter().find_map(|driver| name.strip_prefix(driver));
+    match path {
+        Some(path) if Path::new(path).is_relative() => Err(ImageAddressError::InWorkingDirectory(name.to_owned())),
+        _ => Ok(()),
     }
 }
 

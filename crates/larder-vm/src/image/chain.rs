@@ -16,6 +16,7 @@ use larder_block::opener::{self, opener};
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
 
+use super::address::check_same_everywhere;
 use super::cache_note::Note;
 use super::disk_id::{self, DiskFile};
 use super::journal::{self, Journals};
@@ -298,6 +299,17 @@ impl Opener<'_> {
         self.options.claim == Claim::Nobody
     }
 
+    /// Returns whether a VM's file decides which files may be opened.
+    fn is_of_vm_file(&self) -> bool {
+        matches!(
+            self.options.chain,
+            ChainPolicy::Pinned {
+                by: PinnedBy::VmFile,
+                ..
+            }
+        )
+    }
+
     /// Returns the number of images that lead to the one that was pushed last.
     fn depth(&self) -> usize {
         self.opened.len().saturating_sub(1)
@@ -314,6 +326,9 @@ impl Opener<'_> {
             name: name.to_owned(),
             source: Box::new(source),
         };
+        if let (Some(name), true) = (name, self.is_of_vm_file()) {
+            check_same_everywhere(name).map_err(|error| failed(name, error.into()))?;
+        }
         let named = name.map(|name| {
             let address = ImageAddress::beside(image, name).map_err(|error| failed(name, error.into()))?;
             Ok::<_, ImageError>(Named {
@@ -339,7 +354,9 @@ impl Opener<'_> {
         name: Option<&str>,
         format: Option<&str>,
     ) -> Result<Option<Rc<dyn BlockDevice>>, ImageError> {
-        let named = name.map(|name| named_backing(image, name, format)).transpose()?;
+        let is_of_vm_file = self.is_of_vm_file();
+        let named = name.map(|name| named_backing(image, name, format, is_of_vm_file));
+        let named = named.transpose()?;
         let name = name.unwrap_or_default();
         let allowed = self.options.chain.backing((image, author), self.depth(), named)?;
         let Some((address, format)) = allowed else {
@@ -383,7 +400,13 @@ impl Opener<'_> {
 }
 
 /// Returns the backing file that a header names, if Larder can open files with such a name.
-fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) -> Result<Named<'a>, ImageError> {
+/// For a VM's file, the name must mean the same file in every working directory.
+fn named_backing<'a>(
+    image: &ImageAddress,
+    name: &'a str,
+    format: Option<&str>,
+    is_of_vm_file: bool,
+) -> Result<Named<'a>, ImageError> {
     let unknown = |why: String| ImageError::BackingUnknown {
         image: image.to_string(),
         name: name.to_owned(),
@@ -396,7 +419,11 @@ fn named_backing<'a>(image: &ImageAddress, name: &'a str, format: Option<&str>) 
             return Err(unknown(format!("has the format '{other}', which Larder does not know")));
         }
     };
-    let address = ImageAddress::beside(image, name).map_err(|error| unknown(format!("cannot be opened: {error}")))?;
+    let cannot = |error| unknown(format!("cannot be opened: {error}"));
+    if is_of_vm_file {
+        check_same_everywhere(name).map_err(cannot)?;
+    }
+    let address = ImageAddress::beside(image, name).map_err(cannot)?;
     Ok(Named { name, address, format })
 }
 
@@ -415,7 +442,7 @@ fn no_format(image: &ImageAddress) -> ImageError {
     }
 }
 
-/// Returns the files that the headers of an image and of its backing files name. Only headers of files on this host
+/// Returns the files that the headers of an image and of its backing files name, for a VM's file. Only headers of files on this host
 /// are read: no NBD server is contacted, and the format of a backing file is not probed if the header does not give
 /// one.
 ///
@@ -437,6 +464,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
         let header = larder_qcow2::read_header(&in_guest_blocks(file)).await;
         let header = header.map_err(ImageError::Qcow2)?;
         if let Some(name) = header.data_file.as_deref().filter(|_| header.shape.data_file) {
+            check_same_everywhere(name)?;
             let data_file = Some(ImageAddress::beside(&above, name)?.absolute());
             match chain.backing.last_mut() {
                 Some(backing) => backing.data_file = data_file,
@@ -446,7 +474,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
         let Some(name) = header.backing_file.as_deref() else {
             break;
         };
-        let named = named_backing(&above, name, header.backing_format.as_deref())?;
+        let named = named_backing(&above, name, header.backing_format.as_deref(), true)?;
         if chain.backing.len() >= CHAIN_MAX {
             return Err(ImageError::BackingUnknown {
                 image: above.to_string(),
