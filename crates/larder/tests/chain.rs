@@ -528,6 +528,28 @@ fn vm_file_refuses_working_directory_names() {
     assert_eq!(code, Some(0), "{said}");
 }
 
+/// A refusal advises nothing that the next start would refuse as well.
+#[test]
+fn refusal_has_no_useless_advice() {
+    need_root("link of another user");
+    let place = Place::new();
+    let base = place.raw("base.raw", 7);
+    let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&base));
+    for option in [None, Some("--check")] {
+        let mut command = place.vm(&lines);
+        command.args(option);
+        let said = refused(command, &["correct format in the VM's file"]);
+        assert!(!said.contains("without format="), "{said}");
+    }
+    let link = place.image("link.raw");
+    std::os::unix::fs::symlink(&base, &link).expect("links");
+    std::os::unix::fs::lchown(&link, Some(1234), None).expect("we are root");
+    let mut confined = place.vm(&format!("image = \"{}\"\nformat = \"raw\"", text(&link)));
+    confined.arg("--confine");
+    let said = refused(confined, &["belongs to user 1234"]);
+    assert!(!said.contains("readonly") && !said.contains("permission"), "{said}");
+}
+
 /// Root opens the files that another user's image names only with `--trust-image`.
 #[test]
 fn root_distrusts_other_users_image() {

@@ -281,10 +281,16 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
         ImageError::Qcow2(Qcow2Error::Header {
             source: HeaderError::Magic(_),
             ..
-        }) => "; without format= it is served as what it begins like",
+        }) => match is_in_file {
+            true => "; correct format in the VM's file, or the image, if it should begin like one",
+            false => "; without format= it is served as what it begins like",
+        },
         source if is_only_qemus(source) && !is_in_file => "; attach it by -drive, and QEMU serves it",
         ImageError::File(OpenError::Open { source, .. })
-            if !disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
+            if !disk.read_only
+                // Larder's own refusals, which have no number, hold for reading as well.
+                && source.raw_os_error().is_some()
+                && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
         {
             match is_in_file {
                 true => "; with readonly = true it is only read",

@@ -124,6 +124,8 @@ pub enum OpenError {
 
 fn hint(error: &io::Error, read_only: bool) -> &'static str {
     match error.kind() {
+        // Larder itself refuses the file, and the error has the reason; the user's rights are not it.
+        _ if error.raw_os_error().is_none() => "",
         io::ErrorKind::NotFound => "; check the path, or create the image first",
         io::ErrorKind::PermissionDenied if read_only => "; the user that runs larder needs read permission",
         io::ErrorKind::PermissionDenied => "; the user that runs larder needs read and write permission",
