@@ -9,7 +9,7 @@
 //!
 //! A block device is claimed before that (`FileOptions::exclusive`), so no other program begins to use it meanwhile.
 //! If a check cannot be performed, the device is refused. A file that was just created, or has only holes, needs no
-//! check.
+//! check. A file that becomes a swap cache or a slow store has to be zeros as a whole ([`check_zeros`]).
 
 use std::fs::File;
 use std::io::{self, Seek as _, Write as _};
@@ -18,7 +18,8 @@ use std::rc::Rc;
 
 use larder_block::opener::{Access, NamedBy, opener};
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, Loop, ReadBuf};
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, SeekFrom};
+use rustix::io::Errno;
 
 use crate::image::ImageAddress;
 
@@ -34,6 +35,9 @@ pub enum Occupied {
     /// Data of an unknown format.
     #[error("its first MiB is not empty")]
     Data,
+    /// Data at this offset of a file.
+    #[error("it has data at byte {0}")]
+    DataAt(u64),
     /// A label that `blkid` recognises.
     #[error("{0} is on it")]
     Label(String),
@@ -43,7 +47,7 @@ pub enum Occupied {
 }
 
 impl Occupied {
-    fn unknown(error: impl std::fmt::Display) -> Self {
+    pub(crate) fn unknown(error: impl std::fmt::Display) -> Self {
         Self::Unknown(error.to_string())
     }
 }
@@ -102,6 +106,34 @@ pub(crate) fn check_file(file: File) -> Result<(), Occupied> {
     match is_zero(&beginning) {
         true => probe(&file),
         false => Err(Occupied::Data),
+    }
+}
+
+/// Checks that all of a file is zeros. Holes are not read.
+///
+/// # Errors
+/// The file must not be overwritten.
+pub(crate) fn check_zeros(file: &File) -> Result<(), Occupied> {
+    let mut bytes = vec![0; BEGINNING as usize];
+    let mut at = 0;
+    loop {
+        at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(Errno::NXIO) => return Ok(()),
+            // The file system does not report holes.
+            Err(Errno::INVAL) => at,
+            Err(error) => return Err(Occupied::unknown(error)),
+        };
+        let has = match file.read_at(&mut bytes, at) {
+            Ok(0) => return Ok(()),
+            Ok(has) => has,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(Occupied::unknown(error)),
+        };
+        if let Some(first) = bytes[..has].iter().position(|byte| *byte != 0) {
+            return Err(Occupied::DataAt(at + first as u64));
+        }
+        at += has as u64;
     }
 }
 

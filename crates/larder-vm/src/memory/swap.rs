@@ -6,7 +6,7 @@
 mod header;
 mod release;
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use larder_block::backend::file::{FileDevice, FileOptions, HeldFile, OpenError, claim, claim_device};
 use larder_block::boot::is_tmpfs;
+use larder_block::opener::locate;
 use larder_block::small_file;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, WriteBuf, WriteFlags};
 use larder_memory::attach::Swap;
@@ -23,6 +24,7 @@ use larder_memory::log::{SEGMENT, SEGMENTS_MAX};
 use larder_memory::state::SwapIdentity;
 use larder_memory::store::{BeforeWrite, DeviceStore};
 use rustix::fs::FallocateFlags;
+use rustix::process::geteuid;
 
 use crate::image::{ImageAddress, ImageError, ImageOptions, open_export};
 use crate::occupied::{self, Occupied, how_to_clear};
@@ -196,6 +198,13 @@ pub(super) async fn open(
                 Header::Nothing if before == Before::Unknown => {
                     let checked = occupied::check(on, &device, &address).await;
                     checked.map_err(foreign(&name))?;
+                    if let Some(file) = &file {
+                        // A disk of a guest can begin with zeros, and a file is emptied as a whole.
+                        let content = File::open(file.contents()).map_err(os(&name, "read it"))?;
+                        let checked = on.run_blocking(move || occupied::check_zeros(&content)).await;
+                        let checked = checked.map_err(Occupied::unknown).and_then(|checked| checked);
+                        checked.map_err(foreign(&name))?;
+                    }
                 }
                 Header::Nothing => {}
             }
@@ -327,8 +336,13 @@ async fn open_device(
         };
         match open_claimed(on, path, is_new).await {
             Ok(device) => {
-                let held = match path.is_file() {
-                    true => Some(device.hold().map_err(os(&address.to_string(), "keep it open"))?),
+                let name = address.to_string();
+                let opened = device.metadata().map_err(os(&name, "look at it"))?;
+                if is_new {
+                    check_path(&name, path, Some(&opened))?;
+                }
+                let held = match opened.is_file() {
+                    true => Some(device.hold().map_err(os(&name, "keep it open"))?),
                     false => None,
                 };
                 return Ok((device, held, before));
@@ -342,6 +356,26 @@ async fn open_device(
             Err(error) => return Err(image(error.into())),
         }
     }
+}
+
+/// Checks that a new disk's path leads through no symbolic link of another user, who could have root overwrite any
+/// file; if it is `opened`, also that the path leads to it now.
+fn check_path(name: &str, path: &Path, opened: Option<&Metadata>) -> Result<(), SwapError> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    let located = locate(path).and_then(|place| place.metadata());
+    let result = match (located, opened) {
+        (Err(refused), _) if refused.raw_os_error().is_none() => Err(refused),
+        // The file may be missing yet. Opening it reports all other errors.
+        (_, None) => Ok(()),
+        (Err(error), Some(_)) => Err(error),
+        (Ok(found), Some(opened)) if (found.dev(), found.ino()) == (opened.dev(), opened.ino()) => Ok(()),
+        (Ok(_), Some(_)) => Err(io::Error::other(
+            "another file has taken its place meanwhile; try again",
+        )),
+    };
+    result.map_err(os(name, "follow its path"))
 }
 
 /// Opens a disk for exclusive use. If pages are on it already, it is used even if another process has claimed it.
@@ -392,6 +426,7 @@ fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
 /// are erased. A file that another process uses, or whose pages a live process needs, is not changed.
 async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) -> Result<Before, SwapError> {
     let name = path.display().to_string();
+    check_path(&name, path, None)?;
     let found = match path.metadata() {
         Ok(metadata) => Some(metadata),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -423,6 +458,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
         source: error.into(),
     })?;
     let claimed = file.metadata().map_err(os(&name, "look at it"))?;
+    check_path(&name, path, Some(&claimed))?;
     let is_as_found = found.is_some_and(|found| (found.dev(), found.ino()) == (claimed.dev(), claimed.ino()));
     let before = match !is_as_found && claimed.len() == 0 {
         true => Before::Missing,
@@ -483,6 +519,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
         return Ok(());
     };
     let name = path.display().to_string();
+    check_path(&name, path, None)?;
     let found = match path.metadata() {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -528,7 +565,9 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
         // The file is used with its present size.
         None => {
             check_size(&name, ByteLen::new(found.len()))?;
-            occupied::check_file(file).map_err(foreign(&name))
+            let content = file.try_clone().map_err(os(&name, "read it"))?;
+            occupied::check_file(file).map_err(foreign(&name))?;
+            occupied::check_zeros(&content).map_err(foreign(&name))
         }
     }
 }

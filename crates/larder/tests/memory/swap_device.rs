@@ -2,13 +2,13 @@
 //! files.
 
 use std::fs::File;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, lchown, symlink};
 use std::path::{Path, PathBuf};
 
 use larder_bench::campaign::memory::Attach;
 use tempfile::TempDir;
 
-use crate::support::{LoopDevice, on_disk, raid_member, run, serve};
+use crate::support::{LoopDevice, need_root, on_disk, raid_member, run, serve};
 use crate::{BUDGET, Fixture, MIB};
 
 fn sparse(path: &Path, mib: u64) {
@@ -127,6 +127,63 @@ fn raid_member_cannot_be_swap_cache() {
     assert!(said.contains("linux_raid_member"), "{said}");
     drop(server);
     assert!(std::fs::read(&path).expect("the file") == before, "it was changed");
+    fixture.verify();
+}
+
+/// A file that begins with zeros and has data behind them, such as a disk of a guest, is neither used nor changed. A
+/// file of zeros that takes space is used.
+#[test]
+fn file_with_later_data_is_refused() {
+    let folder = on_disk();
+    let path = folder.path().join("disk");
+    sparse(&path, 64);
+    let data = File::options().write(true).open(&path).expect("a file");
+    data.write_all_at(b"data", 40 * MIB + 7).expect("is written");
+    let fixture = Fixture::new();
+    let before = std::fs::read(&path).expect("the file");
+    for option in ["--swap-cache", "--slow-store"] {
+        let said = refusal(&fixture, option, text(&path));
+        let words = format!("it has data at byte {}, and is not overwritten", 40 * MIB + 7);
+        assert!(said.contains(&words), "{said}");
+    }
+    assert!(std::fs::read(&path).expect("the file") == before, "it was changed");
+    std::fs::write(&path, vec![0; 64 * MIB as usize]).expect("is written");
+    let mut pager = with_swap(&fixture, &path, &[]).start().expect("it attaches");
+    pager.detach().expect("it detaches");
+    fixture.verify();
+}
+
+/// Root follows no link of another user to a disk for evicted pages: nothing is emptied, and nothing is created.
+#[test]
+fn foreign_link_is_no_swap_cache() {
+    need_root("links of another user");
+    let folder = on_disk();
+    let at = |name: &str| folder.path().join(name);
+    sparse(&at("disk"), 64);
+    std::fs::create_dir(at("d")).expect("a folder");
+    for (target, name) in [("disk", "link"), ("none", "dangling"), ("d", "folder")] {
+        symlink(at(target), at(name)).expect("a link");
+        lchown(at(name), Some(65534), None).expect("root may");
+    }
+    let fixture = Fixture::new();
+    for (option, size) in [("--swap-cache", "--swap-size"), ("--slow-store", "--slow-size")] {
+        for path in ["link", "dangling", "folder/new"] {
+            for more in [&[][..], &[size, "32MiB"]] {
+                let path = at(path);
+                let words = [&["--budget", BUDGET, option, text(&path)], more].concat();
+                let (code, said) = run(fixture.attach(&words).command());
+                assert_eq!(code, Some(2), "{said}");
+                assert!(said.contains("on the way belongs to user 65534"), "{said}");
+            }
+        }
+    }
+    assert!(!at("none").exists() && !at("d/new").exists(), "it was created");
+    let left = at("disk").metadata().expect("the file");
+    assert_eq!((left.len(), left.blocks()), (64 * MIB, 0), "it was changed");
+    // A link of root is followed.
+    lchown(at("link"), Some(0), None).expect("root may");
+    let mut pager = with_swap(&fixture, &at("link"), &[]).start().expect("it attaches");
+    pager.detach().expect("it detaches");
     fixture.verify();
 }
 
