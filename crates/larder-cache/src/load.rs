@@ -219,9 +219,10 @@ impl Cache {
     fn is_damaged(&self, set: u32) {
         if self.was_dirty {
             tracing::error!(
-                "{}: what the cache knew of set {set} of {} is damaged, and it may have had data that is nowhere else: reads and writes there fail; `larder disk cache drop --lose-dirty` gives that up",
+                "{}: what the cache knew of set {set} of {} is damaged, and it may have had data that is nowhere else: reads and writes there fail; `larder disk cache drop --lose-dirty {}` gives that up",
                 self.lower.name(),
-                self.shape.sets
+                self.shape.sets,
+                self.fast.name()
             );
             self.loading.fenced.borrow_mut().insert(set);
         } else {

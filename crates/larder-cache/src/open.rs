@@ -116,15 +116,26 @@ pub enum OpenError {
         least: ByteLen,
     },
     #[error(
-        "cache {cache}: it belongs to another disk, {other}; give that one, or drop the cache (larder disk cache drop) and begin anew"
+        "cache {cache}: it belongs to another disk, {other}{}; give that one, or drop the cache (`larder disk cache drop {cache}`) and begin anew",
+        if *is_renewed {
+            ", that is to an earlier file of this name, or to the disk of another format in it"
+        } else {
+            ""
+        }
     )]
-    OtherDisk { cache: String, other: String },
+    OtherDisk {
+        cache: String,
+        /// Name of the cache's disk.
+        other: String,
+        /// The disk that was to use the cache has that name now.
+        is_renewed: bool,
+    },
     #[error(
-        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; only you can say which is right: take the disk as it is by dropping the cache (larder disk cache drop --lose-dirty), or write over it what the cache has (larder disk cache flush --force), if only the image's times are wrong, or once it is restored as it was"
+        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; only you can say which is right: take the disk as it is by dropping the cache (`larder disk cache drop --lose-dirty {cache}`), or write over it what the cache has (`larder disk cache flush --force {cache}`), if only the image's times are wrong, or once it is restored as it was"
     )]
     Diverged { cache: String, disk: String },
     #[error(
-        "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty` gives that up"
+        "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty {cache}` gives that up"
     )]
     Damaged { cache: String, disk: String },
     #[error("cache {cache}: that it is to be believed again cannot be noted: {source}")]
@@ -253,6 +264,7 @@ impl Cache {
         if superblock.disk.identity != options.disk.identity {
             return Err(OpenError::OtherDisk {
                 cache: cache(),
+                is_renewed: disk == superblock.disk.name,
                 other: superblock.disk.name.clone(),
             });
         }

@@ -210,6 +210,11 @@ impl Fast {
         IoError::new(self.device.name(), operation, range, Failure::Unreachable)
     }
 
+    /// Returns the name of the cache's device.
+    pub(crate) fn name(&self) -> &str {
+        self.device.name()
+    }
+
     /// Counts a request in flight; returns the tick in which it began, for [`Watch::ended`].
     fn begins(&self) -> u32 {
         let now = self.now.get();

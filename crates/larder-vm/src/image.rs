@@ -395,7 +395,7 @@ async fn open_cache(
         false => replaced::now(wish, &identity),
     };
     if options.trial {
-        let looked = cache::look(on, &identity, &wish, options).await;
+        let looked = cache::look(on, (image, &identity), &wish, options).await;
         return looked.map(|()| None).map_err(failed);
     }
     let disk = cache::Cached {

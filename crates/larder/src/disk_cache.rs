@@ -113,14 +113,14 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
             "not with all of the disk, since a kill: each line is, before it is used",
         );
     }
-    if let Some(damage) = lines.and_then(|lines| damage_text(lines.damage, superblock)) {
+    if let Some(damage) = lines.and_then(|lines| damage_text(file, lines.damage, superblock)) {
         said.line("damaged", damage);
     }
     said.into_text()
 }
 
 /// Describes the damage and its consequences.
-fn damage_text(damage: Damage, superblock: &Superblock) -> Option<String> {
+fn damage_text(file: &ImageAddress, damage: Damage, superblock: &Superblock) -> Option<String> {
     let what = match damage {
         Damage { journal: true, .. } => "its journal".to_owned(),
         Damage { sets: 0, .. } => return None,
@@ -128,7 +128,7 @@ fn damage_text(damage: Damage, superblock: &Superblock) -> Option<String> {
     };
     Some(match (superblock.may_be_dirty, damage.journal) {
         (true, _) => format!(
-            "{what}, and it may have had data that {} has not: larder disk cache drop --lose-dirty gives that up",
+            "{what}, and it may have had data that {} has not: larder disk cache drop --lose-dirty {file} gives that up",
             superblock.disk.name
         ),
         (false, true) => format!("{what}; it begins anew, empty, with its next server, and nothing is lost"),

@@ -233,7 +233,9 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
 }
 
 pub(crate) fn dirty_line(cache: &ImageAddress) -> String {
-    format!("{cache} may have data that was never written to the image (larder disk cache flush writes it there)")
+    format!(
+        "{cache} may have data that was never written to the image (larder disk cache flush {cache} writes it there)"
+    )
 }
 
 fn state(qcow2: &Qcow2Info, in_use: bool) -> &'static str {

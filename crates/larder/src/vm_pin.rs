@@ -2,14 +2,14 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::Loop;
-use larder_vm::image::{Format, named_chain, not_utf8, probe};
+use larder_vm::image::{Format, ImageAddress, named_chain, not_utf8, probe};
 use larder_vm::vm::config::{Unsaid, VmConfig, read_text, unsaid, with_lines};
 
 use crate::output::print;
@@ -64,6 +64,7 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
                 named.lines()
             );
         }
+        named.files().try_for_each(check_kind)?;
         if let Some(path) = named.path_not_utf8() {
             bail!("{}", not_utf8(path));
         }
@@ -72,6 +73,23 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
         }
     }
     Ok(lines)
+}
+
+/// Checks that a named file can be one of a disk's: a line with another one would only hide the fault in the header.
+fn check_kind(image: &ImageAddress) -> anyhow::Result<()> {
+    let ImageAddress::Path(path) = image else {
+        return Ok(());
+    };
+    let name = path.display();
+    let found = fs::metadata(path).with_context(|| {
+        format!("{name}, which the header of one of its images names; if it is there later, try again then")
+    })?;
+    match found.is_file() || found.file_type().is_block_device() {
+        true => Ok(()),
+        false => {
+            bail!("{name}, which the header of one of its images names, is neither a regular file nor a block device")
+        }
+    }
 }
 
 /// Replaces a file's content durably, keeping its owner and permissions; a symbolic link is followed.

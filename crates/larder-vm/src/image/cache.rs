@@ -101,11 +101,11 @@ pub enum CacheError {
     #[error("{file}: {why}, and is not overwritten: give another file or device, or clear this one if nothing on it is needed ({})", occupied::how_to_clear(*is_file))]
     Occupied { file: String, why: Occupied, is_file: bool },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}, and says nothing of an older copy of the cache); serve the disk as the same user as before, with the cache that it was used with last; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force`; or give it up with `larder disk cache drop --lose-dirty`"
+        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}, and says nothing of an older copy of the cache); serve the disk as the same user as before, with the cache that it was used with last; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
     )]
     NoNote { file: String, note: String },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: only you can say which is right: take the disk as it is with `larder disk cache drop --lose-dirty`, or write over it what the cache has with `larder disk cache flush --force`, if only the image's times are wrong, or once it is restored as it was"
+        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: only you can say which is right: take the disk as it is with `larder disk cache drop --lose-dirty {file}`, or write over it what the cache has with `larder disk cache flush --force {file}`, if only the image's times are wrong, or once it is restored as it was"
     )]
     Changed { file: String },
     #[error(
@@ -248,7 +248,7 @@ impl Cached {
 /// used without its other caches.
 pub(super) async fn look(
     on: &Loop,
-    identity: &[u8],
+    (image, identity): (&ImageAddress, &[u8]),
     wish: &CacheOptions,
     options: &ImageOptions,
 ) -> Result<(), CacheError> {
@@ -256,7 +256,7 @@ pub(super) async fn look(
     let note = match &wish.file {
         ImageAddress::Path(path) if matches!(Place::of(path, wish.size)?, Place::Filled) => {
             let fast = open_device(on, wish, options, None).await?;
-            let found = match look_at(&fast, identity, wish).await {
+            let found = match look_at(&fast, (image, identity), wish).await {
                 Ok(None) => refuse_occupied(on, &fast, &wish.file).await.map(|()| None),
                 found => found,
             };
@@ -308,7 +308,7 @@ pub(super) async fn prepare(
     };
     // From here on the cache is locked against other processes.
     let fast = open_device(on, wish, options, Some(disk)).await?;
-    let found = match look_at(&fast, &disk.identity, wish).await {
+    let found = match look_at(&fast, (&disk.image, &disk.identity), wish).await {
         Ok(None) if matches!(was, Place::Filled) => {
             // Nothing was created, so there is nothing to undo.
             refuse_occupied(on, &fast, &wish.file).await?;
@@ -532,7 +532,7 @@ async fn open_device(
 /// Reads a cache's superblock and checks it against the options; `None` if the device is empty.
 async fn look_at(
     fast: &Rc<dyn BlockDevice>,
-    identity: &[u8],
+    (image, identity): (&ImageAddress, &[u8]),
     wish: &CacheOptions,
 ) -> Result<Option<Superblock>, CacheError> {
     let superblock = match read_superblock(fast).await {
@@ -558,6 +558,7 @@ async fn look_at(
     if superblock.disk.identity != identity {
         return Err(CacheError::from(OpenError::OtherDisk {
             cache: wish.file.to_string(),
+            is_renewed: superblock.disk.name == absolute(image),
             other: superblock.disk.name,
         }));
     }

@@ -36,7 +36,7 @@ pub enum CacheToolError {
     #[error("{file}: it is empty, as a cache that was dropped")]
     Empty { file: String },
     #[error(
-        "{file}: it may have data that was never written to {disk}; have it written there with larder disk cache flush, or give it up with --lose-dirty"
+        "{file}: it may have data that was never written to {disk}; have it written there with `larder disk cache flush {file}`, or give it up with `larder disk cache drop --lose-dirty {file}`"
     )]
     Dirty { file: String, disk: String },
     #[error(

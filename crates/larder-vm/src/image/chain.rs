@@ -363,11 +363,7 @@ impl Opener<'_> {
             return Ok(None);
         };
         if self.opened.iter().any(|opened| is_same(opened, &address)) {
-            return Err(ImageError::BackingName {
-                image: image.to_string(),
-                name: name.to_owned(),
-                why: "leads back to an image of the same chain".to_owned(),
-            });
+            return Err(leads_back(image, name));
         }
         if self.opened.len() >= CHAIN_MAX {
             return Err(ImageError::BackingUnknown {
@@ -427,6 +423,14 @@ fn named_backing<'a>(
     Ok(Named { name, address, format })
 }
 
+fn leads_back(image: &ImageAddress, name: &str) -> ImageError {
+    ImageError::BackingName {
+        image: image.to_string(),
+        name: name.to_owned(),
+        why: "leads back to an image of the same chain".to_owned(),
+    }
+}
+
 fn no_format(image: &ImageAddress) -> ImageError {
     // A missing file cannot be probed.
     let found = match image {
@@ -451,6 +455,7 @@ fn no_format(image: &ImageAddress) -> ImageError {
 pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Result<NamedChain, ImageError> {
     let mut chain = NamedChain::default();
     let (mut above, mut format, mut role) = (image.clone(), Some(format), Role::Image);
+    let mut opened = vec![image.clone()];
     while let (ImageAddress::Path(path), Some(Format::Qcow2)) = (&above, format) {
         let options = ImageOptions {
             read_only: true,
@@ -482,7 +487,11 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
                 why: format!("would be the {CHAIN_MAX}th of a chain"),
             });
         }
+        if opened.iter().any(|opened| is_same(opened, &named.address)) {
+            return Err(leads_back(&above, name));
+        }
         (above, format, role) = (named.address.absolute(), named.format, Role::Part);
+        opened.push(above.clone());
         chain.backing.push(NamedImage {
             image: above.clone(),
             format,

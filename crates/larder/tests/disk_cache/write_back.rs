@@ -241,7 +241,11 @@ fn unsure_dirty_data_needs_users_decision() {
                 &image,
                 text(&cache),
                 &[],
-                &[words, "flush --force", "drop --lose-dirty"],
+                &[
+                    words,
+                    &format!("flush --force {}", text(&cache)),
+                    &format!("drop --lose-dirty {}", text(&cache)),
+                ],
             );
             assert!(said.contains("nobody can") || said.contains("only you") || said.contains("nothing says"));
         }

@@ -127,6 +127,9 @@ fn hint(error: &io::Error, read_only: bool) -> &'static str {
         // Larder itself refuses the file, and the error has the reason; the user's rights are not it.
         _ if error.raw_os_error().is_none() => "",
         io::ErrorKind::NotFound => "; check the path, or create the image first",
+        io::ErrorKind::WouldBlock => {
+            "; another process has a lease on it, as file servers take: /proc/locks has its PID; try again once it has let go"
+        }
         io::ErrorKind::PermissionDenied if read_only => "; the user that runs larder needs read permission",
         io::ErrorKind::PermissionDenied => "; the user that runs larder needs read and write permission",
         _ => "",

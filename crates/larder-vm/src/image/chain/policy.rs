@@ -518,14 +518,18 @@ impl NamedChain {
         keys
     }
 
-    /// Returns the first path that is not UTF-8: no TOML file can hold it.
-    pub fn path_not_utf8(&self) -> Option<&Path> {
+    /// Returns the named files.
+    pub fn files(&self) -> impl Iterator<Item = &ImageAddress> {
         let backing = self
             .backing
             .iter()
             .flat_map(|image| [Some(&image.image), image.data_file.as_ref()]);
-        let all = std::iter::once(self.data_file.as_ref()).chain(backing).flatten();
-        all.into_iter().find_map(ImageAddress::path_not_utf8)
+        std::iter::once(self.data_file.as_ref()).chain(backing).flatten()
+    }
+
+    /// Returns the first path that is not UTF-8: no TOML file can hold it.
+    pub fn path_not_utf8(&self) -> Option<&Path> {
+        self.files().find_map(ImageAddress::path_not_utf8)
     }
 
     /// Returns the keys as lines of TOML.

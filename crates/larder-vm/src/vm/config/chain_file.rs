@@ -145,7 +145,14 @@ impl ChainFile {
 fn read_own(path: &Path) -> io::Result<String> {
     let mut options = File::options();
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let file = options.read(true).custom_flags(flags).open(path)?;
+    let file = options.read(true).custom_flags(flags).open(path);
+    let file = file.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "it is a symbolic link, which another user may redirect; give the path of the file itself",
+        ),
+        _ => error,
+    })?;
     let found = file.metadata()?;
     let user = rustix::process::geteuid().as_raw();
     let why = match found.uid() {
