@@ -23,6 +23,7 @@
 //! The process may give pages up (balloon, free page reporting, virtio-mem). It punches a hole in the file and then
 //! calls `madvise(MADV_DONTNEED)`, which the kernel reports to the pager. From then on the page reads as zeros,
 //! whatever is in memory or stored of it, because the pager may have put the old content back between the two calls.
+//! A detach waits for such reports (`detach.rs`).
 //!
 //! A process that only punches holes (`fallocate` alone) is not supported: it gets zeros for pages that were in
 //! memory, and the old copy for evicted pages. A process that only calls `MADV_DONTNEED`, which by itself changes
@@ -58,6 +59,7 @@ use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Message, RawMessage};
 use crate::worker::{Job, Lease, Worker};
 
+pub use detach::REPORTED_WITHIN;
 pub use disk::DiskStatus;
 pub use evict::COMPRESSED_BYTES_MIN;
 pub use figures::{Figures, Source};
@@ -202,6 +204,8 @@ pub struct Pager<G, W> {
     is_leaving: bool,
     /// Next page that the detach inspects.
     brought_back: u32,
+    /// Beginning of the first turn since which no page has been stored, except for copies of pages in memory.
+    nothing_stored_since: Option<Instant>,
     /// Time at which the current turn began.
     now: Instant,
 }
@@ -323,6 +327,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             are_evictions_paused: false,
             is_leaving: false,
             brought_back: 0,
+            nothing_stored_since: None,
             now: Instant::now(),
         };
         pager.adopt(present);
@@ -383,6 +388,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// If the process has ended.
     pub fn turn(&mut self, now: Instant) -> io::Result<bool> {
         self.now = now;
+        self.note_stored(now);
         let mut worked = self.receive()?;
         while let Some(done) = self.worker.take(None) {
             self.done(done);

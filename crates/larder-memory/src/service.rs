@@ -321,6 +321,10 @@ impl Service {
                     }
                     pause = Some(TICK_IO);
                 }
+                if needed_bytes == 0 {
+                    // The process may have to report holes yet, which the pager hears in its turns.
+                    pause = Some(TICK_IO);
+                }
                 // From here on the pager has no other turn, so nothing can be evicted or stored any more.
                 if pager.bring_back(BRING_PAGES) {
                     let limit = if tries == 0 { INJECT_LIMIT } else { RETRY_LIMIT };

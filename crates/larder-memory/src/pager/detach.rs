@@ -1,4 +1,11 @@
 //! Detaching: pages everything in, so that the process can run without a pager.
+//!
+//! The process may have punched a hole for a page before the page was paged in, and not have reported that yet
+//! ([`super`]). The old content is in memory then. Without a pager nobody would hear the report, and the old content
+//! would stay. So the pager hears reports for a while after it has paged in the last page, and only then lets go. A
+//! hole that is punched later needs no report: nothing brings the old content back.
+
+use std::time::{Duration, Instant};
 
 use super::fault::Put;
 use super::{Pager, Phase};
@@ -9,6 +16,9 @@ use crate::worker::Worker;
 
 /// Maximum number of concurrent reads.
 const READS_MAX: usize = 8;
+
+/// Time within which a process reports a hole that it has punched, also on a busy host.
+pub const REPORTED_WITHIN: Duration = Duration::from_secs(1);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Stops evicting, and starts to page everything in ([`Self::bring_back`]).
@@ -34,10 +44,26 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         u64::from(stored.uniform + stored.ram + stored.ssd + stored.slow) * crate::units::PAGE_BYTES
     }
 
-    /// Pages in up to `count` pages, and returns true if none is left. The caller must handle faults between the
-    /// calls.
+    /// Updates the time since which nothing is stored, at the beginning of a turn.
+    pub(super) fn note_stored(&mut self, now: Instant) {
+        self.nothing_stored_since = match self.stored_bytes() {
+            0 => self.nothing_stored_since.or(Some(now)),
+            _ => None,
+        };
+    }
+
+    /// Returns true if no page has been paged in from a copy for so long that every hole from before that is
+    /// reported, and the report was received.
+    fn has_heard_reports(&self) -> bool {
+        // The current turn has received the messages after its beginning.
+        self.nothing_stored_since
+            .is_some_and(|since| self.now.saturating_duration_since(since) >= REPORTED_WITHIN)
+    }
+
+    /// Pages in up to `count` pages. Returns true if none is left, and the process has reported the holes that it
+    /// has punched before that. The caller must handle messages between the calls.
     pub fn bring_back(&mut self, count: u32) -> bool {
-        if self.jobs > 0 {
+        if self.jobs > 0 || self.stored_bytes() == 0 && !self.has_heard_reports() {
             return false;
         }
         let pages = self.pages();
@@ -69,6 +95,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if std::mem::take(&mut self.is_unmarked) {
             return false;
         }
-        self.stored_bytes() == 0 && self.stalled.is_empty() && self.waiting.is_empty()
+        self.stored_bytes() == 0 && self.has_heard_reports() && self.stalled.is_empty() && self.waiting.is_empty()
     }
 }

@@ -70,6 +70,29 @@ fn gives_up() {
     let _ = std::io::stdout().flush();
 }
 
+/// Program that punches a hole for an evicted page when told to, and reports that a while after the pager has put the
+/// page in place again. It is no test: another test starts it.
+#[test]
+#[ignore = "started by another test"]
+fn reports_late() {
+    if std::env::var_os(PROGRAM).is_none() {
+        return;
+    }
+    let memory = Memory::new();
+    println!("\nready {}", std::process::id());
+    let _ = std::io::stdin().lock().lines().next();
+    let page = (0..PAGES).rev().find(|page| memory.present(*page, 1) == 0);
+    let page = page.expect("a page was evicted");
+    memory.take_out(page, 1);
+    println!("\npunched");
+    while memory.present(page, 1) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    memory.say_so(page, 1);
+    assert_eq!(memory.page(page)[..], [0; WORDS], "page {page} is not of zeros");
+}
+
 /// Shared memory with known content.
 struct Memory {
     file: File,
@@ -152,13 +175,14 @@ impl Memory {
     }
 }
 
-fn go_through(meanwhile: impl FnOnce(&Attach)) {
+/// Starts `program` of this test program, lets `meanwhile` manage it, and returns its output once it has ended.
+fn go_through(program: &str, meanwhile: impl FnOnce(&Attach, &mut Process)) -> String {
     let folder = on_tmpfs();
     let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let swap = disk.path().join("swap");
     let mut command = std::process::Command::new(std::env::current_exe().expect("this program"));
     command
-        .args(["--ignored", "--exact", "given_up::gives_up", "--nocapture"])
+        .args(["--ignored", "--exact", program, "--nocapture"])
         .env(PROGRAM, "1");
     let mut program = Process::start(command).expect("a program to manage");
     let said = program.wait_for("ready ", LIMIT).expect("it works");
@@ -171,11 +195,19 @@ fn go_through(meanwhile: impl FnOnce(&Attach)) {
         .expect("a number");
     let swap = swap.display().to_string();
     let words = ["--budget", "20MiB", "--swap-cache", &swap, "--swap-size", "128MiB"];
-    meanwhile(&Attach::new(larder(), folder.path(), pid, &words));
-    program.say("stop").expect("it reads");
+    meanwhile(&Attach::new(larder(), folder.path(), pid, &words), &mut program);
     let ended = program.wait(LIMIT).expect("it ends");
     let said = program.output();
     assert!(ended.success(), "{ended}: {said}");
+    said
+}
+
+/// Lets `meanwhile` manage the program that discards pages all the time.
+fn gives_up_meanwhile(meanwhile: impl FnOnce(&Attach)) {
+    let said = go_through("given_up::gives_up", |attach, program| {
+        meanwhile(attach);
+        program.say("stop").expect("it reads");
+    });
     let raced = said
         .split_once(" times, ")
         .and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());
@@ -185,7 +217,7 @@ fn go_through(meanwhile: impl FnOnce(&Attach)) {
 /// Pages that are prefetched between their removal from the file and the report of the discard read as zeros.
 #[test]
 fn prefetched_discarded_pages_are_zero() {
-    go_through(|attach| {
+    gives_up_meanwhile(|attach| {
         let mut pager = attach.start().expect("it attaches");
         std::thread::sleep(Duration::from_secs(6));
         let state = pager.state().expect("it answers");
@@ -197,7 +229,7 @@ fn prefetched_discarded_pages_are_zero() {
 /// Discarded pages also read as zeros if the pager is killed in between.
 #[test]
 fn discarded_pages_survive_pager_kills() {
-    go_through(|attach| {
+    gives_up_meanwhile(|attach| {
         let mut random = Random::new(9);
         for _ in 0..20 {
             let mut pager = attach.start().expect("it attaches");
@@ -205,5 +237,17 @@ fn discarded_pages_survive_pager_kills() {
             pager.process.kill();
         }
         attach.start().expect("it attaches").detach().expect("lets go");
+    });
+}
+
+/// A page that the detach pages in between its removal from the file and the report reads as zeros.
+#[test]
+fn detach_waits_for_report_of_discard() {
+    go_through("given_up::reports_late", |attach, program| {
+        let mut pager = attach.start().expect("it attaches");
+        pager.wait_for_budget().expect("it evicts");
+        program.say("punch").expect("it reads");
+        program.wait_for("punched", LIMIT).expect("a page was evicted");
+        pager.detach().expect("lets go");
     });
 }

@@ -1,6 +1,9 @@
 //! The allowed content of each page: the process's last write, or zeros after a discard. The oracle knows nothing of
 //! the pager.
 
+use std::time::Duration;
+
+use larder_memory::pager::REPORTED_WITHIN;
 use larder_memory::units::PageIndex;
 
 use super::content::{self, Stamp, Words};
@@ -22,7 +25,10 @@ struct Truth {
     may: Vec<Stamp>,
     /// True if the page is being discarded.
     is_given_up: bool,
-    /// True if the discard goes unnoticed because the pager has detached. The page may then keep its content.
+    /// Time at which the discard began.
+    since: Duration,
+    /// True if the discard goes unnoticed because the pager has detached, although it has waited for the report for
+    /// as long as it promises to. The page may then keep its content.
     is_unheard: bool,
     /// Last write since the discard began.
     written: Option<Stamp>,
@@ -44,6 +50,7 @@ impl Oracle {
         self.pages.extend((0..pages).map(|_| Truth {
             may: vec![0],
             is_given_up: false,
+            since: Duration::ZERO,
             is_unheard: false,
             written: None,
             damage: Damage::None,
@@ -143,10 +150,12 @@ impl Oracle {
         }
     }
 
-    /// Records that the process has punched the page out of its file, and is about to notify the pager.
-    pub(super) fn give_up_begins(&mut self, page: PageIndex) {
+    /// Records that the process has punched the page out of its file at the time `now`, and is about to notify the
+    /// pager.
+    pub(super) fn give_up_begins(&mut self, page: PageIndex, now: Duration) {
         let truth = &mut self.pages[page.as_usize()];
         truth.is_given_up = true;
+        truth.since = now;
         truth.written = None;
         truth.may.push(0);
     }
@@ -165,10 +174,10 @@ impl Oracle {
         }
     }
 
-    /// Records that the pager has detached.
-    pub(super) fn let_go(&mut self) {
+    /// Records that the pager has detached at the time `now`.
+    pub(super) fn let_go(&mut self, now: Duration) {
         for truth in &mut self.pages {
-            truth.is_unheard = truth.is_given_up;
+            truth.is_unheard = truth.is_given_up && now.saturating_sub(truth.since) >= REPORTED_WITHIN;
         }
     }
 

@@ -312,7 +312,7 @@ fn begin_giving_up(world: &World) -> Doing {
     world.log(|| format!("process punches {run:?}"));
     for page in run.pages() {
         world.kernel.borrow_mut().punch(page);
-        process.oracle.give_up_begins(page);
+        process.oracle.give_up_begins(page, world.now());
     }
     Doing::GivingUp(run, Stage::Punched)
 }

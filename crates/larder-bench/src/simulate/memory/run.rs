@@ -200,7 +200,8 @@ impl Run {
         self.state = None;
         self.compressed = None;
         self.world.memory.take();
-        self.world.process.borrow_mut().oracle.let_go();
+        let now = self.world.now();
+        self.world.process.borrow_mut().oracle.let_go(now);
         self.world.kernel.borrow_mut().unregister_all();
         for medium in &self.media {
             Disk::forget(&self.world, medium);
@@ -366,6 +367,10 @@ impl Run {
     /// Lets the pager run, and page memory in if it is detaching.
     fn turn(&mut self) -> Option<End> {
         let world = &self.world;
+        if self.is_detaching && world.chance(100) {
+            // The pager waits for reports of holes.
+            world.pass(REST_STEP);
+        }
         world.turn();
         if self.is_detaching
             && let Some(pager) = &mut *world.pager.borrow_mut()
