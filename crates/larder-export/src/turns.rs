@@ -33,8 +33,9 @@ pub const PIECES_AT_ONCE: usize = 16;
 const TURN_LEN: usize = 1 << 20;
 
 /// Bytes of pieces in flight from which the next piece waits until one has ended. It is more than any device needs to
-/// be kept busy, and no more than a cache copies of writes at the same time.
-const UNDER_WAY_MAX: usize = 32 << 20;
+/// be kept busy. A layer may need more memory for a request than the request has bytes: a cache that has every second
+/// sector of a range reads it in two requests per 1 KiB.
+const UNDER_WAY_MAX: usize = 16 << 20;
 
 /// Longest read or write that never waits, in bytes. The number of these in a turn is bounded where they are taken
 /// from a queue or a connection.

@@ -91,6 +91,8 @@ fn reports_late() {
     std::thread::sleep(Duration::from_millis(300));
     memory.say_so(page, 1);
     assert_eq!(memory.page(page)[..], [0; WORDS], "page {page} is not of zeros");
+    // The detach ends while this process runs.
+    let _ = std::io::stdin().lock().lines().next();
 }
 
 /// Shared memory with known content.
@@ -249,5 +251,6 @@ fn detach_waits_for_report_of_discard() {
         program.say("punch").expect("it reads");
         program.wait_for("punched", LIMIT).expect("a page was evicted");
         pager.detach().expect("lets go");
+        program.say("end").expect("it reads");
     });
 }
