@@ -22,7 +22,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use blkid::Blkid;
 pub use counters::{DiskCounters, FileTimes};
-pub use locate::locate;
+pub use locate::{locate, walk};
 
 use crate::backend::image_lock;
 use crate::lock_wait::{self, LockKind, LockOwner};

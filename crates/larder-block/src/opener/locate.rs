@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
 
 use super::{Access, Itself, NamedBy, Opener};
 
@@ -26,52 +26,72 @@ pub fn locate(path: &Path) -> io::Result<File> {
     if !rustix::process::geteuid().is_root() {
         return Itself.open(path, Access::Look, NamedBy::Header);
     }
+    walk(path, |place, file, found| {
+        if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
+            return Ok(());
+        }
+        if rustix::fs::fstatfs(file)?.f_type == PROC_MAGIC {
+            return Err(io::Error::from_raw_os_error(libc::ELOOP));
+        }
+        if found.st_uid == 0 {
+            return Ok(());
+        }
+        Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!(
+                "{}: the link {} on the way belongs to user {}, who could lead it to any file of this host; write the path \
+                 that it leads to",
+                std::path::absolute(path)?.display(),
+                place.file_name().unwrap_or_default().display(),
+                found.st_uid
+            ),
+        ))
+    })
+}
+
+/// Opens a path with `O_PATH`, following its symbolic links itself. `visit` receives each directory, link and file on
+/// the way, from the root on: its path without links, the open file, and its properties. An error of `visit` ends the
+/// walk.
+///
+/// # Errors
+/// That of `visit`, the host's error, or ELOOP for too many links.
+pub fn walk(path: &Path, mut visit: impl FnMut(&Path, &File, &Stat) -> io::Result<()>) -> io::Result<File> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let path = std::path::absolute(path)?;
-    let mut at = File::from(rustix::fs::open("/", flags, Mode::empty())?);
-    let mut above = vec![at.try_clone()?];
-    let mut left: Vec<PathBuf> = components(&path);
+    let mut left = components(&std::path::absolute(path)?);
+    let root = File::from(rustix::fs::open("/", flags, Mode::empty())?);
+    visit(Path::new("/"), &root, &rustix::fs::fstat(&root)?)?;
+    // The directories above the next name, and at the end the file. The root always remains.
+    let mut above = vec![(root, PathBuf::from("/"))];
     let mut links = 0;
     while let Some(name) = left.pop() {
         if name == Path::new("..") {
             if above.len() > 1 {
                 above.pop();
             }
-            at = above[above.len() - 1].try_clone()?;
             continue;
         }
-        let next = File::from(rustix::fs::openat(&at, &name, flags, Mode::empty())?);
+        let (directory, directory_path) = &above[above.len() - 1];
+        let place = directory_path.join(&name);
+        let next = File::from(rustix::fs::openat(directory, &name, flags, Mode::empty())?);
         let found = rustix::fs::fstat(&next)?;
+        visit(&place, &next, &found)?;
         if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
-            above.push(next.try_clone()?);
-            at = next;
+            above.push((next, place));
             continue;
         }
         links += 1;
-        if links > LINKS_MAX || rustix::fs::fstatfs(&next)?.f_type == PROC_MAGIC {
+        if links > LINKS_MAX {
             return Err(io::Error::from_raw_os_error(libc::ELOOP));
         }
-        if found.st_uid != 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::PermissionDenied,
-                format!(
-                    "{}: the link {} on the way belongs to user {}, who could lead it to any file of this host; write the path \
-                     that it leads to",
-                    path.display(),
-                    name.display(),
-                    found.st_uid
-                ),
-            ));
-        }
         let target = rustix::fs::readlinkat(&next, "", Vec::new())?;
-        let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
+        let target = Path::new(OsStr::from_bytes(target.as_bytes()));
         if target.is_absolute() {
             above.truncate(1);
         }
-        at = above[above.len() - 1].try_clone()?;
-        left.extend(components(&target));
+        left.extend(components(target));
     }
-    Ok(at)
+    let last = above.len() - 1;
+    Ok(above.swap_remove(last).0)
 }
 
 /// Returns the names in a path, the last one first.

@@ -10,18 +10,13 @@
 //! requires owning, or having write permission for, a directory or link on it.
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags, Stat};
+use larder_block::opener::walk;
+use rustix::fs::{FileType, Stat};
 use rustix::process::{Pid, geteuid};
-
-/// Maximum number of symbolic links on a path, as in the kernel.
-const LINKS_MAX: usize = 40;
 
 /// Users other than root who control a path.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -99,54 +94,12 @@ fn users_of(process: Pid) -> io::Result<Vec<u32>> {
 }
 
 fn deciders(path: &Path) -> io::Result<Deciders> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let path = std::path::absolute(path)?;
-    let root = || -> io::Result<OwnedFd> { Ok(rustix::fs::open("/", flags, Mode::empty())?) };
     let mut deciders = Deciders::default();
-    let mut above: Vec<(OwnedFd, PathBuf)> = vec![(root()?, PathBuf::from("/"))];
-    deciders.count(Path::new("/"), &rustix::fs::fstat(&above[0].0)?);
-    let mut left = components(&path);
-    let mut links = 0;
-    while let Some(name) = left.pop() {
-        if name == Path::new("..") {
-            if above.len() > 1 {
-                above.pop();
-            }
-            continue;
-        }
-        let (folder, folder_path) = &above[above.len() - 1];
-        let place = folder_path.join(&name);
-        let next = rustix::fs::openat(folder, &name, flags, Mode::empty())?;
-        let found = rustix::fs::fstat(&next)?;
-        deciders.count(&place, &found);
-        if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
-            above.push((next, place));
-            continue;
-        }
-        links += 1;
-        if links > LINKS_MAX {
-            return Err(io::Error::from_raw_os_error(libc::ELOOP));
-        }
-        let target = rustix::fs::readlinkat(&next, "", Vec::new())?;
-        let target = Path::new(OsStr::from_bytes(target.as_bytes()));
-        if target.is_absolute() {
-            above.truncate(1);
-        }
-        left.extend(components(target));
-    }
+    walk(path, |place, _, found| {
+        deciders.count(place, found);
+        Ok(())
+    })?;
     Ok(deciders)
-}
-
-/// Returns the names in a path, the last one first.
-fn components(path: &Path) -> Vec<PathBuf> {
-    let names = path.components().filter_map(|component| match component {
-        Component::Normal(name) => Some(PathBuf::from(name)),
-        Component::ParentDir => Some(PathBuf::from("..")),
-        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
-    });
-    let mut names: Vec<PathBuf> = names.collect();
-    names.reverse();
-    names
 }
 
 #[cfg(test)]
