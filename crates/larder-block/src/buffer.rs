@@ -40,31 +40,32 @@ impl IoVec {
     }
 }
 
-/// A part of a list of pieces. Invariant: `skip + len` bytes lie in `pieces` (or in `one`, with `pieces` empty and
-/// `skip` 0).
+/// A piece, or a part of a list of pieces.
 #[derive(Clone, Copy)]
-struct View<'a> {
-    one: IoVec,
-    pieces: &'a [IoVec],
-    skip: usize,
-    len: usize,
+enum View<'a> {
+    One(IoVec),
+    /// Invariant: `skip + len` bytes lie in `pieces`.
+    Many {
+        pieces: &'a [IoVec],
+        skip: usize,
+        len: usize,
+    },
 }
 
+// Views are copied with every request, by every layer.
+const _: () = assert!(size_of::<View<'_>>() == 32);
+
 impl<'a> View<'a> {
-    fn one(base: *mut u8, len: usize) -> Self {
-        Self {
-            one: IoVec::new(base, len),
-            pieces: &[],
-            skip: 0,
-            len,
-        }
+    #[inline]
+    const fn one(base: *mut u8, len: usize) -> Self {
+        Self::One(IoVec::new(base, len))
     }
 
     fn many(pieces: &'a [IoVec]) -> Self {
         match pieces {
-            [one] => Self::one(one.base(), one.len()),
-            _ => Self {
-                one: IoVec::new(ptr::null_mut(), 0),
+            [] => Self::one(ptr::null_mut(), 0),
+            [one] => Self::One(*one),
+            _ => Self::Many {
                 pieces,
                 skip: 0,
                 len: pieces.iter().map(|piece| piece.len()).sum(),
@@ -72,18 +73,30 @@ impl<'a> View<'a> {
         }
     }
 
+    #[inline]
+    fn len(&self) -> usize {
+        match self {
+            Self::One(piece) => piece.len(),
+            Self::Many { len, .. } => *len,
+        }
+    }
+
+    #[inline]
     fn slice(self, from: usize, len: usize) -> Self {
         assert!(
-            from <= self.len && len <= self.len - from,
+            from <= self.len() && len <= self.len() - from,
             "slice {from}+{len} of a buffer of {} bytes",
-            self.len
+            self.len()
         );
-        if self.pieces.is_empty() {
+        match self {
             // `wrapping_add`: the base of an empty buffer may be null.
-            return Self::one(self.one.base().wrapping_add(from), len);
+            Self::One(piece) => Self::one(piece.base().wrapping_add(from), len),
+            Self::Many { pieces, skip, .. } => Self::slice_of_many(pieces, skip + from, len),
         }
-        let mut skip = self.skip + from;
-        let mut pieces = self.pieces;
+    }
+
+    /// Returns the `len` bytes that begin `skip` bytes into the pieces.
+    fn slice_of_many(mut pieces: &'a [IoVec], mut skip: usize, len: usize) -> Self {
         while let [first, rest @ ..] = pieces {
             if skip < first.len() {
                 break;
@@ -94,17 +107,8 @@ impl<'a> View<'a> {
         match pieces {
             [] => Self::one(ptr::null_mut(), 0),
             [first, ..] if skip + len <= first.len() => Self::one(first.base().wrapping_add(skip), len),
-            _ => Self {
-                one: IoVec::new(ptr::null_mut(), 0),
-                pieces,
-                skip,
-                len,
-            },
+            _ => Self::Many { pieces, skip, len },
         }
-    }
-
-    fn iter(self) -> Pieces<'a> {
-        Pieces { rest: self }
     }
 }
 
@@ -116,28 +120,27 @@ pub struct Pieces<'a> {
 impl Iterator for Pieces<'_> {
     type Item = IoVec;
 
+    #[inline]
     fn next(&mut self) -> Option<IoVec> {
-        let view = &mut self.rest;
-        if view.len == 0 {
-            return None;
-        }
-        if view.pieces.is_empty() {
-            view.len = 0;
-            return Some(view.one);
-        }
-        loop {
-            let (first, rest) = view.pieces.split_first()?;
-            let available = first.len() - view.skip;
-            let taken = available.min(view.len);
-            let base = first.base().wrapping_add(view.skip);
-            view.pieces = rest;
-            view.skip = 0;
-            if taken > 0 {
-                view.len -= taken;
-                if view.pieces.is_empty() {
-                    view.len = 0;
+        match &mut self.rest {
+            View::One(piece) => {
+                let next = *piece;
+                *piece = IoVec::new(ptr::null_mut(), 0);
+                (!next.is_empty()).then_some(next)
+            }
+            View::Many { pieces, skip, len } => {
+                while *len > 0 {
+                    let (first, rest) = pieces.split_first()?;
+                    let taken = (first.len() - *skip).min(*len);
+                    let base = first.base().wrapping_add(*skip);
+                    *pieces = rest;
+                    *skip = 0;
+                    *len -= taken;
+                    if taken > 0 {
+                        return Some(IoVec::new(base, taken));
+                    }
                 }
-                return Some(IoVec::new(base, taken));
+                None
             }
         }
     }
@@ -147,24 +150,27 @@ macro_rules! view_methods {
     ($name:ident) => {
         impl<'a> $name<'a> {
             /// Returns the length in bytes.
+            #[inline]
             pub fn len(&self) -> usize {
-                self.0.len
+                self.0.len()
             }
 
             /// Returns the length as a [`ByteLen`].
+            #[inline]
             pub fn byte_len(&self) -> ByteLen {
-                ByteLen::of_buffer(self.0.len)
+                ByteLen::of_buffer(self.len())
             }
 
             /// Returns true if the buffer has no bytes.
             pub fn is_empty(&self) -> bool {
-                self.0.len == 0
+                self.len() == 0
             }
 
             /// Returns the `len` bytes that begin `from` bytes into this buffer.
             ///
             /// # Panics
             /// If they are not inside the buffer.
+            #[inline]
             pub fn slice(self, from: usize, len: usize) -> Self {
                 Self(self.0.slice(from, len), PhantomData)
             }
@@ -173,19 +179,24 @@ macro_rules! view_methods {
             ///
             /// # Panics
             /// If the buffer is shorter than `from`.
+            #[inline]
             pub fn skip(self, from: usize) -> Self {
-                let len = self.0.len - from;
-                Self(self.0.slice(from, len), PhantomData)
+                let len = self.len() - from;
+                self.slice(from, len)
             }
 
             /// Returns the pieces in order.
             pub fn pieces(&self) -> Pieces<'a> {
-                self.0.iter()
+                Pieces { rest: self.0 }
             }
 
             /// Returns the only piece, if the buffer has just one.
+            #[inline]
             pub fn as_single(&self) -> Option<IoVec> {
-                self.0.pieces.is_empty().then_some(self.0.one)
+                match self.0 {
+                    View::One(piece) => Some(piece),
+                    View::Many { .. } => None,
+                }
             }
 
             /// Returns true if every piece begins and ends on a multiple of `unit` (a power of two) in memory, as
@@ -231,6 +242,10 @@ impl<'a> ReadBuf<'a> {
     /// If the buffer is shorter than `source`.
     pub fn copy_from_slice(&self, source: &[u8]) {
         assert!(source.len() <= self.len());
+        if let View::One(piece) = self.0 {
+            // SAFETY: as below.
+            return unsafe { ptr::copy_nonoverlapping(source.as_ptr(), piece.base(), source.len()) };
+        }
         let mut copied = 0;
         for piece in self.slice(0, source.len()).pieces() {
             // SAFETY: the piece is valid for writes by this type's contract, `source` has that many bytes left, and a
@@ -266,6 +281,10 @@ impl<'a> WriteBuf<'a> {
     /// If the buffer is shorter than `destination`.
     pub fn copy_to_slice(&self, destination: &mut [u8]) {
         assert!(destination.len() <= self.len());
+        if let View::One(piece) = self.0 {
+            // SAFETY: as below.
+            return unsafe { ptr::copy_nonoverlapping(piece.base(), destination.as_mut_ptr(), destination.len()) };
+        }
         let mut copied = 0;
         for piece in self.slice(0, destination.len()).pieces() {
             // SAFETY: the piece is valid for reads by this type's contract, `destination` has that many bytes left,

@@ -6,7 +6,6 @@
 //! would cost a twentieth of their duration.
 
 use std::cell::{Cell, RefCell};
-use std::pin::pin;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -127,13 +126,17 @@ impl Activity {
         }
     }
 
-    /// Starts a request of `bytes` bytes, and counts it when it has ended.
-    pub(crate) async fn count<'a>(&self, kind: Kind, bytes: u64, begin: impl FnOnce() -> Io<'a>) -> IoResult {
-        let begun = is_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos());
-        // The future is large, so it is pinned where it is created.
-        let mut io = pin!(begin());
-        if io.is_ready() {
-            let result = io.as_mut().await;
+    /// Returns the time, if the next request is to be timed in case that it completes within the call.
+    #[inline]
+    pub(crate) fn time_in_call(&self) -> Option<u64> {
+        is_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos())
+    }
+
+    /// Waits for a request of `bytes` bytes, and counts it. `begun` is the result of [`Self::time_in_call`] before the
+    /// request was started.
+    #[inline]
+    pub(crate) async fn count(&self, kind: Kind, bytes: u64, begun: Option<u64>, io: &mut Io<'_>) -> IoResult {
+        if let Some(result) = io.result_now() {
             if let Some(begun) = begun {
                 self.timed_in_call(kind, begun);
             }
@@ -141,7 +144,7 @@ impl Activity {
             return result;
         }
         let waiting = self.wait();
-        let result = io.as_mut().await;
+        let result = io.await;
         waiting.ended(kind, bytes, result.is_ok());
         result
     }

@@ -47,42 +47,59 @@ const SHOWN_MIN: f64 = 8.0;
 /// A function with as many instructions for each request is shown beside that of another program.
 const LARGE_MIN: f64 = 60.0;
 
+/// Blocks that the loads of cache hits read. They fit in the cache.
+const HIT_BLOCKS: u64 = 4096;
+
+/// The order of a load's requests.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Random,
+    Sequential,
+    /// Random blocks, all of which have been read before.
+    Hits,
+}
+
 /// A load of requests of one block each.
 #[derive(Clone, Copy)]
 struct Requests {
     name: &'static str,
     write: bool,
-    random: bool,
+    order: Order,
     depth: usize,
 }
 
-const REQUESTS: [Requests; 6] = [
-    Requests::new("random read, depth 1", false, true, 1),
-    Requests::new("random read, depth 32", false, true, 32),
-    Requests::new("random write, depth 1", true, true, 1),
-    Requests::new("random write, depth 32", true, true, 32),
-    Requests::new("sequential read, depth 1", false, false, 1),
-    Requests::new("sequential read, depth 32", false, false, 32),
+const REQUESTS: [Requests; 8] = [
+    Requests::new("random read, depth 1", false, Order::Random, 1),
+    Requests::new("random read, depth 32", false, Order::Random, 32),
+    Requests::new("random write, depth 1", true, Order::Random, 1),
+    Requests::new("random write, depth 32", true, Order::Random, 32),
+    Requests::new("sequential read, depth 1", false, Order::Sequential, 1),
+    Requests::new("sequential read, depth 32", false, Order::Sequential, 32),
+    Requests::new("hit, depth 1", false, Order::Hits, 1),
+    Requests::new("hit, depth 32", false, Order::Hits, 32),
 ];
 
 impl Requests {
-    const fn new(name: &'static str, write: bool, random: bool, depth: usize) -> Self {
+    const fn new(name: &'static str, write: bool, order: Order, depth: usize) -> Self {
         Self {
             name,
             write,
-            random,
+            order,
             depth,
         }
     }
 
+    /// Returns the offsets of `count` requests, after those that fill the cache.
     fn offsets(&self, count: u64) -> Vec<u64> {
         let mut random = Random::default();
         let blocks = IMAGE_BYTES / BLOCK as u64;
-        let block = |index| match self.random {
-            true => random.below(blocks),
-            false => index % blocks,
-        };
-        (0..count).map(block).map(|block| block * BLOCK as u64).collect()
+        let filled = 0..if self.order == Order::Hits { HIT_BLOCKS } else { 0 };
+        let measured = (0..count).map(|index| match self.order {
+            Order::Random => random.below(blocks),
+            Order::Sequential => index % blocks,
+            Order::Hits => random.below(HIT_BLOCKS),
+        });
+        filled.chain(measured).map(|block| block * BLOCK as u64).collect()
     }
 }
 
@@ -234,10 +251,16 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
         other.display()
     );
     let mut differences = Vec::new();
+    let mut failures = Vec::new();
     for (format, image) in images {
         for is_cached in [false, true] {
-            let cached = if is_cached { " with a cache" } else { "" };
             for requests in &REQUESTS {
+                let cached = if is_cached { " with a cache" } else { "" };
+                let load = format!("{format}{cached}, {}", requests.name);
+                let is_possible = is_cached || requests.order != Order::Hits;
+                if !is_possible || !load.contains(&arguments.load) {
+                    continue;
+                }
                 let of = |program: &Path| {
                     let served = Served {
                         program,
@@ -248,24 +271,25 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                     };
                     served.of_each(place, requests, count)
                 };
-                let (mut others, mut ours) = (Vec::new(), Vec::new());
-                let mut last = (Costs::default(), Costs::default());
-                for _ in 0..arguments.rounds(1) {
-                    let (theirs, own) = (of(other)?, of(&own)?);
-                    others.push(theirs.total());
-                    ours.push(own.total());
-                    last = (theirs, own);
-                }
+                let rounds = (0..arguments.rounds(1)).map(|_| Ok((of(other)?, of(&own)?)));
+                let rounds: Vec<(Costs, Costs)> = match rounds.collect::<anyhow::Result<_>>() {
+                    Ok(rounds) => rounds,
+                    Err(error) => {
+                        failures.push(format!("{load}: {error:#}"));
+                        continue;
+                    }
+                };
+                let others: Vec<f64> = rounds.iter().map(|(theirs, _)| theirs.total()).collect();
+                let ours: Vec<f64> = rounds.iter().map(|(_, own)| own.total()).collect();
                 let ratios = ratios(&ours, &others);
                 println!(
-                    "| {format}{cached}, {} | {:.0} | {:.0} | {:.3} ({}) |",
-                    requests.name,
+                    "| {load} | {:.0} | {:.0} | {:.3} ({}) |",
                     median(&others),
                     median(&ours),
                     median(&ratios),
                     spread(&ratios, 3)
                 );
-                differences.push((format!("{format}{cached}, {}", requests.name), last));
+                differences.extend(rounds.into_iter().next_back().map(|last| (load, last)));
             }
         }
     }
@@ -273,6 +297,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
         println!("\n| {name}, by function | the other | this one | difference |\n| --- | --- | --- | --- |");
         own.print_beside(theirs);
     }
+    ensure!(failures.is_empty(), "not measured: {}", failures.join("; "));
     Ok(())
 }
 
@@ -290,7 +315,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests"
     );
     for (format, image) in &images {
-        for requests in &REQUESTS {
+        for requests in REQUESTS.iter().filter(|requests| requests.order != Order::Hits) {
             let (mut off, mut on) = (Vec::new(), Vec::new());
             let mut last = Costs::default();
             for _ in 0..arguments.rounds(1) {

@@ -55,6 +55,9 @@ pub(crate) struct Arguments {
     /// without a cache
     #[arg(long, value_name = "PROGRAM")]
     against: Option<PathBuf>,
+    /// With --against, compare only the loads whose name has this text, such as "raw, random write, depth 32"
+    #[arg(long, value_name = "TEXT", default_value = "", requires = "against")]
+    load: String,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]

@@ -31,7 +31,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use extents::KnownData;
 pub use held::{Displaced, HeldFile};
 pub use mark::Verdict;
-use mark::{Begun, Found, Mark, MarkedChange};
+use mark::{Found, Mark, MarkedChange, Sectors};
 pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, claim_device};
 use pieces::Pieces;
 
@@ -40,7 +40,7 @@ use crate::boot::processors;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
-use crate::event_loop::{Loop, Ring, RingIo, Transfer, yield_now};
+use crate::event_loop::{Loop, Memory, Ring, RingIo, Transfer, yield_now};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The maximum number of times that a short read at the end of a growing file is repeated.
@@ -505,20 +505,19 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
             None => 0,
         };
-        let rest = buffer.skip(moved);
-        let at = start + ByteLen::of_buffer(moved);
         let how = Transfer {
             durable: false,
             by_worker,
         };
-        let transfer = RingIo::read(&self.ring, self.descriptor(), at.get(), rest, how);
+        let at = start.get() + moved as u64;
+        let rest = Memory::Into(buffer.skip(moved));
         Io::file(FileIo {
-            device: self,
-            transfer,
-            range: ByteRange::between(at, range.end()),
-            direction: Direction::Read(rest),
-            by_worker,
-            begun: None,
+            transfer: RingIo::start(&self.ring, self.descriptor(), at, rest, how),
+            ending: Ending {
+                device: self,
+                by_worker,
+                counted: None,
+            },
         })
     }
 
@@ -527,8 +526,16 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
-        let begun = self.begin(range.len.get());
-        let by_worker = self.gives_to_worker(buffer.len());
+        let ending = Ending {
+            device: self,
+            by_worker: self.gives_to_worker(buffer.len()),
+            counted: self.mark.as_ref().map(|mark| {
+                let sectors = Sectors::of(range.len.get());
+                mark.begin_write(sectors);
+                sectors
+            }),
+        };
+        let by_worker = ending.by_worker;
         let done = if by_worker {
             None
         } else {
@@ -540,19 +547,15 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
             None => 0,
         };
-        let at = start + ByteLen::of_buffer(moved);
         let how = Transfer {
             durable: flags.fua,
             by_worker,
         };
-        let transfer = RingIo::write(&self.ring, self.descriptor(), at.get(), buffer.skip(moved), how);
+        let at = start.get() + moved as u64;
+        let rest = Memory::From(buffer.skip(moved));
         Io::file(FileIo {
-            device: self,
-            transfer,
-            range: ByteRange::between(at, range.end()),
-            direction: Direction::Write,
-            by_worker,
-            begun,
+            transfer: RingIo::start(&self.ring, self.descriptor(), at, rest, how),
+            ending,
         })
     }
 
@@ -620,28 +623,51 @@ impl BlockDevice for FileDevice {
 
 /// A transfer of a file through io_uring.
 pub(crate) struct FileIo<'a> {
-    device: &'a FileDevice,
     transfer: RingIo<'a>,
-    range: ByteRange,
-    direction: Direction<'a>,
-    by_worker: bool,
-    /// The write's count in the mark. It is dropped after `transfer`, which waits for its completion when it is
-    /// dropped.
-    begun: Option<Begun>,
+    /// Dropped after `transfer`, which waits for its completion when it is dropped.
+    ending: Ending<'a>,
 }
 
-impl Drop for FileIo<'_> {
+// Every layer moves its requests, which are as large as the largest kind of them.
+const _: () = assert!(std::mem::size_of::<FileIo<'_>>() <= 128);
+
+/// Accounts for the end of a transfer when it is dropped.
+struct Ending<'a> {
+    device: &'a FileDevice,
+    by_worker: bool,
+    /// The sectors that were counted in the mark as begun.
+    counted: Option<Sectors>,
+}
+
+impl Drop for Ending<'_> {
+    #[inline]
     fn drop(&mut self) {
         if self.by_worker {
             let given = &self.device.given_to_workers;
             given.set(given.get() - 1);
         }
+        if let (Some(sectors), Some(mark)) = (self.counted, &self.device.mark) {
+            mark.end_write(sectors);
+        }
     }
 }
 
-enum Direction<'a> {
-    Read(ReadBuf<'a>),
-    Write,
+impl FileIo<'_> {
+    /// Returns the result of a transfer that has failed, or has moved less than its whole memory.
+    #[cold]
+    fn result_of_part(&self, result: Result<usize, i32>) -> IoResult {
+        let (device, memory) = (self.ending.device, self.transfer.memory());
+        if let (Some(_), Some(mark)) = (self.ending.counted, &device.mark) {
+            mark.set_inexact();
+        }
+        let range = ByteOffset::new(self.transfer.offset()).range(ByteLen::of_buffer(memory.len()));
+        match (result, memory) {
+            (Ok(moved), Memory::Into(buffer)) => device.finish_short_read(range, buffer, moved),
+            (Ok(_), Memory::From(_)) => Err(device.error(Operation::Write, range, libc::EIO)),
+            (Err(errno), Memory::Into(_)) => Err(device.error(Operation::Read, range, errno)),
+            (Err(errno), Memory::From(_)) => Err(device.error(Operation::Write, range, errno)),
+        }
+    }
 }
 
 impl Future for FileIo<'_> {
@@ -649,16 +675,9 @@ impl Future for FileIo<'_> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
         let result = std::task::ready!(Pin::new(&mut self.transfer).poll(context));
-        let (device, range) = (self.device, self.range);
-        if let Some(begun) = self.begun.take() {
-            begun.has_moved(result.ok(), range.len.get());
-        }
-        Poll::Ready(match (result, &self.direction) {
-            (Ok(moved), _) if moved as u64 == range.len.get() => Ok(()),
-            (Ok(moved), Direction::Read(buffer)) => device.finish_short_read(range, *buffer, moved),
-            (Ok(_), Direction::Write) => Err(device.error(Operation::Write, range, libc::EIO)),
-            (Err(errno), Direction::Read(_)) => Err(device.error(Operation::Read, range, errno)),
-            (Err(errno), Direction::Write) => Err(device.error(Operation::Write, range, errno)),
+        Poll::Ready(match result {
+            Ok(moved) if moved == self.transfer.memory().len() => Ok(()),
+            _ => self.result_of_part(result),
         })
     }
 }

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 pub use pool::TaskPool;
 pub use ring::RingOp;
-pub(crate) use ring::{Ring, RingIo, Transfer};
+pub(crate) use ring::{Memory, Ring, RingIo, Transfer};
 pub use slice::WorkSlice;
 pub use socket::{Listener, Socket, SocketAddress};
 pub use timer::Sleep;

@@ -8,14 +8,12 @@ use std::task::Context;
 
 use super::{Loop, Task, TaskIndex, waker};
 
-/// A bounded set of tasks of one future type. Starting a task allocates nothing if the pool held that many tasks
-/// before.
+/// Tasks of one future type. Starting a task allocates nothing if the pool held that many tasks before; the caller
+/// bounds their number.
 pub struct TaskPool<F> {
     owner: Loop,
     idle: Rc<IdleSlots<F>>,
     busy: Rc<Cell<usize>>,
-    capacity: usize,
-    made: Cell<usize>,
 }
 
 type IdleSlots<F> = RefCell<Vec<Rc<Slot<F>>>>;
@@ -56,14 +54,12 @@ impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
 }
 
 impl<F: Future<Output = ()> + 'static> TaskPool<F> {
-    /// Creates a pool of at most `capacity` tasks on the loop `owner`.
-    pub fn new(owner: &Loop, capacity: usize) -> Self {
+    /// Creates a pool of tasks on the loop `owner`.
+    pub fn new(owner: &Loop) -> Self {
         Self {
             owner: owner.clone(),
             idle: Rc::default(),
             busy: Rc::default(),
-            capacity,
-            made: Cell::new(0),
         }
     }
 
@@ -72,25 +68,19 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
         self.busy.get()
     }
 
-    /// Starts `future` and polls it once before returning, so that work without waiting is done by then.
-    ///
-    /// # Errors
-    /// Returns the future if the pool is full.
-    pub fn start(&self, future: F) -> Result<(), F> {
-        let slot = match self.idle.borrow_mut().pop() {
-            Some(slot) => slot,
-            None if self.made.get() < self.capacity => self.make_slot(),
-            None => return Err(future),
-        };
-        *slot.future.borrow_mut() = Some(future);
+    /// Starts the future that `make` returns, and polls it once before returning, so that work without waiting is done
+    /// by then. The future is large, so it is made where it stays.
+    pub fn start(&self, make: impl FnOnce() -> F) {
+        let idle = self.idle.borrow_mut().pop();
+        let slot = idle.unwrap_or_else(|| self.make_slot());
+        *slot.future.borrow_mut() = Some(make());
         self.busy.set(self.busy.get() + 1);
         let waker = waker::task_waker(self.owner.0.id, slot.index.get());
         slot.run(&mut Context::from_waker(&waker));
-        Ok(())
     }
 
+    #[cold]
     fn make_slot(&self) -> Rc<Slot<F>> {
-        self.made.set(self.made.get() + 1);
         let slot = Rc::new_cyclic(|me| Slot {
             future: RefCell::new(None),
             index: Cell::new(0),

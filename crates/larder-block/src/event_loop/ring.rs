@@ -390,14 +390,15 @@ impl Drop for RingOp {
     }
 }
 
+/// The memory of a transfer.
 #[derive(Clone, Copy)]
-enum Memory<'a> {
+pub(crate) enum Memory<'a> {
     Into(ReadBuf<'a>),
     From(WriteBuf<'a>),
 }
 
 impl Memory<'_> {
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::Into(buffer) => buffer.len(),
             Self::From(buffer) => buffer.len(),
@@ -428,15 +429,7 @@ pub(crate) struct RingIo<'a> {
 const RETRIES_MAX: u32 = 64;
 
 impl<'a> RingIo<'a> {
-    pub(crate) fn read(ring: &Ring, descriptor: RawFd, offset: u64, buffer: ReadBuf<'a>, how: Transfer) -> Self {
-        Self::start(ring, descriptor, offset, Memory::Into(buffer), how)
-    }
-
-    pub(crate) fn write(ring: &Ring, descriptor: RawFd, offset: u64, buffer: WriteBuf<'a>, how: Transfer) -> Self {
-        Self::start(ring, descriptor, offset, Memory::From(buffer), how)
-    }
-
-    fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, how: Transfer) -> Self {
+    pub(crate) fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, how: Transfer) -> Self {
         Self {
             op: ring.start_transfer(descriptor, offset, memory, how),
             descriptor,
@@ -446,6 +439,16 @@ impl<'a> RingIo<'a> {
             moved: 0,
             retries: 0,
         }
+    }
+
+    /// Returns the offset in the file at which the transfer starts.
+    pub(crate) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Returns the whole memory of the transfer.
+    pub(crate) fn memory(&self) -> Memory<'a> {
+        self.memory
     }
 }
 

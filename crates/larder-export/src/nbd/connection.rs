@@ -132,7 +132,7 @@ impl Connection {
 
     /// Receives requests until the client disconnects or violates the protocol; returns the reason.
     async fn receive(self: &Rc<Self>, mut input: Input) -> Ended {
-        let pool = TaskPool::new(&self.shared.on, self.shared.options.requests_max.max(1));
+        let pool = TaskPool::new(&self.shared.on);
         loop {
             let (request, taken) = match self.request(&mut input).await {
                 Ok(Some(taken)) => taken,
@@ -144,11 +144,8 @@ impl Connection {
                     self.outgoing.push(refuse(self, &request, &refused, permit));
                 }
                 Taken::Do(command, buffer, permit) => {
-                    let work = execute(Rc::clone(self), request, command, buffer, permit);
-                    // The pool has as many slots as there are permits, so a slot is always free.
-                    if let Err(work) = pool.start(work) {
-                        self.shared.on.spawn(work);
-                    }
+                    // There are at most as many tasks as permits.
+                    pool.start(|| execute(Rc::clone(self), request, command, buffer, permit));
                 }
             }
         }

@@ -238,32 +238,36 @@ async fn carry_out(
     data_out: WriteBuf<'_>,
 ) -> Result<(), Refusal> {
     let (activity, turns) = (state.activity, state.turns);
-    match header.kind {
+    let (kind, bytes, begun);
+    // The request is large, so it is not moved after it was started.
+    let mut io = match header.kind {
         T_IN => {
             let start = start_of(header.sector, data_in.len())?;
-            let bytes = data_in.len() as u64;
-            let read = activity.count(Kind::Read, bytes, || turns.read(device, start, data_in));
-            Ok(read.await?)
+            (kind, bytes, begun) = (Kind::Read, data_in.len() as u64, activity.time_in_call());
+            turns.read(device, start, data_in)
         }
         T_OUT => {
             let flags = WriteFlags {
                 fua: !state.write_cache,
             };
             let start = start_of(header.sector, data_out.len())?;
-            let bytes = data_out.len() as u64;
-            let written = activity.count(Kind::Write, bytes, || turns.write(device, start, data_out, flags));
-            Ok(written.await?)
+            (kind, bytes, begun) = (Kind::Write, data_out.len() as u64, activity.time_in_call());
+            turns.write(device, start, data_out, flags)
         }
-        T_FLUSH => Ok(activity.count(Kind::Flush, 0, || device.flush()).await?),
+        T_FLUSH => {
+            (kind, bytes, begun) = (Kind::Flush, 0, activity.time_in_call());
+            device.flush()
+        }
         T_GET_ID => {
             let len = data_in.len().min(SERIAL_BYTES);
             data_in.copy_from_slice(&state.serial.bytes()[..len]);
-            Ok(())
+            return Ok(());
         }
-        T_DISCARD => all_segments(device, state, Kind::Discard, data_out).await,
-        T_WRITE_ZEROES => all_segments(device, state, Kind::WriteZeroes, data_out).await,
-        _ => Err(Refusal::Unsupported),
-    }
+        T_DISCARD => return Box::pin(all_segments(device, state, Kind::Discard, data_out)).await,
+        T_WRITE_ZEROES => return Box::pin(all_segments(device, state, Kind::WriteZeroes, data_out)).await,
+        _ => return Err(Refusal::Unsupported),
+    };
+    Ok(activity.count(kind, bytes, begun, &mut io).await?)
 }
 
 async fn all_segments(

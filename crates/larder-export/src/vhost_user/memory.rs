@@ -3,7 +3,6 @@
 //! A [`GuestMemory`] is immutable; adding or removing a region makes a new one that shares the other mappings.
 //! Requests in flight hold the one that they were translated with, so their memory stays mapped until they are done.
 
-use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -21,6 +20,9 @@ mod lost;
 
 /// Largest number of regions at a time, reported by GET_MAX_MEM_SLOTS. QEMU uses at most 509.
 pub const SLOTS_MAX: usize = 509;
+
+/// Number of regions that are scanned to find an address; a binary search is faster only for more of them.
+const REGIONS_SCANNED: usize = 8;
 
 /// Bytes of memory per bit of the dirty log.
 const LOG_PAGE_BYTES: u64 = 4096;
@@ -200,8 +202,6 @@ impl Region {
 #[derive(Default)]
 pub struct GuestMemory {
     regions: Vec<Region>,
-    /// Index of the region that was hit last, which is usually hit next, too.
-    recent: Cell<usize>,
 }
 
 impl GuestMemory {
@@ -229,10 +229,7 @@ impl GuestMemory {
         let mut regions = self.regions.clone();
         regions.push(Region { info, mapping });
         regions.sort_by_key(|region| region.info.guest_address);
-        Ok(Self {
-            regions,
-            recent: Cell::new(0),
-        })
+        Ok(Self { regions })
     }
 
     /// Returns the memory without a region.
@@ -248,10 +245,7 @@ impl GuestMemory {
         let mut regions = self.regions.clone();
         let index = regions.iter().position(same).ok_or(MemoryError::Unknown(info))?;
         regions.remove(index);
-        Ok(Self {
-            regions,
-            recent: Cell::new(0),
-        })
+        Ok(Self { regions })
     }
 
     /// Appends to `pieces` the mapping of `bytes` bytes at guest address `address`; several pieces if they span
@@ -294,21 +288,20 @@ impl GuestMemory {
 
     #[inline]
     fn region_of(&self, address: u64) -> Option<&Region> {
-        match self.regions.get(self.recent.get()) {
-            Some(region) if region.holds(address) => Some(region),
+        match self.regions.len() {
+            ..=REGIONS_SCANNED => self.regions.iter().find(|region| region.holds(address)),
             _ => self.search_region(address),
         }
     }
 
     #[cold]
     fn search_region(&self, address: u64) -> Option<&Region> {
-        let behind = self
+        let after = self
             .regions
             .partition_point(|region| region.info.guest_address <= address);
-        let index = behind.checked_sub(1)?;
-        let region = self.regions.get(index).filter(|region| region.holds(address))?;
-        self.recent.set(index);
-        Some(region)
+        self.regions
+            .get(after.checked_sub(1)?)
+            .filter(|region| region.holds(address))
     }
 
     /// Checks that no region is lost; see [`Mapping::check`].
@@ -390,6 +383,42 @@ impl DirtyLog {
             // SAFETY: inside the mapping, which lives as long as `self`; other processes access it atomically, too.
             let byte = unsafe { AtomicU8::from_ptr(self.0.base().add(index)) };
             byte.fetch_or(1 << (page % 8), Ordering::SeqCst);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    /// Addresses are found in few regions (scanned) and in many (searched), and not in the gaps between them.
+    #[test]
+    fn address_is_found_among_any_regions() {
+        let file = rustix::fs::memfd_create(c"guest", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        rustix::fs::ftruncate(&file, PAGE).expect("truncates");
+        for count in [1, REGIONS_SCANNED as u64, REGIONS_SCANNED as u64 + 1, 40] {
+            let start_of = |index: u64| PAGE + 3 * PAGE * index;
+            let mut memory = GuestMemory::default();
+            for index in 0..count {
+                let info = RegionInfo {
+                    guest_address: start_of(index),
+                    len: PAGE,
+                    user_address: start_of(index),
+                    file_offset: 0,
+                };
+                memory = memory.with(info, &file).expect("a region");
+            }
+            for index in 0..count {
+                let start = start_of(index);
+                let base = memory.contiguous(start, PAGE).expect("its first byte is found");
+                let last = memory.contiguous(start + PAGE - 1, 1).expect("its last byte is found");
+                assert_eq!(last.addr() - base.addr(), PAGE as usize - 1);
+                assert!(memory.contiguous(start - 1, 1).is_err(), "region {index} of {count}");
+                assert!(memory.contiguous(start + PAGE, 1).is_err(), "region {index} of {count}");
+            }
+            assert!(memory.contiguous(u64::MAX, 1).is_err());
         }
     }
 }

@@ -263,13 +263,9 @@ impl Queue {
             start: RefCell::new(None),
             poller: RefCell::new(None),
         });
-        let pool = TaskPool::new(on, parts.size as usize);
-        *queue.start.borrow_mut() = Some(Box::new(move |request: Request| {
-            if pool.start(serve(request)).is_err() {
-                // The number of chains in flight is at most `size`, which `take_available` ensures.
-                panic!("more requests in flight than the ring has descriptors");
-            }
-        }));
+        // The number of chains in flight is at most `size`, which `take_one` ensures.
+        let pool = TaskPool::new(on);
+        *queue.start.borrow_mut() = Some(Box::new(move |request: Request| pool.start(|| serve(request))));
         queue.shared.at_work.borrow_mut().push(Rc::downgrade(&queue));
         queue.resubmit();
         if parts.told != Some(queue.position().to_base(packed)) {

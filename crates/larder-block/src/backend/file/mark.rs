@@ -103,29 +103,27 @@ enum Image {
     Unprovable,
 }
 
-/// A write in flight. It ends when this value is dropped.
-pub(super) struct Begun {
-    mark: Rc<Mark>,
-    sectors: u64,
+/// A number of sectors that a write begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sectors(u32);
+
+impl Sectors {
+    /// Returns the sectors of a write of `len` bytes. A write of more than 2 TiB counts as one of 2 TiB.
+    #[inline]
+    pub(super) fn of(len: u64) -> Self {
+        Self(u32::try_from(len / SECTOR).unwrap_or(u32::MAX))
+    }
 }
 
-impl Begun {
-    /// Ends a write of `len` bytes that has moved `moved` bytes; `None` after an error.
-    pub(super) fn has_moved(self, moved: Option<usize>, len: u64) {
-        if moved.is_none_or(|moved| moved as u64 != len) {
-            self.is_inexact();
-        }
-    }
-
-    /// Marks the counted sectors as inexact: the device may have counted another number than those begun.
-    fn is_inexact(&self) {
-        self.mark.page.store(Word::Inexact, 1);
-    }
+/// A change in flight of an image's size or allocation. It ends when this value is dropped.
+pub(super) struct Begun {
+    mark: Rc<Mark>,
+    sectors: Sectors,
 }
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        Mark::end(&self.mark, self.sectors);
+        self.mark.end_write(self.sectors);
     }
 }
 
@@ -217,31 +215,35 @@ impl Mark {
         });
     }
 
-    /// Counts a write of `sectors` sectors as begun. The caller submits it to the kernel next.
+    /// Counts a write as begun. The caller submits it to the kernel next, and counts its end when the kernel has
+    /// completed it.
     #[inline]
-    pub(super) fn begin(self: &Rc<Self>, sectors: u64) -> Begun {
+    pub(super) fn begin_write(self: &Rc<Self>, sectors: Sectors) {
         if !self.is_watched.get() {
             self.wake();
         }
         let page = &self.page;
-        page.store(Word::BegunSectors, page.load(Word::BegunSectors) + sectors);
+        page.store(Word::BegunSectors, page.load(Word::BegunSectors) + u64::from(sectors.0));
         page.store(Word::Begun, page.load(Word::Begun) + 1);
-        Begun {
-            mark: Rc::clone(self),
-            sectors,
-        }
     }
 
     /// Counts a write as ended, at the end of this turn of the loop.
     #[inline]
-    fn end(self: &Rc<Self>, sectors: u64) {
+    pub(super) fn end_write(self: &Rc<Self>, sectors: Sectors) {
         let ending = self.ending.get();
         if ending == 0 {
             // One clock reading serves all writes that end in this turn.
             self.on.call_at_turn_end(Rc::clone(self) as Rc<dyn TurnEnd>);
         }
         self.ending.set(ending + 1);
-        self.ending_sectors.set(self.ending_sectors.get() + sectors);
+        self.ending_sectors
+            .set(self.ending_sectors.get() + u64::from(sectors.0));
+    }
+
+    /// Marks the counted sectors as inexact: the device may have counted another number than those begun.
+    #[cold]
+    pub(super) fn set_inexact(&self) {
+        self.page.store(Word::Inexact, 1);
     }
 
     /// Announces that a later write may give the file this size.
@@ -438,7 +440,7 @@ impl<'a> MarkedChange<'a> {
     pub(super) fn start(on: &'a Loop, ring: &Ring, entry: squeue::Entry, begun: Option<Begun>) -> Self {
         if let Some(begun) = &begun {
             // Devices count some of these changes as writes, some as discards, and some not at all.
-            begun.is_inexact();
+            begun.mark.set_inexact();
         }
         Self {
             op: Some(ring.start_plain(entry)),
@@ -502,9 +504,16 @@ impl FileDevice {
         }
     }
 
-    /// Counts a write of `len` bytes as begun, if there is a mark.
+    /// Counts a change of `len` bytes as begun, if there is a mark.
     pub(super) fn begin(&self, len: u64) -> Option<Begun> {
-        self.mark.as_ref().map(|mark| mark.begin(len / SECTOR))
+        self.mark.as_ref().map(|mark| {
+            let sectors = Sectors::of(len);
+            mark.begin_write(sectors);
+            Begun {
+                mark: Rc::clone(mark),
+                sectors,
+            }
+        })
     }
 }
 

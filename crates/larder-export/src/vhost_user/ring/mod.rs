@@ -192,6 +192,7 @@ impl Ring {
     ///
     /// # Errors
     /// The guest violated the rules. Chains that were popped before stay valid.
+    #[inline]
     pub fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         match self {
             Self::Split(ring) => ring.take(memory, chain),
@@ -200,6 +201,7 @@ impl Ring {
     }
 
     /// Returns whether a chain is available.
+    #[inline]
     pub fn has_available(&self) -> bool {
         match self {
             Self::Split(ring) => ring.has_available(),
@@ -216,6 +218,7 @@ impl Ring {
     }
 
     /// Pushes a chain as used, with `written` bytes written. Returns the changed memory, for the dirty log.
+    #[inline]
     pub fn give_back(&mut self, head: Head, written: u32) -> IoVec {
         match self {
             Self::Split(ring) => ring.give_back(head, written),

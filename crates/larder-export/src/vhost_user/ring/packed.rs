@@ -117,6 +117,7 @@ impl PackedRing {
         self.is_available(self.next_available)
     }
 
+    #[inline]
     pub(super) fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         if !self.has_available() {
             return Ok(None);
@@ -198,6 +199,7 @@ impl PackedRing {
         }
     }
 
+    #[inline]
     pub(super) fn give_back(&mut self, head: Head, written: u32) -> IoVec {
         let index = self.next_used.index();
         // SAFETY: the index is below the size.

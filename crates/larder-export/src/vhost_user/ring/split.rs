@@ -81,6 +81,7 @@ impl SplitRing {
         self.available_word(1).load(Ordering::Acquire) != self.next_available
     }
 
+    #[inline]
     pub(super) fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         let available = self.available_word(1).load(Ordering::Acquire);
         let waiting = available.wrapping_sub(self.next_available);
@@ -151,6 +152,7 @@ impl SplitRing {
         }
     }
 
+    #[inline]
     pub(super) fn give_back(&mut self, head: Head, written: u32) -> IoVec {
         let at = 2 + 4 * self.mask(self.next_used);
         // SAFETY: entry `mask(next_used)` of the used ring, in bounds and aligned to 4 as `new` checked.
