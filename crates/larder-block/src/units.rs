@@ -318,6 +318,7 @@ impl FromStr for ByteLen {
             "m" | "mib" => 20,
             "g" | "gib" => 30,
             "t" | "tib" => 40,
+            "p" | "pib" => 50,
             _ => {
                 return Err(SizeError::UnknownUnit {
                     text: text.to_owned(),

@@ -273,6 +273,13 @@ impl Cache {
             }
             compared.stale.get() & index.valid(slot) & !index.dirty(slot)
         };
+        if stale != 0 && self.was_dirty && self.comparing.unequal.get() == 0 {
+            tracing::warn!(
+                "{}: another program has changed it since the server with its cache was killed; the cache also has data \
+                 that was not written to it before, which replaces the other program's changes where both wrote",
+                self.lower.name()
+            );
+        }
         self.comparing.count(clean, stale);
         self.take_sectors(slot, stale);
     }

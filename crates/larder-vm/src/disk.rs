@@ -131,6 +131,11 @@ pub enum DiskError {
     #[error("what was written last may not be on the disk: {0}")]
     Flush(String),
     #[error(
+        "not all data of the write-back cache {cache} could be written to the disk: {error}; the data stays in the cache: \
+         when the cause is removed, serve the disk with that cache, or run `larder disk cache flush {cache}`"
+    )]
+    StaysInCache { cache: ImageAddress, error: String },
+    #[error(
         "requests are left that wait for the device of the disk's cache, which gives no answer; all else is on the disk"
     )]
     CacheHangs,
@@ -427,7 +432,13 @@ fn serve(
             std::mem::forget((stopping, Rc::clone(&exports), on.clone()));
         }
         if let Err(error) = image.device.close().await {
-            return Err(DiskError::Flush(error.to_string()));
+            let error = error.to_string();
+            let cache = image.cache.as_ref().map(|cache| cache.now());
+            let keeping = cache.filter(|cache| cache.layer.works() && cache.layer.is_noted_dirty());
+            return Err(match keeping.map(|cache| cache.file.clone()) {
+                Some(cache) => DiskError::StaysInCache { cache, error },
+                None => DiskError::Flush(error),
+            });
         }
         if let Some(cache) = &image.cache {
             cache.now().forget_note();

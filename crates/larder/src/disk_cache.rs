@@ -41,7 +41,7 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
         }
         CacheCommand::Drop(CacheDropArguments { file, lose_dirty }) => {
             print(&match on.block_on(drop_cache(&on, &file, lose_dirty))? {
-                Dropped::Cache => format!("{file}: no cache any more\n"),
+                Dropped::Cache => format!("{file}: no cache any more; a new one there needs a size (cache-size)\n"),
                 Dropped::NoteAlone => {
                     format!("{file}: there was no cache any more; its disk is served without it from now on\n")
                 }

@@ -177,7 +177,10 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     lines.line("compression", header.compression.name());
     lines.line("extended L2", yes(header.shape.extended));
     lines.line("lazy refcounts", yes(header.lazy_refcounts));
-    lines.line("state", state(qcow2, info.used_by.is_some()));
+    lines.line(
+        "state",
+        state(qcow2, info.used_by.is_some(), !info.dirty_caches.is_empty()),
+    );
     if let Some(line) = left_line(&qcow2.left) {
         lines.line("journal", line);
     }
@@ -238,7 +241,7 @@ pub(crate) fn dirty_line(cache: &ImageAddress) -> String {
     )
 }
 
-fn state(qcow2: &Qcow2Info, in_use: bool) -> &'static str {
+fn state(qcow2: &Qcow2Info, in_use: bool, has_dirty_cache: bool) -> &'static str {
     let header = &qcow2.header;
     match &qcow2.left {
         _ if qcow2.past_end > 0 => {
@@ -255,6 +258,7 @@ fn state(qcow2: &Qcow2Info, in_use: bool) -> &'static str {
             "dirty: its refcounts may be wrong; they are put right when it is served, or by `larder disk check --repair`"
         }
         _ if in_use => "in use",
+        _ if has_dirty_cache => "incomplete without its cache, see above",
         LeftBehind::Gone => "as it was flushed when the host went down, see below",
         LeftBehind::Changes(_) => "complete, but not closed, see below",
         LeftBehind::Nothing => "clean",

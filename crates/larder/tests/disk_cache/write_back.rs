@@ -8,7 +8,7 @@ use larder_bench::campaign::process::{Process, mortal};
 use serde_json::{Value, json};
 
 use crate::failing::Fast;
-use crate::support::{LIMIT, disk_serve, run, tool, wait_for_listener};
+use crate::support::{LIMIT, disk_serve, fill, run, tmpfs, tool, wait_for_listener};
 use crate::{Place, Served, assert_fails, qemu_io, text};
 
 pub(crate) const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
@@ -547,4 +547,68 @@ fn overwritten_dirty_cache_can_be_dropped() {
     assert!(said.contains("there was no cache any more"), "{said}");
     assert!(fs::read(&cache).expect("is there") == junk, "it is somebody else's");
     place.start(place.without_cache(&image)).stop();
+}
+
+/// A qcow2 image whose write-back cache has more data is not called clean.
+#[test]
+fn dirty_cache_makes_image_incomplete() {
+    let place = Place::new();
+    let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&["write -P 9 1M 64k"]);
+    served.kill();
+    // Applies the journal; the cache's data stays where it is.
+    assert_fails(place.without_cache(&image), &["never written to it"]);
+    let (_, said) = run(place.disk_command(&["info", text(&image)]));
+    assert!(said.contains("incomplete without its cache"), "{said}");
+    cache_command(&place, &["flush", text(&cache)]);
+    let (_, said) = run(place.disk_command(&["info", text(&image)]));
+    assert!(!said.contains("incomplete"), "{said}");
+}
+
+/// A stop on a full file system says that the data stays in the cache, and how it reaches the disk.
+#[test]
+fn stop_on_full_disk_keeps_data_in_cache() {
+    let place = Place::new();
+    let small = tmpfs(&place.path("small"), "size=6M");
+    let (image, cache) = (small.0.join("disk.raw"), place.path("cache"));
+    tool("truncate", &["-s", "16M", text(&image)]);
+    fill(&small.0.join("rest"));
+    let mut served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&["write -P 9 0 1M"]);
+    served.process.signal(libc::SIGTERM);
+    let status = served.process.wait(LIMIT).expect("ends");
+    let said = served.process.output();
+    assert_eq!(status.code(), Some(2), "{said}");
+    let advice = format!("larder disk cache flush {}", text(&cache));
+    for words in ["the data stays in the cache", &advice] {
+        assert!(said.contains(words), "{said}");
+    }
+    fs::remove_file(small.0.join("rest")).expect("was there");
+    cache_command(&place, &["flush", text(&cache)]);
+    qemu_io("raw", text(&image), &["read -P 9 0 1M"]);
+}
+
+/// A change by another program whose time was put back is found by the comparison, and reported.
+#[test]
+fn change_beside_dirty_data_is_reported() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.warm_up(4);
+    served.settle();
+    served.io(&WRITES);
+    served.kill();
+    let before = place.path("times");
+    tool("touch", &["-r", text(&image), text(&before)]);
+    qemu_io("raw", text(&image), &["write -P 13 0 512k"]);
+    tool("touch", &["-r", text(&before), text(&image)]);
+    let served = place.serve(&image, &cache, &[]);
+    served
+        .process
+        .wait_for("another program has changed it", LIMIT)
+        .expect("is reported");
+    served.io(&["read -P 13 0 512k", "read -P 9 1M 64k"]);
+    served.stop();
 }
