@@ -134,7 +134,7 @@ pub enum DiskError {
         "not all data of the write-back cache {cache} could be written to the disk: {error}; the data stays in the cache: \
          when the cause is removed, serve the disk with that cache, or run `larder disk cache flush {cache}`"
     )]
-    StaysInCache { cache: ImageAddress, error: String },
+    StaysInCache { cache: String, error: String },
     #[error(
         "requests are left that wait for the device of the disk's cache, which gives no answer; all else is on the disk"
     )]
@@ -435,7 +435,7 @@ fn serve(
             let error = error.to_string();
             let cache = image.cache.as_ref().map(|cache| cache.now());
             let keeping = cache.filter(|cache| cache.layer.works() && cache.layer.is_noted_dirty());
-            return Err(match keeping.map(|cache| cache.file.clone()) {
+            return Err(match keeping.map(|cache| cache.file.to_string()) {
                 Some(cache) => DiskError::StaysInCache { cache, error },
                 None => DiskError::Flush(error),
             });
