@@ -242,16 +242,16 @@ impl<'a> ReadBuf<'a> {
     /// If the buffer is shorter than `source`.
     pub fn copy_from_slice(&self, source: &[u8]) {
         assert!(source.len() <= self.len());
-        if let View::One(piece) = self.0 {
-            // SAFETY: as below.
-            return unsafe { ptr::copy_nonoverlapping(source.as_ptr(), piece.base(), source.len()) };
-        }
-        let mut copied = 0;
-        for piece in self.slice(0, source.len()).pieces() {
-            // SAFETY: the piece is valid for writes by this type's contract, `source` has that many bytes left, and a
-            // Rust slice cannot overlap memory to which no Rust reference exists.
-            unsafe { ptr::copy_nonoverlapping(source.as_ptr().add(copied), piece.base(), piece.len()) };
-            copied += piece.len();
+        let mut rest = source;
+        for piece in self.pieces() {
+            let (now, later) = rest.split_at(piece.len().min(rest.len()));
+            // SAFETY: the piece is valid for writes by this type's contract and at least as long, and a Rust slice
+            // cannot overlap memory to which no Rust reference exists.
+            unsafe { ptr::copy_nonoverlapping(now.as_ptr(), piece.base(), now.len()) };
+            rest = later;
+            if rest.is_empty() {
+                break;
+            }
         }
     }
 
@@ -281,16 +281,16 @@ impl<'a> WriteBuf<'a> {
     /// If the buffer is shorter than `destination`.
     pub fn copy_to_slice(&self, destination: &mut [u8]) {
         assert!(destination.len() <= self.len());
-        if let View::One(piece) = self.0 {
-            // SAFETY: as below.
-            return unsafe { ptr::copy_nonoverlapping(piece.base(), destination.as_mut_ptr(), destination.len()) };
-        }
-        let mut copied = 0;
-        for piece in self.slice(0, destination.len()).pieces() {
-            // SAFETY: the piece is valid for reads by this type's contract, `destination` has that many bytes left,
-            // and a Rust slice cannot overlap memory to which no Rust reference exists.
-            unsafe { ptr::copy_nonoverlapping(piece.base(), destination.as_mut_ptr().add(copied), piece.len()) };
-            copied += piece.len();
+        let mut rest = destination;
+        for piece in self.pieces() {
+            let (now, later) = rest.split_at_mut(piece.len().min(rest.len()));
+            // SAFETY: the piece is valid for reads by this type's contract and at least as long, and a Rust slice
+            // cannot overlap memory to which no Rust reference exists.
+            unsafe { ptr::copy_nonoverlapping(piece.base(), now.as_mut_ptr(), now.len()) };
+            rest = later;
+            if rest.is_empty() {
+                break;
+            }
         }
     }
 

@@ -272,7 +272,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                     served.of_each(place, requests, count)
                 };
                 let rounds = (0..arguments.rounds(1)).map(|_| Ok((of(other)?, of(&own)?)));
-                let rounds: Vec<(Costs, Costs)> = match rounds.collect::<anyhow::Result<_>>() {
+                let mut rounds: Vec<(Costs, Costs)> = match rounds.collect::<anyhow::Result<_>>() {
                     Ok(rounds) => rounds,
                     Err(error) => {
                         failures.push(format!("{load}: {error:#}"));
@@ -289,7 +289,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                     median(&ratios),
                     spread(&ratios, 3)
                 );
-                differences.extend(rounds.into_iter().next_back().map(|last| (load, last)));
+                differences.extend(rounds.pop().map(|last| (load, last)));
             }
         }
     }

@@ -493,8 +493,12 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
-        let by_worker = self.gives_to_worker(buffer.len());
-        let done = if by_worker {
+        let ending = Ending {
+            device: self,
+            by_worker: self.gives_to_worker(buffer.len()),
+            counted: None,
+        };
+        let done = if ending.by_worker {
             None
         } else {
             self.read_in_call(start, buffer)
@@ -505,20 +509,7 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
             None => 0,
         };
-        let how = Transfer {
-            durable: false,
-            by_worker,
-        };
-        let at = start.get() + moved as u64;
-        let rest = Memory::Into(buffer.skip(moved));
-        Io::file(FileIo {
-            transfer: RingIo::start(&self.ring, self.descriptor(), at, rest, how),
-            ending: Ending {
-                device: self,
-                by_worker,
-                counted: None,
-            },
-        })
+        ending.transfer(start.get() + moved as u64, Memory::Into(buffer.skip(moved)), false)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
@@ -529,14 +520,9 @@ impl BlockDevice for FileDevice {
         let ending = Ending {
             device: self,
             by_worker: self.gives_to_worker(buffer.len()),
-            counted: self.mark.as_ref().map(|mark| {
-                let sectors = Sectors::of(range.len.get());
-                mark.begin_write(sectors);
-                sectors
-            }),
+            counted: self.mark.as_ref().map(|mark| mark.begin_write(range.len.get())),
         };
-        let by_worker = ending.by_worker;
-        let done = if by_worker {
+        let done = if ending.by_worker {
             None
         } else {
             self.write_in_call(start, buffer, flags)
@@ -547,16 +533,7 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
             None => 0,
         };
-        let how = Transfer {
-            durable: flags.fua,
-            by_worker,
-        };
-        let at = start.get() + moved as u64;
-        let rest = Memory::From(buffer.skip(moved));
-        Io::file(FileIo {
-            transfer: RingIo::start(&self.ring, self.descriptor(), at, rest, how),
-            ending,
-        })
+        ending.transfer(start.get() + moved as u64, Memory::From(buffer.skip(moved)), flags.fua)
     }
 
     fn flush(&self) -> Io<'_> {
@@ -637,6 +614,20 @@ struct Ending<'a> {
     by_worker: bool,
     /// The sectors that were counted in the mark as begun.
     counted: Option<Sectors>,
+}
+
+impl<'a> Ending<'a> {
+    /// Starts the transfer of `memory`, from byte `at` of the file on.
+    fn transfer(self, at: u64, memory: Memory<'a>, durable: bool) -> Io<'a> {
+        let how = Transfer {
+            durable,
+            by_worker: self.by_worker,
+        };
+        Io::file(FileIo {
+            transfer: RingIo::start(&self.device.ring, self.device.descriptor(), at, memory, how),
+            ending: self,
+        })
+    }
 }
 
 impl Drop for Ending<'_> {

@@ -13,7 +13,6 @@ use super::{Loop, Task, TaskIndex, waker};
 pub struct TaskPool<F> {
     owner: Loop,
     idle: Rc<IdleSlots<F>>,
-    busy: Rc<Cell<usize>>,
 }
 
 type IdleSlots<F> = RefCell<Vec<Rc<Slot<F>>>>;
@@ -22,7 +21,6 @@ struct Slot<F> {
     future: RefCell<Option<F>>,
     index: Cell<TaskIndex>,
     idle: std::rc::Weak<IdleSlots<F>>,
-    busy: Rc<Cell<usize>>,
     me: std::rc::Weak<Slot<F>>,
 }
 
@@ -37,7 +35,6 @@ impl<F: Future<Output = ()> + 'static> Slot<F> {
         if future.poll(context).is_ready() {
             *slot = None;
             drop(slot);
-            self.busy.set(self.busy.get() - 1);
             if let (Some(idle), Some(me)) = (self.idle.upgrade(), self.me.upgrade()) {
                 idle.borrow_mut().push(me);
             }
@@ -59,13 +56,7 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
         Self {
             owner: owner.clone(),
             idle: Rc::default(),
-            busy: Rc::default(),
         }
-    }
-
-    /// Returns the number of tasks that run now.
-    pub fn busy(&self) -> usize {
-        self.busy.get()
     }
 
     /// Starts the future that `make` returns, and polls it once before returning, so that work without waiting is done
@@ -74,7 +65,6 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
         let idle = self.idle.borrow_mut().pop();
         let slot = idle.unwrap_or_else(|| self.make_slot());
         *slot.future.borrow_mut() = Some(make());
-        self.busy.set(self.busy.get() + 1);
         let waker = waker::task_waker(self.owner.0.id, slot.index.get());
         slot.run(&mut Context::from_waker(&waker));
     }
@@ -85,7 +75,6 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
             future: RefCell::new(None),
             index: Cell::new(0),
             idle: Rc::downgrade(&self.idle),
-            busy: Rc::clone(&self.busy),
             me: std::rc::Weak::clone(me),
         });
         let task: Rc<dyn Task> = Rc::clone(&slot) as Rc<dyn Task>;

@@ -558,7 +558,7 @@ fn dirty_cache_makes_image_incomplete() {
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&["write -P 9 1M 64k"]);
     served.kill();
-    // Applies the journal; the cache's data stays where it is.
+    // This applies the journal, and not the cache's data.
     assert_fails(place.without_cache(&image), &["never written to it"]);
     let (_, said) = run(place.disk_command(&["info", text(&image)]));
     assert!(said.contains("incomplete without its cache"), "{said}");
@@ -569,7 +569,7 @@ fn dirty_cache_makes_image_incomplete() {
 
 /// A stop on a full file system says that the data stays in the cache, and how it reaches the disk.
 #[test]
-fn stop_on_full_disk_keeps_data_in_cache() {
+fn full_disk_keeps_data_in_cache() {
     let place = Place::new();
     let small = tmpfs(&place.path("small"), "size=6M");
     let (image, cache) = (small.0.join("disk.raw"), place.path("cache"));

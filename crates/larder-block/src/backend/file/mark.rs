@@ -103,17 +103,9 @@ enum Image {
     Unprovable,
 }
 
-/// A number of sectors that a write begins with.
+/// The sectors of a write that was counted as begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sectors(u32);
-
-impl Sectors {
-    /// Returns the sectors of a write of `len` bytes. A write of more than 2 TiB counts as one of 2 TiB.
-    #[inline]
-    pub(super) fn of(len: u64) -> Self {
-        Self(u32::try_from(len / SECTOR).unwrap_or(u32::MAX))
-    }
-}
 
 /// A change in flight of an image's size or allocation. It ends when this value is dropped.
 pub(super) struct Begun {
@@ -215,16 +207,18 @@ impl Mark {
         });
     }
 
-    /// Counts a write as begun. The caller submits it to the kernel next, and counts its end when the kernel has
-    /// completed it.
+    /// Counts a write of `len` bytes as begun; one of more than 2 TiB counts as one of 2 TiB. The caller submits it to
+    /// the kernel next, and passes the result to [`Self::end_write`] when the kernel has completed it.
     #[inline]
-    pub(super) fn begin_write(self: &Rc<Self>, sectors: Sectors) {
+    pub(super) fn begin_write(self: &Rc<Self>, len: u64) -> Sectors {
+        let sectors = Sectors(u32::try_from(len / SECTOR).unwrap_or(u32::MAX));
         if !self.is_watched.get() {
             self.wake();
         }
         let page = &self.page;
         page.store(Word::BegunSectors, page.load(Word::BegunSectors) + u64::from(sectors.0));
         page.store(Word::Begun, page.load(Word::Begun) + 1);
+        sectors
     }
 
     /// Counts a write as ended, at the end of this turn of the loop.
@@ -506,13 +500,9 @@ impl FileDevice {
 
     /// Counts a change of `len` bytes as begun, if there is a mark.
     pub(super) fn begin(&self, len: u64) -> Option<Begun> {
-        self.mark.as_ref().map(|mark| {
-            let sectors = Sectors::of(len);
-            mark.begin_write(sectors);
-            Begun {
-                mark: Rc::clone(mark),
-                sectors,
-            }
+        self.mark.as_ref().map(|mark| Begun {
+            sectors: mark.begin_write(len),
+            mark: Rc::clone(mark),
         })
     }
 }
