@@ -368,10 +368,20 @@ fn folders(image: &ImageAddress) -> Vec<Folder> {
 }
 
 /// Returns the directories in which another process may have put a journal of an image: those of this user, of root
-/// and of the host's services, and, for root, which may read them, those of other users.
+/// and of the host's services, and, for root, which may read them, those of other users. Private directories without a
+/// file of the journal's name are left out, because a host may have hundreds of them.
 pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     let own = own_user();
     let owner = owner(image);
+    let name = name(image).ok();
+    let may_have_journal = |folder: &PathBuf| {
+        let found = name.as_ref().map(|name| std::fs::symlink_metadata(folder.join(name)));
+        !found.is_some_and(|found| found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
+    };
+    let private_in = |above: &Path| {
+        let all = private_folder::all_in(above).into_iter();
+        all.map(|private| private.join(FOLDER)).filter(may_have_journal)
+    };
     let mut folders: Vec<Folder> = Vec::new();
     let mut add_believed = |path: PathBuf, user: u32, is_believed: bool| {
         if !folders.iter().any(|folder| folder.path == path) {
@@ -386,8 +396,8 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     for (name, path, user) in runtime_folder::of_vms() {
         // A VM's server can write anything there, and is trusted only for the images of its VM.
         let is_its = || config::names_image(&name, image);
-        for private in private_folder::all_in(&path) {
-            add_believed(private.join(FOLDER), user, owner == Some(user) || own == 0 && is_its());
+        for folder in private_in(&path) {
+            add_believed(folder, user, owner == Some(user) || own == 0 && is_its());
         }
     }
     if let Some((path, user)) = runtime_folder::of_former_services() {
@@ -400,15 +410,15 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
     for folder in folders_of_user() {
         add(folder, own);
     }
-    for private in private_folder::all_in(&runtime_folder::runtime_folder()) {
-        add(private.join(FOLDER), own);
+    for folder in private_in(&runtime_folder::runtime_folder()) {
+        add(folder, own);
     }
     // Location used by a server that was started in a login session.
     let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder"));
     let mut of_sessions = vec![own];
     for (path, user) in runtime_folder::of_the_host() {
-        for private in private_folder::all_in(&path) {
-            add(private.join(FOLDER), user);
+        for folder in private_in(&path) {
+            add(folder, user);
         }
         add(path.join(FOLDER), user);
     }
@@ -425,8 +435,8 @@ pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
         }
     }
     for user in of_sessions {
-        for private in private_folder::all_in(&of_session(user)) {
-            add(private.join(FOLDER), user);
+        for folder in private_in(&of_session(user)) {
+            add(folder, user);
         }
         add(of_session(user).join(FOLDER), user);
     }

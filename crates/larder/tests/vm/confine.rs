@@ -502,6 +502,32 @@ fn confined_server_removes_its_files() {
     assert_eq!(files(vm.folder.path()), [vm.file()]);
 }
 
+/// Other VMs' directories cost a start no request to the process that opens files, however many there are.
+#[test]
+fn start_opens_nothing_of_other_vms() {
+    let vm = two();
+    let runtime = on_tmpfs();
+    for other in 0..100 {
+        let journals = runtime.path().join(format!("private/other-{other}/journals"));
+        fs::create_dir_all(&journals).expect("creates");
+        fs::write(journals.join("qcow2-1-1.journal"), "").expect("writes");
+    }
+    let plain = vm.command(CONFINED);
+    let trace = vm.path("trace");
+    let mut command = Command::new("strace");
+    command.args(["-D", "-f", "-qq", "-e", "trace=open,openat,openat2", "-o", text(&trace)]);
+    command.arg(plain.get_program()).args(plain.get_args());
+    command.env("STATE_DIRECTORY", vm.path("state"));
+    command.env("RUNTIME_DIRECTORY", runtime.path());
+    let process = Process::start(command).expect("strace starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    ends(process);
+    let trace = fs::read_to_string(&trace).expect("is traced");
+    assert!(trace.contains(".journal\""), "it has a journal of its own");
+    let others: Vec<&str> = trace.lines().filter(|call| call.contains("other-")).collect();
+    assert!(others.is_empty(), "{} calls, first {}", others.len(), others[0]);
+}
+
 /// Asserts that a guest reads the data that [`works`] has written.
 fn holds(guest: &mut FrontEnd, seed: u64) {
     let data = guest.data();
