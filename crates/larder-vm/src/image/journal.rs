@@ -121,7 +121,7 @@ fn all_of(image: &ImageAddress) -> io::Result<(Vec<Pending>, Looked)> {
     let name = name(image)?;
     let id = id(image);
     let (mut all, mut looked) = (Vec::new(), Looked::default());
-    for folder in folders(image) {
+    for folder in folders(image, &name) {
         match find(&folder, &name, &id) {
             Ok(Some(left)) => all.push(Pending {
                 file: folder.path.join(&name),
@@ -258,7 +258,7 @@ fn remove(pending: &Pending) -> io::Result<()> {
 
 /// Returns the name of an image's journal: the same for every path of the image, and different from that of any other
 /// image of this host.
-fn name(image: &ImageAddress) -> io::Result<String> {
+pub(crate) fn name(image: &ImageAddress) -> io::Result<String> {
     match image {
         ImageAddress::Path(path) => {
             let found = opener::metadata(path)?;
@@ -349,7 +349,7 @@ fn in_shared_memory(user: u32) -> PathBuf {
 }
 
 /// Returns all directories that may hold a journal of an image, this process's first.
-fn folders(image: &ImageAddress) -> Vec<Folder> {
+fn folders(image: &ImageAddress, name: &str) -> Vec<Folder> {
     let own = own_folders().into_iter().map(|path| Folder {
         path,
         user: own_user(),
@@ -360,7 +360,7 @@ fn folders(image: &ImageAddress) -> Vec<Folder> {
     let others = match helper() {
         // If the helper does not answer, it has reported the reason to the process that started it.
         Some(helper) => helper.journal_folders(image).unwrap_or_default(),
-        None => folders_of_others(image),
+        None => folders_of_others(image, name),
     };
     let is_new = |folder: &Folder| own.iter().all(|own| own.path != folder.path);
     let others: Vec<Folder> = others.into_iter().filter(is_new).collect();
@@ -369,14 +369,13 @@ fn folders(image: &ImageAddress) -> Vec<Folder> {
 
 /// Returns the directories in which another process may have put a journal of an image: those of this user, of root
 /// and of the host's services, and, for root, which may read them, those of other users. Private directories without a
-/// file of the journal's name are left out, because a host may have hundreds of them.
-pub(crate) fn folders_of_others(image: &ImageAddress) -> Vec<Folder> {
+/// file of the journal's [`name`] are left out, because a host may have hundreds of them.
+pub(crate) fn folders_of_others(image: &ImageAddress, name: &str) -> Vec<Folder> {
     let own = own_user();
     let owner = owner(image);
-    let name = name(image).ok();
-    let may_have_journal = |folder: &PathBuf| {
-        let found = name.as_ref().map(|name| std::fs::symlink_metadata(folder.join(name)));
-        !found.is_some_and(|found| found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
+    let may_have_journal = |folder: &PathBuf| match std::fs::symlink_metadata(folder.join(name)) {
+        Ok(_) => true,
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     };
     let private_in = |above: &Path| {
         let all = private_folder::all_in(above).into_iter();
@@ -448,7 +447,9 @@ pub(crate) fn may_be_at(image: &ImageAddress, path: &Path) -> bool {
     let (Some(folder), Some(file)) = (path.parent(), path.file_name()) else {
         return false;
     };
-    name(image).is_ok_and(|name| file == name.as_str()) && folders_of_others(image).iter().any(|it| it.path == folder)
+    let has =
+        |name: String| file == name.as_str() && folders_of_others(image, &name).iter().any(|it| it.path == folder);
+    name(image).is_ok_and(has)
 }
 
 /// Returns the journal of this image in a directory, if it can be trusted.

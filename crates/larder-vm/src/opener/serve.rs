@@ -228,7 +228,7 @@ impl Server {
                 if !self.allowed()?.has_image(&image) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
-                let folders = journal::folders_of_others(&image);
+                let folders = journal::folders_of_others(&image, &journal::name(&image)?);
                 Ok((Answer::Folders(folders.iter().map(JournalFolder::from).collect()), None))
             }
             Request::Notes(disk) => {
