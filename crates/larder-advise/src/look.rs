@@ -105,7 +105,7 @@ impl Look {
             gaps.push(Gap {
                 vm: None,
                 what: "VMs of other users".to_owned(),
-                why: "their processes are hidden (hidepid): it takes root to see them".to_owned(),
+                why: "their processes are hidden (hidepid): only root can see them".to_owned(),
             });
         }
         all
@@ -208,13 +208,13 @@ impl Look {
         if vm.ram.is_none() {
             note(
                 "how much memory it was given",
-                "its command line does not say it".to_owned(),
+                "its command line does not give it".to_owned(),
             );
         }
         if let Some(max) = described.ram_max {
             note(
                 "memory that it was given since it was started",
-                format!("only QEMU knows; it may have up to {}", size(max)),
+                format!("only QEMU knows it; the VM may have up to {}", size(max)),
             );
         }
         let told = told::of(&vm, described, *owner, before, now);
@@ -223,8 +223,8 @@ impl Look {
         if vm.managed.is_none() {
             note(
                 "which of its memory is active",
-                "the kernel tells that only to whoever resets it, which is no observation; where Larder keeps a budget \
-                 (larder memory attach) it knows what is wanted back"
+                "the kernel reports that only if it is reset, which would not be an observation; where Larder keeps a budget \
+                 (larder memory attach), refaults show it"
                     .to_owned(),
             );
         }
@@ -256,14 +256,14 @@ impl Look {
 /// Returns the reason why not every vCPU is reported, if there is one.
 fn untold(vcpus: &[crate::measured::Vcpu], described: &Described) -> Option<String> {
     match vcpus {
-        [] if described.names_threads() => Some("it has no thread that is called like a vCPU's".to_owned()),
+        [] if described.names_threads() => Some("it has no thread with the name of a vCPU".to_owned()),
         [] => Some(
-            "its threads have no names of their own, so vCPUs cannot be told from others: start QEMU with \
+            "its threads have no individual names, so vCPUs cannot be distinguished from others: start QEMU with \
              -name debug-threads=on (libvirt does)"
                 .to_owned(),
         ),
         [one] if is_all_vcpus(&one.thread) && described.vcpus != Some(1) => Some(format!(
-            "its vCPUs take turns on one thread ({}), of which the time is told",
+            "its vCPUs take turns on one thread ({}), whose time is reported",
             printable(&one.thread)
         )),
         _ => None,

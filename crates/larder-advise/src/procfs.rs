@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unread {
     /// The process or thread has ended.
-    #[error("it has ended meanwhile")]
+    #[error("it has exited")]
     Gone,
     /// The kernel has no such file.
     #[error("this kernel has no {}", .0.display())]
     Missing(PathBuf),
     /// The file belongs to another user.
-    #[error("{} may not be read: it takes root, or CAP_SYS_PTRACE", .0.display())]
+    #[error("{} may not be read: that needs root, or CAP_SYS_PTRACE", .0.display())]
     Permission(PathBuf),
     /// The system reported another error.
     #[error("{}: {why}", path.display())]
@@ -32,7 +32,7 @@ pub enum Unread {
         why: String,
     },
     /// The file does not have the format of proc(5).
-    #[error("{} is not understood: {what}", path.display())]
+    #[error("{} cannot be parsed: {what}", path.display())]
     Unknown {
         /// File that was read.
         path: PathBuf,

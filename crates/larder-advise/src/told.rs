@@ -24,7 +24,7 @@ pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = (String, Gap)> {
         let path = printable(&path.display().to_string());
         let gap = Gap {
             vm: told.vm.as_deref().map(printable),
-            what: format!("what Larder tells at {path}"),
+            what: format!("Larder's report at {path}"),
             why: told.silence.clone()?,
         };
         Some((path, gap))
@@ -171,8 +171,8 @@ fn problem_text(problem: MemoryProblem, state: &MemoryState) -> String {
         MemoryProblem::TiersFull if has_cache => "its swap cache is full",
         MemoryProblem::TiersFull => "its compressed memory is full, and it has no swap cache",
         MemoryProblem::Memory => "its pages cannot be evicted; the log of larder memory attach has the reason",
-        MemoryProblem::DiskFailed => "the disk of its swap cache fails",
-        MemoryProblem::Incompressible => "what is in memory cannot be compressed, and it has no swap cache",
+        MemoryProblem::DiskFailed => "the disk of its swap cache has failed",
+        MemoryProblem::Incompressible => "its resident memory cannot be compressed, and it has no swap cache",
     }
     .to_owned()
 }

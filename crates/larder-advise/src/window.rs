@@ -13,7 +13,7 @@ use crate::sample::{Sample, ThreadSample, Threads};
 const PAGE: f64 = 4096.0;
 
 /// Message for a `schedstat` that contains only zeros.
-const NOT_COUNTED: &str = "this kernel's /proc/PID/task/TID/schedstat has zeros only: it counts with delay accounting on \
+const NOT_COUNTED: &str = "this kernel's /proc/PID/task/TID/schedstat has only zeros: it counts only with delay accounting enabled \
     (sysctl kernel.task_delayacct=1)";
 
 /// Samples in order, taken at two moments at least.
@@ -117,7 +117,7 @@ impl<'a> Window<'a> {
         let threads = |sample: &'a Sample| match sample.vms.get(&vm) {
             Some(Ok(threads)) => Ok(threads),
             Some(Err(why)) => Err(why.to_string()),
-            None => Err("it was not there all the time".to_owned()),
+            None => Err("it did not run all the time".to_owned()),
         };
         let (before, now) = (threads(self.first)?, threads(self.last)?);
         // Every existing thread has run, so zeros mean that the kernel does not count.
@@ -290,10 +290,10 @@ mod tests {
         let window = Window::of(&samples).expect("time has passed");
         assert_eq!(window.cpu(VM).expect("is measured").used, 0.5);
         let another = ProcessId { started: 2, ..VM };
-        assert_eq!(window.cpu(another), Err("it was not there all the time".to_owned()));
+        assert_eq!(window.cpu(another), Err("it did not run all the time".to_owned()));
         samples[1].vms.insert(VM, Err(Unread::Gone));
         let window = Window::of(&samples).expect("time has passed");
-        assert_eq!(window.cpu(VM), Err("it has ended meanwhile".to_owned()));
+        assert_eq!(window.cpu(VM), Err("it has exited".to_owned()));
     }
 
     #[test]

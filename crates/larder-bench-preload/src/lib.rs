@@ -44,7 +44,7 @@ impl Ram {
             let size = std::env::var("LARDER_BENCH_RAM").ok()?;
             match size.parse::<usize>() {
                 Ok(size) if size > 0 && size.is_multiple_of(ALIGNMENT) => Some(Self::new(size)),
-                _ => fatal("LARDER_BENCH_RAM is no multiple of 2 MiB in bytes"),
+                _ => fatal("LARDER_BENCH_RAM must be a positive multiple of 2 MiB, in bytes"),
             }
         })
         .as_ref()
@@ -55,7 +55,7 @@ impl Ram {
         let fd = unsafe { libc::memfd_create(c"larder-bench-ram".as_ptr(), libc::MFD_CLOEXEC) };
         // SAFETY: the descriptor belongs to this function.
         if fd < 0 || unsafe { libc::ftruncate(fd, size as libc::off_t) } != 0 {
-            fatal("no memfd of this size can be had");
+            fatal("cannot create a memfd of this size");
         }
         // SAFETY: a mapping without access at an address that the kernel chooses affects no existing memory.
         let room = unsafe {
@@ -69,7 +69,7 @@ impl Ram {
             )
         };
         if room == libc::MAP_FAILED as usize {
-            fatal("there is no room for the memfd");
+            fatal("cannot reserve address space for the memfd");
         }
         let start = room.next_multiple_of(ALIGNMENT);
         // SAFETY: it replaces a part of the mapping above, which no other code knows.
@@ -84,11 +84,11 @@ impl Ram {
             )
         };
         if mapped != start {
-            fatal("the memfd cannot be mapped");
+            fatal("cannot map the memfd");
         }
         // SAFETY: the range is the mapping above; the call does not change its contents.
         if unsafe { libc::syscall(libc::SYS_madvise, start, size, libc::MADV_DONTFORK) } != 0 {
-            fatal("the memfd would be shared with children");
+            fatal("cannot exclude the memfd's mapping from child processes");
         }
         Self {
             fd,
@@ -140,7 +140,7 @@ impl Ram {
                 break;
             }
             if errno() != libc::EINTR {
-                fatal("no hole can be punched into the memfd");
+                fatal("cannot punch a hole into the memfd");
             }
         }
         // This call notifies a userfaultfd. The memfd's contents are not affected, because the hole has none.
@@ -154,7 +154,7 @@ impl Ram {
             )
         };
         if told != 0 {
-            fatal("the memfd's mapping cannot be told of a hole");
+            fatal("cannot discard a hole in the memfd's mapping");
         }
     }
 

@@ -31,7 +31,7 @@ impl Drop for Undo {
         drop(self.shell.stdin.take());
         match self.shell.wait() {
             Ok(status) if status.success() => {}
-            ended => eprintln!("the machine may not be as it was before: {ended:?}"),
+            ended => eprintln!("the machine's previous state may not be restored: {ended:?}"),
         }
     }
 }

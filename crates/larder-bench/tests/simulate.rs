@@ -65,7 +65,7 @@ fn memory_seed_is_deterministic() {
                 pages_out,
                 virtual_time,
                 ..
-            } = simulate(Subject::Memory(memory), seed).expect("keeps its promises");
+            } = simulate(Subject::Memory(memory), seed).expect("the seed has no violation");
             (requests, stops, pages_out, virtual_time)
         };
         for seed in 1000..1020 {
@@ -76,14 +76,14 @@ fn memory_seed_is_deterministic() {
 
 #[test]
 fn stack_seed_is_deterministic() {
-    let stack = find("align-throttle").expect("it is registered");
+    let stack = find("align-throttle").expect("the stack is registered");
     let run = |seed| {
         let Summary {
             requests,
             stops,
             virtual_time,
             ..
-        } = simulate(Subject::Stack(stack), seed).expect("keeps its promises");
+        } = simulate(Subject::Stack(stack), seed).expect("the seed has no violation");
         (requests, stops, virtual_time)
     };
     for seed in 0..50 {
@@ -211,7 +211,7 @@ fn broken_layer_is_detected() {
             .map(|found| found.broken)
             .collect();
         let hits = found.iter().filter(|broken| broken.contains(expected)).count();
-        assert!(hits >= 5, "{lie:?} is found {hits} times: {found:?}");
+        assert!(hits >= 5, "{lie:?} is detected {hits} times: {found:?}");
     }
 }
 

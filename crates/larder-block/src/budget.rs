@@ -111,7 +111,7 @@ mod tests {
     fn now(result: Poll<Option<Share>>) -> Share {
         match result {
             Poll::Ready(Some(share)) => share,
-            _ => panic!("there is enough"),
+            _ => panic!("enough units are free"),
         }
     }
 
@@ -129,7 +129,7 @@ mod tests {
         let mut small = pin!(budget.take(1, is_over));
         assert!(
             poll(small.as_mut()).is_pending(),
-            "the first one to wait is the first to get its share"
+            "waiters are served in order of arrival"
         );
         {
             let mut leaves = Box::pin(budget.take(1, is_over));

@@ -331,7 +331,7 @@ impl Future for Io<'_> {
         let result = std::task::ready!(match &mut self.state {
             State::Ready(result) => match result.take() {
                 Some(result) => Poll::Ready(result),
-                None => panic!("a request's result was asked for twice"),
+                None => panic!("a request was polled after it had completed"),
             },
             State::File(io) => Pin::new(io).poll(context),
             State::Nbd(request) => Pin::new(request).poll(context),

@@ -156,7 +156,7 @@ mod tests {
         (1..=1000).for_each(|micros| histogram.add(Duration::from_micros(micros)));
         histogram.add(Duration::from_secs(100));
         let buckets: Vec<Bucket> = histogram.buckets().collect();
-        let of = |share| quantile(&buckets, share, histogram.max()).expect("there are some");
+        let of = |share| quantile(&buckets, share, histogram.max()).expect("it is not empty");
         for (share, micros) in [(0.1, 101), (0.5, 501), (0.99, 991)] {
             let (exact, found) = (Duration::from_micros(micros), of(share));
             assert!(found >= exact && found <= exact + exact / 4, "{share}: {found:?}");

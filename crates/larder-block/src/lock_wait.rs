@@ -145,12 +145,12 @@ fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
     let (running, orphan) = (RUNNING_PATIENCE.as_secs(), ORPHAN_PATIENCE.as_secs());
     match owner {
         LockOwner::Running => {
-            tracing::info!("{busy}; waiting up to {running} s, in case that is a server that is ending");
+            tracing::info!("{busy}; waiting up to {running} s, in case its owner is a server that is exiting");
         }
-        LockOwner::Ending(process) => tracing::info!("{busy}; waiting until {process} has ended"),
+        LockOwner::Ending(process) => tracing::info!("{busy}; waiting until {process} has exited"),
         LockOwner::Nobody => {
             tracing::info!(
-                "{busy}; waiting until the kernel has ended what a killed process began, for up to {orphan} s"
+                "{busy}; waiting until the kernel has completed the I/O of a killed process, for up to {orphan} s"
             );
         }
     }
@@ -308,7 +308,7 @@ mod tests {
         let open = || File::open(file.path()).expect("opens");
         let (ours, other) = (open(), open());
         let lock = |file: &File| rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
-        lock(&ours).expect("nobody has it");
+        lock(&ours).expect("it is unlocked");
         assert!(lock(&other).is_err());
         assert_eq!(owner(other.as_fd(), LockKind::Flock), LockOwner::Running);
         assert!(LockWait::new(LockKind::Flock).goes_on(other.as_fd(), &"a file"));

@@ -132,7 +132,7 @@ pub fn opener() -> &'static dyn Opener {
 /// Makes this process use `helper` from now on, for good. It can be set once.
 pub fn open_through(helper: Box<dyn Opener>) {
     let is_first = HELPER.set(helper).is_ok();
-    assert!(is_first, "a process has one opener");
+    assert!(is_first, "the opener of a process can be set only once");
 }
 
 /// Returns the metadata of the file at `path`.
@@ -166,7 +166,7 @@ impl Opener for Itself {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "it is neither a file nor a block device",
+                "it is neither a regular file nor a block device",
             ));
         }
         // Non-blocking: the open does not wait for a process that has a lease on the file. That process is notified,
@@ -238,7 +238,7 @@ fn unix_address(path: &Path) -> io::Result<SocketAddrUnix> {
         Errno::NAMETOOLONG => io::Error::new(
             io::ErrorKind::InvalidInput,
             format!(
-                "socket path {} is {} bytes long; the kernel takes at most 107",
+                "socket path {} is {} bytes long; the kernel accepts at most 107",
                 path.display(),
                 path.as_os_str().len()
             ),

@@ -198,7 +198,7 @@ mod tests {
     fn shared_lock_waits_behind_exclusive() {
         let ranges = Ranges::default();
         let mut context = Context::from_waker(Waker::noop());
-        let first = ranges.try_share(blocks(0, 4)).expect("nobody else");
+        let first = ranges.try_share(blocks(0, 4)).expect("no other lock");
         let second = ranges.try_share(blocks(2, 4)).expect("shared");
         let mut alone = pin!(ranges.enter(blocks(3, 1), Mode::Exclusive));
         assert!(alone.as_mut().poll(&mut context).is_pending());
@@ -208,7 +208,7 @@ mod tests {
         assert!(alone.as_mut().poll(&mut context).is_pending());
         ranges.leave(second);
         let Poll::Ready(held) = alone.as_mut().poll(&mut context) else {
-            panic!("nobody is in the way");
+            panic!("no conflicting lock is left");
         };
         drop(held);
         assert!(ranges.try_share(blocks(3, 1)).is_some());
@@ -218,7 +218,7 @@ mod tests {
     fn dropped_waiter_unblocks_the_next() {
         let ranges = Ranges::default();
         let mut context = Context::from_waker(Waker::noop());
-        let share = ranges.try_share(blocks(0, 1)).expect("nobody else");
+        let share = ranges.try_share(blocks(0, 1)).expect("no other lock");
         let mut gives_up = Box::pin(ranges.enter(blocks(0, 1), Mode::Exclusive));
         assert!(gives_up.as_mut().poll(&mut context).is_pending());
         let mut next = pin!(ranges.enter(blocks(0, 1), Mode::Shared));

@@ -53,7 +53,7 @@ pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
     match bytes.len() as u64 > bytes_max {
         true => Err(io::Error::new(
             io::ErrorKind::FileTooLarge,
-            format!("it is longer than {bytes_max} bytes, which no such file is"),
+            format!("it is longer than the limit of {bytes_max} bytes"),
         )),
         false => Ok(bytes),
     }
@@ -90,7 +90,7 @@ fn check(kind: FileType) -> io::Result<()> {
     };
     Err(io::Error::new(
         io::ErrorKind::InvalidInput,
-        format!("it is {what}, and no regular file"),
+        format!("it is {what}, not a regular file"),
     ))
 }
 
@@ -101,20 +101,20 @@ mod tests {
 
     #[test]
     fn odd_files_are_refused_without_waiting() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let at = |name: &str| folder.path().join(name);
         let made = std::process::Command::new("mkfifo").arg(at("fifo")).status();
-        assert!(made.expect("mkfifo is there").success());
+        assert!(made.expect("mkfifo is installed").success());
         symlink("/dev/zero", at("zeros")).expect("links");
         std::fs::write(at("long"), [b'#'; 11]).expect("writes");
         std::fs::write(at("bytes"), [0xff]).expect("writes");
         std::fs::write(at("right"), "0123456789").expect("writes");
         let _listener = std::os::unix::net::UnixListener::bind(at("socket")).expect("binds");
         for (name, why) in [
-            ("fifo", "it is a FIFO, and no regular file"),
-            ("zeros", "it is a device, and no regular file"),
-            ("socket", "it is a socket, and no regular file"),
-            ("long", "it is longer than 10 bytes"),
+            ("fifo", "it is a FIFO, not a regular file"),
+            ("zeros", "it is a device, not a regular file"),
+            ("socket", "it is a socket, not a regular file"),
+            ("long", "it is longer than the limit of 10 bytes"),
             ("bytes", "UTF-8"),
             (".", "Is a directory"),
             ("none", "No such file"),

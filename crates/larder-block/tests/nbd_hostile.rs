@@ -41,7 +41,7 @@ const HANDSHAKE_LIES: [HandshakeLie; 16] = [
         peer.option()?;
         peer.send(&[&[b'x'; 100]])
     }),
-    ("answered GO when EXTENDED_HEADERS was asked", |peer| {
+    ("replied to GO when EXTENDED_HEADERS was requested", |peer| {
         peer.greet()?;
         peer.option()?;
         peer.answer(7, 1, &[])
@@ -58,13 +58,13 @@ const HANDSHAKE_LIES: [HandshakeLie; 16] = [
         let (option, _) = peer.option()?;
         peer.answer(option, 3, &[0; 12])
     }),
-    ("the replies to GO do not end", |peer| {
+    ("too many replies to GO", |peer| {
         until_go(peer)?;
         loop {
             peer.info(Offer::of(SIZE))?;
         }
     }),
-    ("gave no size", |peer| {
+    ("reported no size", |peer| {
         until_go(peer)?;
         peer.answer(7, 1, &[])
     }),
@@ -72,8 +72,8 @@ const HANDSHAKE_LIES: [HandshakeLie; 16] = [
         until_go(peer)?;
         peer.answer(7, 3, &[0, 0, 1])
     }),
-    ("has no bytes", |peer| peer.handshake(Offer::of(0))),
-    ("is said to have 18446744073709551615 bytes", |peer| {
+    ("the export is empty", |peer| peer.handshake(Offer::of(0))),
+    ("reports an export of 18446744073709551615 bytes", |peer| {
         peer.handshake(Offer::of(u64::MAX))
     }),
     ("9223372036854775297 bytes; a disk has at most 2^63 - 512", |peer| {
@@ -91,7 +91,7 @@ const HANDSHAKE_LIES: [HandshakeLie; 16] = [
             ..Offer::of(SIZE)
         })
     }),
-    ("it has no such export to GO ('go away\\u0007')", |peer| {
+    ("it has no such export, in reply to GO ('go away\\u0007')", |peer| {
         until_go(peer)?;
         peer.answer(7, 1 << 31 | 6, b"go away\x07")
     }),

@@ -97,7 +97,7 @@ impl Cache {
         let told = ranges.collect::<Vec<_>>().join(", ");
         match index.dirty.len() - lines.len() as u64 {
             0 => told,
-            more => format!("{told}, and of {more} lines behind that"),
+            more => format!("{told}, and {more} more lines after them"),
         }
     }
 

@@ -362,7 +362,7 @@ impl Cache {
                 Err(error) => {
                     if self.cleaning.error.borrow().is_none() && failed.is_none() {
                         tracing::error!(
-                            "{}: what only its cache has could not be written to it, which is tried again: {error}",
+                            "{}: data that only its cache has could not be written to it; retrying: {error}",
                             self.lower.name()
                         );
                     }

@@ -414,7 +414,7 @@ impl Cache {
                 Ok(()) => State::Detached,
                 Err(error) => {
                     tracing::error!(
-                        "{}: that its cache is not to be believed any more cannot be noted, so writes fail: {error}",
+                        "{}: cannot record that its cache is invalid, so writes fail: {error}",
                         cache.lower.name()
                     );
                     State::Unwitnessed
@@ -432,9 +432,12 @@ impl Cache {
     /// Writes the dirty data of a failed cache to the disk.
     async fn rescue(&self) {
         match self.let_go().await {
-            Ok(()) => tracing::warn!("{}: all that only its cache had is on it now", self.lower.name()),
+            Ok(()) => tracing::warn!(
+                "{}: all data that only its cache had is written to it now",
+                self.lower.name()
+            ),
             Err(error) => tracing::error!(
-                "{}: what only its cache has could not be written to it, and cannot be read as long as that is so: {}: {error}",
+                "{}: data that only its cache has could not be written to it, and cannot be read until it can be written: {}: {error}",
                 self.lower.name(),
                 self.dirty_text()
             ),
@@ -540,7 +543,7 @@ impl Cache {
     async fn note_superseded(&self, operation: Operation, range: ByteRange) -> IoResult {
         self.witness.supersede(range).await.map_err(|error| {
             tracing::error!(
-                "{}: that its cache has something older than what is there cannot be noted: {error}",
+                "{}: cannot record that the disk has newer data than its cache: {error}",
                 self.lower.name()
             );
             self.refused(operation, range)

@@ -219,7 +219,7 @@ impl Cache {
     fn is_damaged(&self, set: u32) {
         if self.was_dirty {
             tracing::error!(
-                "{}: what the cache knew of set {set} of {} is damaged, and it may have had data that is nowhere else: reads and writes there fail; `larder disk cache drop --lose-dirty {}` gives that up",
+                "{}: the cache's metadata of set {set} of {} is damaged, and the set may have had data that is nowhere else: reads and writes there fail; `larder disk cache drop --lose-dirty {}` discards that data",
                 self.lower.name(),
                 self.shape.sets,
                 self.fast.name()
@@ -227,7 +227,7 @@ impl Cache {
             self.loading.fenced.borrow_mut().insert(set);
         } else {
             tracing::warn!(
-                "{}: what the cache knew of set {set} is damaged; it begins anew there",
+                "{}: the cache's metadata of set {set} is damaged; the set begins anew, empty",
                 self.lower.name()
             );
         }

@@ -108,7 +108,7 @@ impl Default for SettleOptions {
 pub enum OpenError {
     #[error("cache {cache}: {source}")]
     Superblock { cache: String, source: SuperblockError },
-    #[error("cache {cache}: {size} is too small for a cache with lines of {line} KiB: the least is about {least}")]
+    #[error("cache {cache}: {size} is too small for a cache with lines of {line} KiB: the minimum is about {least}")]
     TooSmall {
         cache: String,
         size: ByteLen,
@@ -116,9 +116,9 @@ pub enum OpenError {
         least: ByteLen,
     },
     #[error(
-        "cache {cache}: it belongs to another disk, {other}{}; give that one, or drop the cache (`larder disk cache drop {cache}`) and begin anew",
+        "cache {cache}: it belongs to another disk, {other}{}; use it with that disk, or drop the cache (`larder disk cache drop {cache}`) and begin anew",
         if *is_renewed {
-            ", that is to an earlier file of this name, or to the disk of another format in it"
+            ", that is, to an earlier file of this name, or to this file's disk in another format"
         } else {
             ""
         }
@@ -131,14 +131,14 @@ pub enum OpenError {
         is_renewed: bool,
     },
     #[error(
-        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; only you can say which is right: take the disk as it is by dropping the cache (`larder disk cache drop --lose-dirty {cache}`), or write over it what the cache has (`larder disk cache flush --force {cache}`), if only the image's times are wrong, or once it is restored as it was"
+        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; decide which of them is right: drop the cache to keep the disk as it is (`larder disk cache drop --lose-dirty {cache}`), or overwrite the disk with the cache's data (`larder disk cache flush --force {cache}`) if only the image's timestamps are wrong, or once the image is restored to its earlier state"
     )]
     Diverged { cache: String, disk: String },
     #[error(
-        "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty {cache}` gives that up"
+        "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty {cache}` discards that data"
     )]
     Damaged { cache: String, disk: String },
-    #[error("cache {cache}: that it is to be believed again cannot be noted: {source}")]
+    #[error("cache {cache}: cannot record that it is valid again: {source}")]
     Witness { cache: String, source: std::io::Error },
     #[error("cache {cache}: {source}")]
     Io { cache: String, source: IoError },
@@ -297,7 +297,7 @@ impl Cache {
             Ok(contents) if !is_changed || only_dirty.is_some() => contents,
             found => {
                 let why = match found {
-                    Ok(_) if is_detached => "what it has is not to be believed",
+                    Ok(_) if is_detached => "its content is invalid",
                     Ok(_) => "the disk was changed without it",
                     Err(_) => "its journal is damaged",
                 };
@@ -319,7 +319,7 @@ impl Cache {
         // Written before any request is accepted: a journal that runs up to a damaged sector counts as damaged.
         if !contents.mended.is_empty() {
             tracing::warn!(
-                "{disk}: cache {}: its journal is damaged where nothing is needed of it, and is made anew there; something else has written to it, or its device fails",
+                "{disk}: cache {}: its journal is damaged in a part that is not needed, and is repaired there; another program has written to it, or its device fails",
                 fast.name()
             );
         }
@@ -498,7 +498,7 @@ impl Cache {
         let dirty = self.index.borrow().dirty.len() << self.shape.line_bits;
         if dirty > 0 {
             tracing::info!(
-                "{}: {} that only its cache has are being written to it",
+                "{}: writing to it {} that only its cache has",
                 self.lower.name(),
                 ByteLen::new(dirty)
             );

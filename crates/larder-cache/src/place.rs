@@ -389,7 +389,7 @@ impl Cache {
         let place = *self.ledger.borrow_mut().note(slot, || memory);
         debug_assert!(
             place.loose.is_none() || memory.dirty & sectors == 0,
-            "it was to be made firm"
+            "the record should have been made durable before"
         );
         self.cleaning.is_changed(slot);
         self.index

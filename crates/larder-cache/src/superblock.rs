@@ -92,7 +92,7 @@ pub struct Superblock {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SuperblockError {
-    #[error("it does not begin like a cache of Larder's")]
+    #[error("it does not begin with the superblock of a Larder cache")]
     NoMagic,
     #[error(
         "it is of version {0}; this program knows version {VERSION}: use the program that made it, or drop it (larder disk cache drop) and begin anew"
@@ -105,7 +105,7 @@ pub enum SuperblockError {
     #[error("both of its superblocks are damaged: drop it (larder disk cache drop) and begin anew")]
     Damaged,
     #[error(
-        "it is cut off: it needs {needed} bytes, and has {size}; put it back as it was, or drop it (larder disk cache drop) and begin anew"
+        "it is cut off: it needs {needed} bytes, and has {size}; restore its full length, or drop it (larder disk cache drop) and begin anew"
     )]
     CutOff { needed: u64, size: u64 },
 }

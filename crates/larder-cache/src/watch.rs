@@ -433,14 +433,14 @@ impl Cache {
         let seconds = patience.as_secs();
         if self.has_failed() {
             tracing::error!(
-                "{}: {device}, which was its cache, has not answered for {seconds} s; what only that has cannot be read until it does",
+                "{}: {device}, which was its cache, has not answered for {seconds} s; data that only this device has cannot be read until it answers",
                 self.lower.name()
             );
             return;
         }
         let waiting = match reads {
             0 => String::new(),
-            _ => format!("; reads under way that wait for it all the same: {reads}"),
+            _ => format!("; reads in flight that still wait for it: {reads}"),
         };
         self.fail(&format_args!("{device} has not answered for {seconds} s{waiting}"));
     }

@@ -16,7 +16,7 @@ pub enum Codec {
 
 /// Error for a number that no codec of this version has: the data is damaged, or was written by a later version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("no codec has the number {0}")]
+#[error("unknown codec number {0}")]
 pub struct UnknownCodec(pub u8);
 
 impl Codec {

@@ -8,7 +8,7 @@ use crate::{Codec, PAGE, lz4, zstd};
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The bytes are not valid for this codec.
-    #[error("{codec}: the {len} bytes stored are damaged: {why}")]
+    #[error("{codec}: the {len} stored bytes are damaged: {why}")]
     Damaged {
         /// Codec of the data.
         codec: Codec,
@@ -18,7 +18,7 @@ pub enum DecodeError {
         why: String,
     },
     /// The bytes end before the page does.
-    #[error("{codec}: the {len} bytes stored make {decoded} bytes and no page of {PAGE}")]
+    #[error("{codec}: the {len} stored bytes decode to {decoded} bytes instead of a page of {PAGE}")]
     Short {
         /// Codec of the data.
         codec: Codec,

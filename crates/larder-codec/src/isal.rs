@@ -114,7 +114,7 @@ impl Room {
 
     /// Returns a pointer to the start of the memory. `T` must be smaller than it, and valid if all bytes are zero.
     fn start<T>(&mut self) -> NonNull<T> {
-        NonNull::new(self.0.as_mut_ptr().cast()).expect("a box is somewhere")
+        NonNull::new(self.0.as_mut_ptr().cast()).expect("a box pointer is never null")
     }
 }
 
@@ -186,7 +186,7 @@ impl Inflate {
     /// Decodes `data` and returns the number of bytes, or an error if it is not a stream of at most the length of
     /// `out`.
     pub(crate) fn decode(&mut self, data: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
-        let avail_in = u32::try_from(data.len()).map_err(|_| "it is longer than any batch")?;
+        let avail_in = u32::try_from(data.len()).map_err(|_| "the data is longer than any batch")?;
         let state = self.state.start::<StateHead>();
         // SAFETY: as in `Deflate::encode`.
         let (returned, head) = unsafe {
@@ -200,13 +200,13 @@ impl Inflate {
         };
         match returned {
             0 if head.avail_in == 0 => Ok(head.total_out as usize),
-            0 => Err("the stream ends before the bytes do"),
-            1 => Err("the stream does not end where the bytes do"),
-            2 => Err("the stream makes more than the batch"),
-            -1 => Err("it has a block of no known kind"),
-            -2 => Err("it has a symbol of no meaning"),
-            -3 => Err("it refers to what is before the batch"),
-            _ => Err("it is no stream"),
+            0 => Err("the stream ends before the end of the data"),
+            1 => Err("the stream does not end at the end of the data"),
+            2 => Err("the stream decodes to more than the batch"),
+            -1 => Err("the stream has a block of an unknown type"),
+            -2 => Err("the stream has an invalid symbol"),
+            -3 => Err("the stream refers to data before the batch"),
+            _ => Err("the data is not a deflate stream"),
         }
     }
 }
@@ -236,27 +236,27 @@ fn trial(isal: Isal) -> Result<(), &'static str> {
         let len = deflate
             .encode(&pages, &mut encoded)
             .filter(|len| (1000..pages.len()).contains(len))
-            .ok_or("known pages are not encoded")?;
+            .ok_or("self-test: known pages are not encoded")?;
         let mut back = vec![0; pages.len()];
         let mut zlib = flate2::Decompress::new(false);
         let ended = zlib.decompress(&encoded[..len], &mut back, flate2::FlushDecompress::Finish);
         if ended.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || back != pages {
-            return Err("known pages are encoded wrongly");
+            return Err("self-test: known pages are encoded incorrectly");
         }
         back.fill(0);
         if inflate.decode(&encoded[..len], &mut back) != Ok(pages.len()) || back != pages {
-            return Err("known pages are decoded wrongly");
+            return Err("self-test: known pages are decoded incorrectly");
         }
         if deflate.encode(&pages, &mut encoded[..len / 2]).is_some()
             || inflate.decode(&encoded[..len / 2], &mut back).is_ok()
         {
-            return Err("what does not fit is not refused");
+            return Err("self-test: data that exceeds the limit is not refused");
         }
     }
     let is_untouched = |room: &Room| room.0[beyond..].iter().all(|line| line.0 == UNTOUCHED.0);
     if is_untouched(&deflate.stream) && is_untouched(&inflate.state) {
         Ok(())
     } else {
-        Err("a structure takes more than 128 KiB")
+        Err("self-test: a structure uses more than 128 KiB")
     }
 }

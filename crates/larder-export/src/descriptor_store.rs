@@ -170,7 +170,7 @@ impl Store {
         let deaf = || {
             io::Error::new(
                 io::ErrorKind::TimedOut,
-                "the service manager ($NOTIFY_SOCKET) does not listen",
+                "the service manager ($NOTIFY_SOCKET) does not accept messages",
             )
         };
         if state.is_deaf {

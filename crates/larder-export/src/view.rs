@@ -85,16 +85,16 @@ impl ViewMemory {
         let seals = rustix::fs::fcntl_get_seals(descriptor)?;
         let bytes = rustix::fs::fstat(descriptor)?.st_size;
         if !seals.contains(SealFlags::SHRINK) || bytes != BYTES as i64 {
-            return Err(invalid("it is not larder's"));
+            return Err(invalid("it is not a memfd of a Larder disk server"));
         }
         let memory = Self::map(descriptor)?;
         if memory.word(0).load(Ordering::Relaxed) != MAGIC {
-            return Err(invalid("it does not begin as one of larder's"));
+            return Err(invalid("it does not begin with the magic number"));
         }
         match memory.half_word(8).load(Ordering::Relaxed) {
             VERSION => Ok(memory),
             other => Err(invalid(&format!(
-                "it has version {other}, this program knows version {VERSION}"
+                "it has version {other}; this program supports version {VERSION}"
             ))),
         }
     }
@@ -204,7 +204,10 @@ impl View {
         // SAFETY: a null pointer for the times means the present time, and no path is passed.
         let rung = unsafe { libc::futimens(file.as_raw_fd(), std::ptr::null()) };
         if rung < 0 {
-            tracing::debug!("guest memory cannot be touched: {}", io::Error::last_os_error());
+            tracing::debug!(
+                "cannot notify the pager by the times of the guest memory's file: {}",
+                io::Error::last_os_error()
+            );
         }
         wanted
     }
@@ -354,13 +357,13 @@ mod tests {
                 .read(true)
                 .write(true)
                 .open(path)
-                .expect("it is there")
+                .expect("the file opens")
         };
         assert!(!is_managed(ours.as_fd()).expect("asked"));
         let pager = open();
         assert!(mark_managed(pager.as_fd()).expect("marked"));
         assert!(is_managed(ours.as_fd()).expect("asked"));
-        assert!(!mark_managed(open().as_fd()).expect("asked"), "there is one already");
+        assert!(!mark_managed(open().as_fd()).expect("asked"), "it is managed already");
         // QEMU holds a descriptor of the same open file.
         let qemus = pager.try_clone().expect("a descriptor");
         drop(pager);
@@ -373,7 +376,7 @@ mod tests {
     fn file_without_view_is_refused() {
         let memory = rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memory");
         rustix::fs::ftruncate(&memory, BYTES as u64).expect("room");
-        assert!(ViewMemory::open(memory.as_fd()).is_err(), "it can be cut off");
+        assert!(ViewMemory::open(memory.as_fd()).is_err(), "it can be truncated");
         rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).expect("sealed");
         assert!(ViewMemory::open(memory.as_fd()).is_err(), "zeros");
     }

@@ -73,7 +73,8 @@ fn refuse(request: &Request<Incoming>, site: &Site) -> Option<Answer> {
         let port = address
             .map(|address| format!(":{}", address.port()))
             .unwrap_or_default();
-        let why = format!("there is no host of that name here; ask http://localhost{port}/, or send Host: localhost");
+        let why =
+            format!("this server does not have that host name; use http://localhost{port}/, or send Host: localhost");
         return Some(plain(StatusCode::MISDIRECTED_REQUEST, why));
     }
     let token = site.access.token.as_ref()?;
@@ -98,7 +99,10 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
         return log_in(request, site).await;
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refused = plain(StatusCode::METHOD_NOT_ALLOWED, "nothing can be changed here");
+        let mut refused = plain(
+            StatusCode::METHOD_NOT_ALLOWED,
+            "this server changes nothing: use GET or HEAD",
+        );
         refused
             .headers_mut()
             .insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
@@ -117,13 +121,13 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
         path if !is_head && path.starts_with("/api/migration/") => {
             match path.strip_prefix("/api/migration/").and_then(decoded) {
                 Some(key) => stream(site, client, |fleet, client| tell_migration(fleet, key, client)),
-                None => plain(StatusCode::NOT_FOUND, "that is no name of a move"),
+                None => plain(StatusCode::NOT_FOUND, "not the name of a migration"),
             }
         }
         path => match (asset(path), path.strip_prefix("/api/vm/").and_then(decoded)) {
             (Some(asset), _) => file(&asset),
             (None, Some(name)) if !is_head => stream(site, client, |fleet, client| tell_vm(fleet, name, client)),
-            _ => plain(StatusCode::NOT_FOUND, "there is nothing here; there is / and /metrics"),
+            _ => plain(StatusCode::NOT_FOUND, "no such page; there are / and /metrics"),
         },
     }
 }
@@ -131,11 +135,11 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
 /// Checks the token that a browser sends, and sets a cookie for it.
 async fn log_in(request: Request<Incoming>, site: &Site) -> Answer {
     let Some(token) = &site.access.token else {
-        return plain(StatusCode::NOT_FOUND, "no token is needed here");
+        return plain(StatusCode::NOT_FOUND, "this server needs no token");
     };
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect();
     let Ok(Ok(body)) = timeout(BODY_TIME_MAX, body).await else {
-        return plain(StatusCode::BAD_REQUEST, "the body is no form");
+        return plain(StatusCode::BAD_REQUEST, "the body is not a form");
     };
     let body = body.to_bytes();
     let form = String::from_utf8_lossy(&body);
@@ -182,7 +186,7 @@ where
     let Ok(room) = Arc::clone(&site.streams).try_acquire_owned() else {
         return plain(
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many watch already; close one of them",
+            "too many dashboards are open; close one of them",
         );
     };
     client.follows();

@@ -20,21 +20,21 @@ const ANSWER_BYTES_MAX: usize = 4 << 20;
 /// Reason why a control socket gives no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AskError {
-    #[error("the socket is gone")]
+    #[error("the socket no longer exists")]
     Gone,
-    #[error("nobody listens on the socket: its server was killed")]
+    #[error("no process listens on the socket: its server was killed")]
     Killed,
     #[error(
         "you may not connect to it: only the user who runs the server, root, and members of the group {READ_GROUP} can"
     )]
     Denied,
-    #[error("so many wait to be let in that there is no room for one more")]
+    #[error("its queue of connections is full")]
     Full,
-    #[error("it hangs up without an answer")]
+    #[error("the connection was closed without an answer")]
     HungUp,
-    #[error("it is no control socket of Larder: {0}")]
+    #[error("it is not a Larder control socket: {0}")]
     Foreign(String),
-    #[error("cannot ask there: {0}")]
+    #[error("cannot query it: {0}")]
     Os(io::Error),
 }
 

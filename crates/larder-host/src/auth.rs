@@ -36,10 +36,10 @@ const COOKIE_SUBJECT: &[u8] = b"larder host: a browser whose user has shown the 
 pub enum TokenError {
     #[error("{}: {source}{}", path.display(), hint(source))]
     Read { path: PathBuf, source: io::Error },
-    #[error("{} can be read by every user of this host (mode {mode:04o}); chmod o= it", path.display())]
+    #[error("{} can be read by every user of this host (mode {mode:04o}); remove that right with chmod o=", path.display())]
     Open { path: PathBuf, mode: u32 },
     #[error(
-        "{} has no token of {TOKEN_BYTES_MIN} printable characters or more; `openssl rand -hex 32` makes one",
+        "{} has no token of {TOKEN_BYTES_MIN} printable characters or more; create one with `openssl rand -hex 32`",
         path.display()
     )]
     Weak { path: PathBuf },

@@ -90,10 +90,10 @@ impl Why {
     pub(crate) fn words(self) -> &'static str {
         match self {
             Self::Short => "it is short of memory",
-            Self::GiveBack => "it needs what was taken",
-            Self::Calm => "it waits for nothing, and may need less",
+            Self::GiveBack => "it needs the memory that was taken from it",
+            Self::Calm => "it does not wait for memory, and may need less",
             Self::ForOthers => "another virtual machine is short of memory",
-            Self::Reserve => "less of the host's memory is free than the reserve",
+            Self::Reserve => "the host's free memory is below the reserve",
         }
     }
 }

@@ -157,13 +157,15 @@ pub(crate) async fn run(fleet: Arc<Fleet>, config: BalanceConfig) {
                 let seen = look(&fleet, &mut before);
                 for it in balancer.decide(available, &seen) {
                     if let Err(why) = carry_out(&fleet, &it, &before).await {
-                        tracing::warn!(vm = it.name, "the budget stays {}: {why}", ByteLen::new(it.from));
+                        tracing::warn!(vm = it.name, "the budget remains {}: {why}", ByteLen::new(it.from));
                         balancer.is_refused(&it.name);
                     }
                 }
             }
             Err(error) if !std::mem::replace(&mut is_told, true) => {
-                tracing::warn!("no budget is moved, as it is not known what the host has free: /proc/meminfo: {error}");
+                tracing::warn!(
+                    "no budget is changed, because the host's free memory is unknown: /proc/meminfo: {error}"
+                );
             }
             Err(_) => {}
         }
@@ -233,7 +235,7 @@ impl Before {
 
 /// Sets the pager's budget; the error says why the budget is unchanged.
 async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> Result<(), String> {
-    let path = &vms.get(&it.name).ok_or("it is gone")?.path;
+    let path = &vms.get(&it.name).ok_or("the VM no longer exists")?.path;
     let body = json!(MemoryPatch {
         budget: Some(it.to),
         ..MemoryPatch::default()
@@ -251,7 +253,7 @@ async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> R
         from = %ByteLen::new(it.from),
         to = %ByteLen::new(it.to),
         stall = format!("{:.2} %", it.stall * 100.0),
-        "budget moved: {}",
+        "budget changed: {}",
         it.why.words()
     );
     Ok(())
@@ -263,7 +265,7 @@ async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> R
 /// `/proc/meminfo` cannot be read or has no `MemAvailable`.
 pub(crate) fn available() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
-    available_in(&text).ok_or_else(|| io::Error::other("there is no MemAvailable in it"))
+    available_in(&text).ok_or_else(|| io::Error::other("it has no MemAvailable"))
 }
 
 fn available_in(text: &str) -> Option<u64> {

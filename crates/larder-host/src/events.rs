@@ -68,7 +68,7 @@ impl Lines {
             lines.push(String::from_utf8_lossy(line.trim_ascii_end()).into_owned());
         }
         match self.0.len() > LINE_BYTES_MAX {
-            true => Err(AskError::Foreign("a line without an end".to_owned())),
+            true => Err(AskError::Foreign("an unterminated line".to_owned())),
             false => Ok(lines),
         }
     }

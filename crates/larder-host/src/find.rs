@@ -212,7 +212,7 @@ impl Finder {
             tracing::warn!(
                 sockets = left_out.sockets,
                 stopped = left_out.stopped,
-                "left out, because {PLACES_MAX} places are watched at most"
+                "some control sockets are not watched, because at most {PLACES_MAX} can be"
             );
         }
         found
@@ -343,7 +343,7 @@ mod tests {
         let found = finder.find();
         assert!(
             found.places.contains_key(&path("web-vda.sock")),
-            "nobody says what it is"
+            "no VM file names it any more"
         );
     }
 }

@@ -230,7 +230,7 @@ impl Fleet {
                     "no answer for {} s: its server is stopped or stuck",
                     STUCK_AFTER.as_secs()
                 ),
-                false => "no answer: its server is stopped or stuck, or it is no control socket of Larder".to_owned(),
+                false => "no answer: its server is stopped or stuck, or it is not a Larder control socket".to_owned(),
             };
             vm.is(Health::Stuck, why);
         }

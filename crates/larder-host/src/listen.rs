@@ -90,7 +90,7 @@ pub enum HostError {
     Listen { listen: SocketAddr, source: io::Error },
     #[error("--listen: {0}")]
     Socket(#[from] ListenError),
-    #[error("--balance-memory: it cannot be told what the host has free: /proc/meminfo: {0}")]
+    #[error("--balance-memory: the host's free memory cannot be determined: /proc/meminfo: {0}")]
     Memory(io::Error),
     #[error("{0}")]
     Start(io::Error),

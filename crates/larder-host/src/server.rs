@@ -288,7 +288,7 @@ async fn accept(listener: Listener, site: Arc<Site>) {
             Ok(stream) => stream,
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    tracing::warn!("cannot take a client: {error}");
+                    tracing::warn!("cannot accept a connection: {error}");
                 }
                 sleep(PAUSE).await;
                 continue;

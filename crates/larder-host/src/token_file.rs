@@ -30,9 +30,9 @@ const RANDOM_BYTES: usize = 32;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenFileError {
-    #[error("there is no folder for a token, because none of $STATE_DIRECTORY, $XDG_STATE_HOME and $HOME is set")]
+    #[error("there is no directory for a token, because none of $STATE_DIRECTORY, $XDG_STATE_HOME and $HOME is set")]
     Nowhere,
-    #[error("cannot keep a token in {}: {source}", folder.display())]
+    #[error("cannot store a token in {}: {source}", folder.display())]
     Folder { folder: PathBuf, source: io::Error },
     #[error("cannot write a token to {}: {source}", path.display())]
     Write { path: PathBuf, source: io::Error },

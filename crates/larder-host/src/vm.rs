@@ -257,8 +257,8 @@ impl Vm {
         self.give_up();
         self.socket = None;
         let why = match self.named {
-            Some(_) => "no server runs for it; larder vm starts one",
-            None if self.moved.is_some() => "the move has ended",
+            Some(_) => "its server is not running; start it with larder vm",
+            None if self.moved.is_some() => "the migration has ended",
             None => "its server has ended",
         };
         self.is(Health::Stopped, why);
@@ -301,7 +301,7 @@ impl Vm {
             // A server that has answered before is Larder's.
             AskError::Foreign(_) if self.server.is_none() => self.is(Health::Foreign, error.to_string()),
             AskError::HungUp if !self.is_vm() => {
-                self.is(Health::Foreign, format!("it is no control socket of Larder: {error}"));
+                self.is(Health::Foreign, format!("it is not a Larder control socket: {error}"));
             }
             _ => return self.is(Health::Stuck, error.to_string()),
         }

@@ -67,25 +67,25 @@ const PAGES_TO_COME: u32 = 16 << 20;
 pub enum AttachError {
     #[error(transparent)]
     Target(#[from] TargetError),
-    #[error("process {pid} is managed by another larder already: detach that, or stop it", pid = .pid.as_raw_pid())]
+    #[error("process {pid} is already managed by another larder: detach or stop that one", pid = .pid.as_raw_pid())]
     Managed { pid: Pid },
     #[error("process {pid}: {source}", pid = .pid.as_raw_pid())]
     State { pid: Pid, source: StateError },
     #[error(
-        "process {pid}: a pager that went away has left {what} that is not its own, so its memory cannot be brought back: \
-        the guest goes on as far as it does not touch what is stored; restart it",
+        "process {pid}: an earlier pager has left {what} that is not its own, so evicted memory cannot be paged in: \
+        the guest continues as long as it does not touch evicted pages; restart it",
         pid = .pid.as_raw_pid()
     )]
     Foreign { pid: Pid, what: &'static str },
     #[error(
-        "process {pid}: {pages} pages of its memory were lost when it was managed before, and cannot be read: it goes on without \
-        Larder, and can be managed again when it was restarted",
+        "process {pid}: {pages} pages of its memory were lost when it was managed before, and cannot be read: it continues without \
+        Larder, and can be managed again after a restart",
         pid = .pid.as_raw_pid()
     )]
     Lost { pid: Pid, pages: u32 },
     #[error("nothing was changed: {0}")]
     Inject(InjectError),
-    #[error("cannot open /dev/userfaultfd: {0}: be root, or be given the right to it; it takes Linux 6.1")]
+    #[error("cannot open /dev/userfaultfd: {0}: run as root or with access to it; Linux 6.1 or later is required")]
     NoDevice(io::Error),
     #[error("process {pid}: {what}: {source}", pid = .pid.as_raw_pid())]
     Failed {
@@ -94,23 +94,23 @@ pub enum AttachError {
         source: io::Error,
     },
     #[error(
-        "process {pid}: its memory is marked as managed already, for another process that has it: end that",
+        "process {pid}: its memory is already marked as managed on behalf of another process that maps it: end that process",
         pid = .pid.as_raw_pid()
     )]
     Marked { pid: Pid },
     #[error(
-        "process {pid} cannot be managed, because others have its memory: {source}; nothing was changed",
+        "process {pid} cannot be managed, because other processes map its memory: {source}; nothing was changed",
         pid = .pid.as_raw_pid()
     )]
     View { pid: Pid, source: ViewError },
     #[error(
-        "process {pid}: it is to receive a VM by post-copy migration, for which it needs its page faults itself: attach to it \
-        when the move has ended",
+        "process {pid}: it is about to receive a VM by post-copy migration, and must handle its page faults itself: attach \
+        after the migration has ended",
         pid = .pid.as_raw_pid()
     )]
     Claimed { pid: Pid },
     #[error(
-        "process {pid}: its memory at {address:#x} is of another userfaultfd already: another pager's, or of QEMU itself \
+        "process {pid}: its memory at {address:#x} is already registered with the userfaultfd of another pager or of QEMU itself \
         (post-copy migration, background snapshot)",
         pid = .pid.as_raw_pid()
     )]
@@ -195,7 +195,7 @@ impl Found {
     /// Returns warnings, one sentence each. None of them prevents attaching.
     pub fn cautions(&self) -> Vec<String> {
         let of_first = |obstacle: &Obstacle| {
-            format!("its memory is managed on, though it could not be attached to anew: {obstacle}")
+            format!("its memory stays managed, although a new attach would be refused: {obstacle}")
         };
         let all = self.target.cautions.iter().cloned();
         all.chain(self.target.obstacles.iter().map(of_first)).collect()
@@ -298,7 +298,7 @@ fn take_over(
     }
     let large = large_pages(&memories);
     for obstacle in &large {
-        tracing::warn!("memory that was plugged in is not managed: {obstacle}");
+        tracing::warn!("hotplugged memory is not managed: {obstacle}");
     }
     let obstacles = target.obstacles.iter().chain(&large);
     let refused: Vec<Place> = obstacles.filter_map(Obstacle::place).collect();
@@ -310,7 +310,7 @@ fn take_over(
     for memory in memories {
         let place = memory.place;
         if let Err(error) = attached.add(memory, RETRY_LIMIT) {
-            tracing::warn!("memory that was plugged in is not managed yet: {error}");
+            tracing::warn!("hotplugged memory is not managed yet: {error}");
             if let Some(target) = &mut attached.target {
                 target.forget(place);
             }
@@ -321,7 +321,7 @@ fn take_over(
     for viewer in others.viewers {
         if let Err(error) = attached.add_view(viewer) {
             is_complete = false;
-            tracing::warn!("a server of the VM's disks is not served yet, and its requests wait: {error}");
+            tracing::warn!("a disk server of the VM is not registered yet, and its requests wait: {error}");
         }
     }
     // A server that the killed pager has served can write to pages in memory without a fault until it is served
@@ -348,10 +348,10 @@ fn begin(
         .ok()
         .and_then(|pages| pages.checked_add(PAGES_TO_COME.max(pages)))
         .unwrap_or(u32::MAX);
-    let state = State::create(capacity, target.started()).map_err(failed("make its state"))?;
+    let state = State::create(capacity, target.started()).map_err(failed("cannot create its state"))?;
     lock(pid, &state)?;
     if encrypt {
-        state.make_key().map_err(failed("make a key"))?;
+        state.make_key().map_err(failed("cannot create an encryption key"))?;
     }
     let stores = note_swaps(pid, &state, swaps)?;
     // Large enough for all pages that could ever be evicted. Unused memory costs nothing.
@@ -359,8 +359,8 @@ fn begin(
     let compressed = usize::try_from(bytes)
         .map_err(|_| io::ErrorKind::OutOfMemory.into())
         .and_then(|bytes| SharedMemory::create(c"larder-compressed", bytes))
-        .map_err(failed("make compressed memory"))?;
-    let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("open its state for it"));
+        .map_err(failed("cannot create the memory for compressed pages"))?;
+    let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("cannot open its state read-only"));
     let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
     let (given, taken, stood_still) = hand_over(
         pid,
@@ -370,7 +370,7 @@ fn begin(
         ring_for(pid, &state),
     )?;
     let userfaultfd = Userfaultfd::new(taken);
-    if let Err(error) = enable(&userfaultfd).map_err(failed("agree with the kernel on what is told")) {
+    if let Err(error) = enable(&userfaultfd).map_err(failed("cannot enable the userfaultfd's features")) {
         return Err(undo(pid, given, error));
     }
     if let Some(number) = given.ring_memory {
@@ -416,7 +416,7 @@ fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
     if has_several_filters(pid) {
         warn_unlocked(
             pid,
-            &"it has more filters of system calls than QEMU's own, which may end it for such a call",
+            &"it has seccomp filters in addition to QEMU's own, which may kill it for such a call",
         );
         return None;
     }
@@ -462,7 +462,7 @@ fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), 
             },
             _ => AttachError::Failed {
                 pid,
-                what: "register its memory",
+                what: "cannot register its memory",
                 source,
             },
         })
@@ -486,21 +486,21 @@ fn assemble(
     let pid = target.pid();
     let process = Process::new(userfaultfd, Arc::clone(&files)).map_err(|source| AttachError::Failed {
         pid,
-        what: "wait for several userfaultfds",
+        what: "cannot create an epoll descriptor for its userfaultfds",
         source,
     })?;
     let mut present = Vec::new();
     for region in state.regions().iter().filter(|region| !region.is_gone()) {
         look(&process, region, &mut present).map_err(|source| AttachError::Failed {
             pid,
-            what: "see what is in memory",
+            what: "cannot find its resident pages",
             source,
         })?;
     }
     let hands = Hands::new(Arc::clone(&files) as _, Arc::clone(&state), Arc::clone(&compressed));
     let thread = Thread::start(hands).map_err(|source| AttachError::Failed {
         pid,
-        what: "start a thread",
+        what: "cannot start a thread",
         source,
     })?;
     let pager = Pager::new(
@@ -517,7 +517,7 @@ fn assemble(
         .try_clone_to_owned()
         .map_err(|source| AttachError::Failed {
             pid,
-            what: "hold it",
+            what: "cannot duplicate its pidfd",
             source,
         })?;
     Ok(Attached {
@@ -578,14 +578,14 @@ impl Attached {
         for of in views.to_look(true) {
             match Looked::now(of, &self.state.regions()) {
                 Ok(looked) => views.looked(looked),
-                Err(error) => tracing::debug!("a server of the VM's disks has ended: {error}"),
+                Err(error) => tracing::debug!("a disk server of the VM has ended: {error}"),
             }
         }
         let mut present = Vec::new();
         let registered = register(pid, self.pager.guest().userfaultfd(), &region).and_then(|()| {
             look(self.pager.guest(), &region, &mut present).map_err(|source| AttachError::Failed {
                 pid,
-                what: "see what is in memory",
+                what: "cannot find its resident pages",
                 source,
             })
         });
@@ -643,7 +643,7 @@ impl Attached {
         let view = View::begin(viewer)?;
         let failed = |source| ViewError::Failed {
             pid: viewer.pid,
-            what: "register what it has mapped",
+            what: "cannot register its mappings",
             source,
         };
         let looked = view.look(self.pager.regions()).map_err(failed)?;
@@ -664,7 +664,7 @@ impl Attached {
             return;
         }
         if let Err(error) = close(self.pid, &gone) {
-            tracing::warn!("memory that was unplugged is kept by the host: {error}");
+            tracing::warn!("unplugged memory cannot be freed on the host: {error}");
         }
     }
 }

@@ -145,7 +145,7 @@ fn attempt<T: Send>(
             Err(error) => return Err(error),
         };
         let Some(work) = work.take() else {
-            unreachable!("the work is taken once, by the attempt that is the last one");
+            unreachable!("only the last attempt takes the work");
         };
         let done = work(&mut stopped);
         match (done, stopped.let_go()) {

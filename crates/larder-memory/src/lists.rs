@@ -82,7 +82,7 @@ impl Lists {
     /// If the page is in a queue already.
     pub fn push(&mut self, queue: Queue, page: PageIndex) {
         let index = page.get();
-        assert_eq!(self.queue_of[page.as_usize()], 0, "{page:?} is in a queue");
+        assert_eq!(self.queue_of[page.as_usize()], 0, "{page:?} is already in a queue");
         let ends = &mut self.ends[queue as usize];
         self.links[page.as_usize()] = Links {
             newer: NONE,

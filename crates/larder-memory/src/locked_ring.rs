@@ -257,7 +257,7 @@ impl LockedRing {
         let identity = identity_of(ring.as_fd())?;
         // Other anonymous files share one inode, as rings once did.
         if identity[1] == rustix::fs::fstat(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?)?.st_ino {
-            return Err(unsupported("its rings have no inodes of their own"));
+            return Err(unsupported("the kernel's io_urings have no separate inodes"));
         }
         let mut files = [userfaultfd.as_raw_fd()];
         register(ring.as_fd(), REGISTER_FILES, files.as_mut_ptr().cast(), 1)?;
@@ -292,7 +292,9 @@ impl LockedRing {
         let ring = Self::open(memory, ring)?;
         let taken = ring.take_other_than(Some(userfaultfd.as_raw_fd()))?;
         if identity_of(taken.as_fd())? != identity_of(userfaultfd)? {
-            return Err(unsupported("another file was taken out of a ring than was put in"));
+            return Err(unsupported(
+                "the io_uring returned a different file than was registered",
+            ));
         }
         Ok(ring)
     }
@@ -305,11 +307,11 @@ impl LockedRing {
     pub fn open(memory: SharedMemory, ring: OwnedFd) -> io::Result<Self> {
         let foreign = |what| io::Error::new(io::ErrorKind::InvalidData, what);
         if memory.len() != MEMORY_BYTES || memory.word(HEADER_AT).load(Ordering::Acquire) != MAGIC {
-            return Err(foreign("the memory of its ring is not what a pager has made"));
+            return Err(foreign("the memory of its ring was not created by a pager"));
         }
         let identity = [0, 1, 2, 3].map(|index| memory.word(IDENTITY_AT + index * 8).load(Ordering::Relaxed));
         if link_of(ring.as_fd())? != RING_LINK || identity_of(ring.as_fd())? != identity {
-            return Err(foreign("its ring is not the one that a pager has made"));
+            return Err(foreign("its ring was not created by a pager"));
         }
         let offset = |index: usize| memory.half_word(OFFSETS_AT + index * 4).load(Ordering::Relaxed) as usize;
         let offsets = Offsets {
@@ -361,7 +363,7 @@ impl LockedRing {
         }
         Err(io::Error::new(
             io::ErrorKind::ResourceBusy,
-            "the process uses its ring at the same time",
+            "the process is using its ring concurrently",
         ))
     }
 

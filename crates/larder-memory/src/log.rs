@@ -260,18 +260,21 @@ impl Segments {
             let (counted, is_used_as) = (self.live[index], self.uses[index]);
             if u64::from(counted) != *live {
                 return Err(format!(
-                    "segment {index}: {counted} bytes are counted as alive, {live} are"
+                    "segment {index}: {counted} bytes are counted as live, but {live} are live"
                 ));
             }
             if *live > 0 && !matches!(is_used_as, Use::Open | Use::Sealed | Use::Leaving) {
                 return Err(format!(
-                    "segment {index}: {live} bytes live in it, and it is {is_used_as:?}"
+                    "segment {index}: it has {live} live bytes, but its use is {is_used_as:?}"
                 ));
             }
         }
         match live.iter().sum::<u64>() == self.live_total {
             true => Ok(()),
-            false => Err(format!("{} bytes are counted as alive in all", self.live_total)),
+            false => Err(format!(
+                "{} bytes are counted as live in total, which is not the sum of the segments",
+                self.live_total
+            )),
         }
     }
 

@@ -366,9 +366,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.are_evictions_paused = pause;
         match pause {
             true => tracing::warn!(
-                "no page is evicted until all servers of the VM's disks are served: memory may exceed its budget"
+                "no page is evicted until all disk servers of the VM are registered: memory may exceed its budget"
             ),
-            false => tracing::info!("all servers of the VM's disks are served: pages are evicted again"),
+            false => tracing::info!("all disk servers of the VM are registered: pages are evicted again"),
         }
     }
 
@@ -463,7 +463,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 Some(Message::Fault {
                     address, cause, write, ..
                 }) => self.fault_at(address, cause, write),
-                Some(Message::Other(event)) => tracing::warn!("the kernel tells event {event:#x}, which is not known"),
+                Some(Message::Other(event)) => tracing::warn!("unknown event {event:#x} from the kernel's userfaultfd"),
             }
             *raw = RawMessage::default();
         }
@@ -548,7 +548,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Phase::Absent => self.present += 1,
             Phase::Resident => self.lists.remove(page),
             Phase::Punching | Phase::Leaving(_) => {}
-            Phase::Reading => unreachable!("it is absent first"),
+            Phase::Reading => unreachable!("a read page is marked absent before"),
         }
         self.phases.set(page, Phase::Resident);
         self.lists.push(queue, page);

@@ -98,7 +98,7 @@ impl fmt::Display for Place {
                 folder.display(),
                 limit_bytes >> 20
             ),
-            Self::Tmpfs { at, .. } => write!(f, "the tmpfs {}, which its memory is a file of,", at.display()),
+            Self::Tmpfs { at, .. } => write!(f, "the tmpfs {} that contains its memory's file", at.display()),
         }
     }
 }
@@ -106,7 +106,7 @@ impl fmt::Display for Place {
 /// Reason why pages cannot be paged in.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{} MiB are to come back into memory, and {place} has {} MiB free{}: {}",
+    "{} MiB must be paged in, but {place} has {} MiB free{}: {}",
     needed_bytes.div_ceil(1 << 20), free_bytes >> 20, Claimed(*.claimed_bytes), advice(.place)
 )]
 pub struct Shortage {
@@ -128,7 +128,7 @@ impl fmt::Display for Claimed {
             0 => Ok(()),
             bytes => write!(
                 f,
-                ", of which {} MiB are for other processes that are detached from now",
+                ", of which {} MiB are claimed by other detaches in progress",
                 bytes.div_ceil(1 << 20)
             ),
         }
@@ -205,7 +205,10 @@ impl Room {
             let opened = Ledger::open(folder);
             opened
                 .inspect_err(|error| {
-                    tracing::debug!("other pagers that detach are not known: {}: {error}", folder.display())
+                    tracing::debug!(
+                        "the claims of other detaching pagers are unknown: {}: {error}",
+                        folder.display()
+                    )
                 })
                 .ok()
         });
@@ -240,7 +243,7 @@ impl Room {
             None => ledger.claim(&limits).map(|claim| self.claim = Some(claim)),
         };
         if let Err(error) = written {
-            tracing::debug!("other pagers do not learn of this detach: {error}");
+            tracing::debug!("the claim of this detach cannot be recorded for other pagers: {error}");
         }
         Ok(())
     }
@@ -579,7 +582,7 @@ mod tests {
         };
         assert_eq!(
             shortage(Place::Host).to_string(),
-            "100 MiB are to come back into memory, and the host has 50 MiB free: free some first"
+            "100 MiB must be paged in, but the host has 50 MiB free: free some first"
         );
         let group = Place::Group {
             folder: "/sys/fs/cgroup/vm".into(),

@@ -62,21 +62,21 @@ pub enum End {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DetachError {
-    #[error("it is being detached from already")]
+    #[error("a detach is already in progress")]
     UnderWay,
-    #[error("it is over: the process has ended, or was detached from")]
+    #[error("the process has ended, or was already detached from")]
     Over,
     #[error("nothing was changed: {0}")]
     NoRoom(Shortage),
-    #[error("stopped, and its memory is kept within the budget again: {0}")]
+    #[error("stopped, and its memory is limited to the budget again: {0}")]
     RanShort(Shortage),
     #[error(
-        "stopped, and its memory is kept within the budget again: the kernel has had no memory for pages that were to come \
-        back for {} s",
+        "stopped, and its memory is limited to the budget again: the kernel had no free memory to page in any \
+        page for {} s",
         NO_MEMORY_MAX.as_secs()
     )]
     NoMemory,
-    #[error("cancelled: its memory is kept within the budget again")]
+    #[error("cancelled: its memory is limited to the budget again")]
     Cancelled,
 }
 
@@ -247,7 +247,7 @@ impl Service {
         self.is_detaching.set(true);
         self.is_cancelled.set(false);
         self.detach_problem.replace(None);
-        tracing::info!("detaching: everything is brought back");
+        tracing::info!("detaching: all pages are being paged in");
         Ok(Detach(room))
     }
 
@@ -269,7 +269,7 @@ impl Service {
                     && !self.has_process_ended.get()
                 {
                     attached.pager.cancel_detach();
-                    tracing::warn!("the detach has ended: {error}");
+                    tracing::warn!("the detach was stopped: {error}");
                 }
                 self.nudge();
                 Err(self.is_not_detached(error))
@@ -376,7 +376,7 @@ impl Service {
         }
         if let Some(attached) = &*self.attached.borrow() {
             tracing::warn!(
-                "a server of the VM's disks still has the memory of the ended process mapped after {} s: its requests that \
+                "a disk server of the VM still has the memory of the ended process mapped after {} s: its requests that \
                  wait for memory fail",
                 FINISH_MAX.as_secs()
             );
@@ -387,7 +387,7 @@ impl Service {
     /// Records that everything is in memory, but the process cannot be detached from yet. Logs each reason once.
     fn waits_to_let_go(&self, error: &InjectError) {
         let why = format!(
-            "all of its memory is back, and it cannot be let go of yet: {error}; it is tried again until it can"
+            "all of its memory is paged in, but it cannot be detached from yet: {error}; this is retried until it succeeds"
         );
         if self.detach_problem.borrow().as_ref() != Some(&why) {
             tracing::warn!("{why}");
@@ -554,14 +554,14 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
         match changes {
             Ok(changes) => {
                 for why in changes.refused {
-                    tracing::warn!("memory that was plugged in is not managed: {why}");
+                    tracing::warn!("hotplugged memory is not managed: {why}");
                 }
                 for caution in changes.cautions {
                     tracing::warn!("{caution}");
                 }
                 let mut attached = service.attached.borrow_mut();
                 if let Some(attached) = attached.as_ref().filter(|_| !changes.gone.is_empty()) {
-                    tracing::info!(count = changes.gone.len(), "memory was unplugged");
+                    tracing::info!(count = changes.gone.len(), "memory was hot-unplugged");
                     attached.close_marks_of_gone();
                 }
                 for memory in changes.new {
@@ -571,22 +571,20 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                         false => INJECT_LIMIT,
                     };
                     match attached.as_mut().map(|attached| attached.add(memory, limit)) {
-                        Some(Ok(())) => tracing::info!(memory = name, mib = place.bytes >> 20, "memory was plugged in"),
+                        Some(Ok(())) => tracing::info!(memory = name, mib = place.bytes >> 20, "memory was hotplugged"),
                         // No thread could be stopped, for example because the process is frozen or traced.
                         Some(Err(AttachError::Inject(error))) => {
                             target.forget(place);
                             if not_yet.insert(place) {
-                                tracing::warn!(
-                                    "memory that was plugged in is not managed yet: {error}; it is tried again"
-                                );
+                                tracing::warn!("hotplugged memory is not managed yet: {error}; this is retried");
                             }
                         }
-                        Some(Err(error)) => tracing::warn!("memory that was plugged in is not managed: {error}"),
+                        Some(Err(error)) => tracing::warn!("hotplugged memory is not managed: {error}"),
                         None => return,
                     }
                 }
             }
-            Err(error) => tracing::debug!("cannot look for memory that was plugged in: {error}"),
+            Err(error) => tracing::debug!("cannot search for hotplugged memory: {error}"),
         }
     }
 }

@@ -50,7 +50,7 @@ impl SharedMemory {
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                "it is no memory that a pager has made",
+                "the memory was not created by a pager",
             ));
         }
         let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
@@ -113,7 +113,7 @@ impl SharedMemory {
     pub fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.bytes),
-            "{offset} + {len} in {}",
+            "{offset} + {len} is past the end ({})",
             self.bytes
         );
         // SAFETY: within the mapping, by the assertion.
@@ -205,7 +205,7 @@ mod tests {
         let path = rustix::fs::open("/dev/null", flags, Mode::empty()).expect("is there");
         for other in [file.as_fd(), unsealed.as_fd(), device.as_fd(), path.as_fd()] {
             let error = SharedMemory::open(other).err().expect("is refused");
-            assert!(error.to_string().contains("no memory that a pager has made"), "{error}");
+            assert!(error.to_string().contains("not created by a pager"), "{error}");
         }
     }
 }

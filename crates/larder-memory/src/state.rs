@@ -124,16 +124,16 @@ pub enum StateError {
     Damaged(&'static str),
     /// The state has another format version.
     #[error(
-        "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: go on with the larder that attached"
+        "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: continue with the larder that attached"
     )]
     Version(u32),
     /// The state has features that this version does not support.
     #[error(
-        "the state that an earlier pager has left has features {0:#x} that this program does not know: go on with the larder that attached"
+        "the state that an earlier pager has left has features {0:#x} that this program does not know: continue with the larder that attached"
     )]
     Features(u64),
     /// The name of a disk is too long.
-    #[error("the name of a swap cache can have {0} bytes")]
+    #[error("the name of a swap cache can have at most {0} bytes")]
     SwapName(usize),
     /// The memory cannot be opened.
     #[error("the state that an earlier pager has left cannot be opened: {0}")]
@@ -176,7 +176,7 @@ impl State {
     /// If the memory is not a state, has another version, or is damaged.
     pub fn open(memory: SharedMemory, started: u64) -> Result<Self, StateError> {
         if memory.len() < ENTRIES_AT || memory.word(0).load(Ordering::Relaxed) != MAGIC {
-            return Err(StateError::Damaged("it does not begin as one"));
+            return Err(StateError::Damaged("it has no header of a state"));
         }
         let version = memory.half_word(8).load(Ordering::Relaxed);
         if version != VERSION {
@@ -187,10 +187,10 @@ impl State {
         }
         let capacity = memory.half_word(12).load(Ordering::Relaxed);
         if memory.len() < ENTRIES_AT + capacity as usize * ENTRY_BYTES {
-            return Err(StateError::Damaged("it is shorter than it says"));
+            return Err(StateError::Damaged("it is shorter than its header specifies"));
         }
         if memory.word(16).load(Ordering::Relaxed) != started {
-            return Err(StateError::Damaged("it is of another process"));
+            return Err(StateError::Damaged("it belongs to another process"));
         }
         let unknown = memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & !(ENCRYPTED | LOCKED_RING);
         if unknown != 0 {
@@ -211,7 +211,7 @@ impl State {
                 && region.offset.checked_add(region.bytes()).is_some();
             next = region.first.get().saturating_add(region.pages);
             if !fits || next > capacity {
-                return Err(StateError::Damaged("its regions make no sense"));
+                return Err(StateError::Damaged("its regions are inconsistent"));
             }
         }
         Ok(state)
@@ -434,7 +434,7 @@ impl State {
         let next = regions.last().map_or(0, |last| last.first.get() + last.pages);
         let fits = region.first.get() == next && next.checked_add(region.pages).is_some_and(|end| end <= self.capacity);
         if !fits || regions.len() == REGIONS_MAX {
-            return Err(StateError::Damaged("there is no room for another region"));
+            return Err(StateError::Damaged("there is no space for another region"));
         }
         let at = REGIONS_AT + regions.len() * REGION_BYTES;
         let words = [
@@ -465,7 +465,11 @@ impl State {
     }
 
     fn entry_at(&self, page: PageIndex) -> usize {
-        assert!(page.get() < self.capacity, "{page:?} of {}", self.capacity);
+        assert!(
+            page.get() < self.capacity,
+            "{page:?} is past the capacity of {}",
+            self.capacity
+        );
         ENTRIES_AT + page.as_usize() * ENTRY_BYTES
     }
 

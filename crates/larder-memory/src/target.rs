@@ -234,7 +234,7 @@ impl Target {
             } else {
                 let (bytes, at) = (Size(private.bytes()), private.range.start);
                 cautions.push(format!(
-                    "{bytes} of private memory at {at:#x} are left alone, the guest's or not"
+                    "{bytes} of private memory at {at:#x} are not managed, whether they belong to the guest or not"
                 ));
             }
         }
@@ -382,7 +382,7 @@ fn places_of(memories: &[Memory]) -> Vec<(Place, &str)> {
 }
 
 fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {
-    let mappings = maps::read(pid).map_err(|error| failed(pid, "read what it has mapped", error))?;
+    let mappings = maps::read(pid).map_err(|error| failed(pid, "read its mappings", error))?;
     // An exiting process frees its memory before its PID disappears.
     if mappings.is_empty() {
         return Err(TargetError::Ended { pid });
@@ -391,7 +391,7 @@ fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {
 }
 
 fn read_descriptors(pid: Pid) -> Result<Descriptors, TargetError> {
-    Descriptors::read(pid).map_err(|error| failed(pid, "read what it has open", error))
+    Descriptors::read(pid).map_err(|error| failed(pid, "read its descriptors", error))
 }
 
 /// Returns the files that are RAM, and those that a pager has marked as managed: a successor needs all that has
@@ -431,7 +431,7 @@ fn is_private(mapping: &Mapping) -> Obstacle {
 }
 
 fn left_alone(obstacle: &Obstacle) -> String {
-    format!("left alone: {obstacle}")
+    format!("not managed: {obstacle}")
 }
 
 /// Makes bytes that another process has chosen printable on one line of a terminal or log.

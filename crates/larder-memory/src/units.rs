@@ -38,7 +38,7 @@ impl PageIndex {
     pub fn plus(self, count: u32) -> Self {
         match self.0.checked_add(count) {
             Some(index) => Self(index),
-            None => panic!("page {} and {count} more", self.0),
+            None => panic!("page {} plus {count} exceeds the last page number", self.0),
         }
     }
 }

@@ -114,13 +114,14 @@ impl View {
     pub fn begin(viewer: Viewer) -> Result<Self, ViewError> {
         let Viewer { pid, descriptor } = viewer;
         let failed = |what| move |source: io::Error| ViewError::Failed { pid, what, source };
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| failed("hold it")(errno.into()))?;
+        let pidfd =
+            pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| failed("cannot open a pidfd")(errno.into()))?;
         let take = |number, what| {
             let taken = pidfd_getfd(&pidfd, number, PidfdGetfdFlags::empty());
             taken.map_err(|errno| failed(what)(errno.into()))
         };
-        let memory = take(descriptor, "take what it says of itself")?;
-        let memory = ViewMemory::open(memory.as_fd()).map_err(failed("read what it says of itself"))?;
+        let memory = take(descriptor, "cannot fetch its view memory")?;
+        let memory = ViewMemory::open(memory.as_fd()).map_err(failed("cannot read its view memory"))?;
         let left = memory.userfaultfd_number().filter(|number| {
             let found = std::fs::read_link(format!("/proc/{pid}/fd/{number}"));
             found.is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]")
@@ -129,10 +130,10 @@ impl View {
             Some(number) => number,
             None => make_userfaultfd(pid)?,
         };
-        let userfaultfd = Userfaultfd::new(take(number as i32, "take its userfaultfd")?);
+        let userfaultfd = Userfaultfd::new(take(number as i32, "cannot fetch its userfaultfd")?);
         userfaultfd::available()
             .and_then(|available| userfaultfd.enable(NEEDED_BY_VIEWS | available & feature::POISON))
-            .map_err(failed("agree with the kernel on what is told"))?;
+            .map_err(failed("cannot enable the userfaultfd's features"))?;
         memory.set_userfaultfd_number(Some(number));
         Ok(Self {
             pid,
@@ -272,7 +273,7 @@ impl View {
         let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| thread.close(self.number as i32));
         match closed {
             Ok(_) | Err(InjectError::Gone { .. }) => {}
-            Err(error) => tracing::warn!("a descriptor that does nothing stays open: {error}"),
+            Err(error) => tracing::warn!("an unused descriptor stays open in a disk server: {error}"),
         }
     }
 }
@@ -309,7 +310,7 @@ impl Looked {
 fn make_userfaultfd(pid: Pid) -> Result<u32, ViewError> {
     let failed = |source| ViewError::Failed {
         pid,
-        what: "open /dev/userfaultfd",
+        what: "cannot open /dev/userfaultfd",
         source,
     };
     let device = userfaultfd::device().map_err(failed)?;
@@ -386,7 +387,7 @@ impl Views {
         epoll::add(&self.events, &view.userfaultfd, data, epoll::EventFlags::IN)?;
         tracing::info!(
             pid = view.pid.as_raw_pid(),
-            "a server of the VM's disks has its memory, too"
+            "a disk server of the VM has its memory mapped"
         );
         self.all.borrow_mut().push(view);
         Ok(())
@@ -412,7 +413,7 @@ impl Views {
             // The server still waits, and is inspected again.
             tracing::warn!(
                 pid = view.pid.as_raw_pid(),
-                "what a server of the VM's disks has mapped cannot be registered: {error}"
+                "the mappings of a disk server of the VM cannot be registered: {error}"
             );
         }
     }
@@ -517,7 +518,7 @@ impl Views {
                 Filled::Changing | Filled::NoMemory => Err(io::ErrorKind::Other.into()),
             });
             if poisoned.is_err() {
-                tracing::debug!(?page, "cannot be made unreadable now");
+                tracing::debug!(?page, "cannot be poisoned now");
             }
             view.arrived(PageRun::one(page), Userfaultfd::wake);
         }

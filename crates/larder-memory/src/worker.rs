@@ -244,7 +244,7 @@ impl Hands {
             Job::Demote { origin, at, into } => self.demote(origin, at, into),
             Job::Release(segment) => {
                 if let Err(error) = self.compressed.release(segment.start() as usize, SEGMENT) {
-                    tracing::warn!("memory of compressed pages cannot be given back: {error}");
+                    tracing::warn!("memory of compressed pages cannot be freed: {error}");
                 }
                 Done::Released(segment)
             }

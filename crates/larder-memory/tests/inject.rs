@@ -486,7 +486,7 @@ fn failed_or_panicking_work_resumes_thread() {
     let failed = with_stopped_thread(target.pid(), LIMIT, |thread| thread.close(54_321));
     let failed = failed.unwrap_err();
     assert_eq!(failed.errno(), Some(Errno::BADF));
-    assert!(failed.to_string().contains("close made in it"), "{failed}");
+    assert!(failed.to_string().contains("injected call close failed"), "{failed}");
     target.wait_for_rounds("read", 2);
     let pid = target.pid();
     let panicked = thread::spawn(move || {
@@ -661,7 +661,7 @@ fn ended_process_is_reported_gone() {
     let _watchdog = Watchdog::new();
     let mut target = Target::start("read");
     let pid = target.pid();
-    let gone = format!("process {} is gone", pid.as_raw_pid());
+    let gone = format!("process {} has ended", pid.as_raw_pid());
     let killed = with_stopped_thread(pid, LIMIT, |thread| {
         thread.system_call(libc::SYS_getpid, [0; 6])?;
         target.kill();
@@ -698,7 +698,7 @@ fn missing_right_to_trace_is_named() {
     let mut target = Target::start("read");
     let told = Target::start_and_read(&format!("inject-as-nobody {}", target.pid().as_raw_pid()));
     assert!(
-        told.contains("no right to") && told.contains("CAP_SYS_PTRACE"),
+        told.contains("no permission to") && told.contains("CAP_SYS_PTRACE"),
         "{told}"
     );
     target.finish("read");

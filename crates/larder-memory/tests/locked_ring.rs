@@ -104,7 +104,7 @@ fn another_ring_is_refused() {
     let (held, other) = (Held::new(&userfaultfd), Held::new(&userfaultfd));
     let error = held.open(other.descriptor(other.ring)).err().expect("it is refused");
     assert!(
-        error.to_string().contains("not the one that a pager has made"),
+        error.to_string().contains("its ring was not created by a pager"),
         "{error}"
     );
     assert!(

@@ -227,7 +227,7 @@ fn memory_in_disk_file_is_refused() {
         target
             .cautions
             .iter()
-            .any(|caution| caution.starts_with("left alone: ")),
+            .any(|caution| caution.starts_with("not managed: ")),
         "{:?}",
         target.cautions
     );
@@ -374,7 +374,7 @@ fn missing_rights_are_reported() {
     let mut looks = Helper::unprivileged(&[]);
     let answer = looks.tell("examine 1");
     assert!(
-        answer.contains("no right to") && answer.contains("CAP_SYS_PTRACE"),
+        answer.contains("no permission to") && answer.contains("CAP_SYS_PTRACE"),
         "{answer}"
     );
 }
@@ -387,7 +387,7 @@ fn unprivileged_user_needs_open_descriptor() {
     let examine = format!("examine {}", looked_at.pid());
     let answer = looks.tell(&examine);
     assert!(
-        answer.starts_with("1 memories") && answer.contains("that is not seen"),
+        answer.starts_with("1 memories") && answer.contains("that is not detected"),
         "{answer}"
     );
     looked_at.tell("close");

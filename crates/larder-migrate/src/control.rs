@@ -45,22 +45,22 @@ pub enum ControlError {
     Wire(#[from] WireError),
     /// The other side has closed the connection.
     #[error(
-        "the other side has closed the connection without a reason: its larder was ended, or something in between cut it off"
+        "the other side closed the connection without giving a reason: its larder process ended, or something between the hosts cut the connection"
     )]
     Closed,
     /// Another connection of the link is lost.
     #[error(
-        "the other side has closed a connection in the middle: its larder was ended, or something in between cut it off"
+        "the other side closed a connection in the middle of the session: its larder process ended, or something between the hosts cut the connection"
     )]
     Lane,
     /// No message was received for this long.
-    #[error("nothing was heard from the other side for {} s: its host or the network is down", .0.as_secs())]
+    #[error("nothing was received from the other side for {} s: its host or the network is down", .0.as_secs())]
     Silent(Duration),
     /// Waiting for events failed.
     #[error("cannot wait for the control connection: {0}")]
     Poll(io::Error),
     /// The other side confirms more messages than were sent, or fewer than before.
-    #[error("the other side says that it has received {count} messages, which may be {least} to {most}")]
+    #[error("the other side confirms {count} messages; the valid range is {least} to {most}")]
     Confirmed {
         /// Count that it confirms.
         count: u64,
@@ -70,7 +70,7 @@ pub enum ControlError {
         most: u64,
     },
     /// The other side does not confirm the messages that it is sent.
-    #[error("the other side does not confirm the messages that it is sent")]
+    #[error("the other side does not confirm the messages sent to it")]
     Unconfirmed,
 }
 

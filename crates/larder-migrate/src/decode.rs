@@ -21,7 +21,7 @@ pub enum DecodeError {
         source: OperationsError,
     },
     /// The method is unknown to this version.
-    #[error("frame {number}: no method has the number {method}; use the same version of Larder on both hosts")]
+    #[error("frame {number}: unknown method number {method}; use the same version of Larder on both hosts")]
     Method {
         /// Number of the frame.
         number: u64,
@@ -45,10 +45,10 @@ pub enum DecodeError {
         section: &'static str,
     },
     /// The memory for old pages could not be mapped.
-    #[error("there is no memory for old versions of pages: give --delta-memory less")]
+    #[error("there is no memory for old versions of pages: use a smaller --delta-memory")]
     NoMemory,
     /// The decoded bytes differ from the encoded ones.
-    #[error("frame {number}: what was decoded has the checksum {found:#010x} and should have {expected:#010x}")]
+    #[error("frame {number}: the decoded data has the checksum {found:#010x}, expected {expected:#010x}")]
     Checksum {
         /// Number of the frame.
         number: u64,

@@ -33,10 +33,10 @@ pub enum Failed {
     #[error("the session has ended")]
     Stopped,
     /// The memory for old pages could not be mapped.
-    #[error("there is no memory for old versions of pages: give --delta-memory less")]
+    #[error("there is no memory for old versions of pages: use a smaller --delta-memory")]
     NoMemory,
     /// A device holds the frame's pages and does not answer.
-    #[error("a compression device does not answer: migrate with --accelerators none, and see the kernel's log")]
+    #[error("a compression device does not answer: migrate with --accelerators none, and check the kernel's log")]
     Device,
 }
 

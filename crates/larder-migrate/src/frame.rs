@@ -141,7 +141,7 @@ impl Writer {
                 slots: [0; FRAME_PAGES_MAX],
             });
         }
-        let run = self.run.as_mut().expect("begun above");
+        let run = self.run.as_mut().expect("started above");
         if let Source::Stored(slot) | Source::Delta(slot) = source {
             run.slots[run.count as usize] = slot;
         }
@@ -239,7 +239,7 @@ impl<'a> Operations<'a> {
                 return if self.room.raw == 0 && self.room.literals == 0 {
                     Ok(None)
                 } else {
-                    Err(self.wrong("they end before the frame does"))
+                    Err(self.wrong("the operations end before the frame"))
                 };
             }
             if let Some(whole) = self.begin()? {
@@ -260,7 +260,7 @@ impl<'a> Operations<'a> {
         if self.code == LITERAL {
             let len = count as usize;
             if len > self.room.raw || len > self.room.literals {
-                return Err(self.wrong("a literal is longer than what is left"));
+                return Err(self.wrong("a literal is longer than the remaining bytes"));
             }
             self.room.raw -= len;
             self.room.literals -= len;
@@ -270,7 +270,7 @@ impl<'a> Operations<'a> {
         if self.code == ZEROS {
             let len = (count as usize).saturating_mul(ZERO_RECORD);
             if len > self.room.raw {
-                return Err(self.wrong("more records for pages of zeros than what is left"));
+                return Err(self.wrong("more zero-page records than fit in the remaining bytes"));
             }
             self.room.raw -= len;
             return Ok(Some(Piece::Zeros {
@@ -279,7 +279,7 @@ impl<'a> Operations<'a> {
             }));
         }
         if !(2..=5).contains(&(self.code & !FOLLOWS)) {
-            return Err(self.wrong("there is no such operation"));
+            return Err(self.wrong("unknown operation"));
         }
         if self.code & !FOLLOWS == 2 {
             self.word = self.word()?;
@@ -295,7 +295,7 @@ impl<'a> Operations<'a> {
             return Err(self.wrong("more pages than the frame has"));
         }
         if follows && !self.has_header {
-            return Err(self.wrong("nothing is there that the bytes before a page could follow from"));
+            return Err(self.wrong("there are no earlier bytes to compute the page's header from"));
         }
         self.room.raw -= len;
         self.pages += 1;
@@ -315,7 +315,7 @@ impl<'a> Operations<'a> {
             .checked_add(difference)
             .and_then(|slot| u32::try_from(slot).ok())
             .filter(|&slot| slot < self.room.slots)
-            .ok_or(self.wrong("there is no such slot"))?;
+            .ok_or(self.wrong("no such slot"))?;
         self.slot_before = slot;
         Ok(slot)
     }

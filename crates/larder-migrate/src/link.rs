@@ -47,7 +47,7 @@ pub enum LinkError {
     },
     /// The host does not accept a connection.
     #[error(
-        "cannot connect to {address}: {source}; does 'larder migrate receive' listen there, and does a firewall let it?"
+        "cannot connect to {address}: {source}; is 'larder migrate receive' listening there, and does a firewall allow the connection?"
     )]
     Connect {
         /// Address as given by the user.
@@ -62,13 +62,13 @@ pub enum LinkError {
     #[error("the TLS handshake failed: {0}")]
     Handshake(io::Error),
     /// The receiver closed the connection during the handshake.
-    #[error("the TLS handshake failed: {0}; has the receiver --tls?")]
+    #[error("the TLS handshake failed: {0}; does the receiver have --tls?")]
     BrokenOff(io::Error),
     /// The receiver got bytes that are not TLS.
-    #[error("the TLS handshake failed: it does not speak TLS; has the sender --tls?")]
+    #[error("the TLS handshake failed: the sender does not speak TLS; does it have --tls?")]
     NoTls,
     /// The receiver refused the sender's certificate, which TLS 1.3 reports only after the handshake.
-    #[error("the receiver does not accept this one's certificate (client-cert.pem): {0:?}")]
+    #[error("the receiver does not accept this sender's certificate (client-cert.pem): {0:?}")]
     Refused(rustls::AlertDescription),
     /// TLS cannot start.
     #[error("TLS: {0}")]
@@ -116,7 +116,7 @@ impl Socket {
         };
         let seconds = self.setup.as_secs();
         let late = || {
-            let text = format!("the other side has not done its part in {seconds} s");
+            let text = format!("the other side did not complete the connection set-up within {seconds} s");
             io::Error::new(io::ErrorKind::TimedOut, text)
         };
         let left = deadline.saturating_duration_since(Instant::now());

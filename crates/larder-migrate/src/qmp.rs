@@ -42,13 +42,13 @@ pub enum QmpError {
         source: io::Error,
     },
     /// QEMU listens, but sends no greeting.
-    #[error("QEMU does not answer at its QMP socket {}: has it another client? it talks to one at a time; give it a second socket with another -qmp", path.display())]
+    #[error("QEMU does not answer at its QMP socket {}: does it have another client? It serves one at a time; give it a second socket with another -qmp", path.display())]
     Busy {
         /// Path as given by the user.
         path: PathBuf,
     },
     /// The connection broke, or QEMU has exited.
-    #[error("QEMU has gone (at its QMP socket {}, in the middle of '{command}'): {source}", path.display())]
+    #[error("QEMU has closed the connection (at its QMP socket {}, during '{command}'): {source}", path.display())]
     Gone {
         /// Path as given by the user.
         path: PathBuf,
@@ -68,7 +68,7 @@ pub enum QmpError {
         limit: Duration,
     },
     /// The bytes received are not QMP.
-    #[error("what came from the QMP socket {} is no QMP: '{what}'; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
+    #[error("the data from the QMP socket {} is no QMP: '{what}'; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
     NoQmp {
         /// Path as given by the user.
         path: PathBuf,
@@ -183,7 +183,7 @@ fn advice(path: &Path, error: &io::Error) -> &'static str {
     let is_other = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
     match error.kind() {
         _ if is_other => "it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
-        io::ErrorKind::ConnectionRefused => "nobody listens there: has its QEMU ended?",
+        io::ErrorKind::ConnectionRefused => "no process listens there: has its QEMU exited?",
         io::ErrorKind::PermissionDenied => "run this as QEMU's user, or as root",
         io::ErrorKind::InvalidFilename => "the kernel takes at most 107 bytes for the path of a socket",
         _ => "is it the path of -qmp unix:PATH,server=on,wait=off?",

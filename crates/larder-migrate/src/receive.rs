@@ -116,7 +116,7 @@ pub enum ReceiveError {
     Sender(String),
     #[error("refused: {0}")]
     Refused(&'static str),
-    #[error("the sender sent {0}, which no sender sends")]
+    #[error("the sender sent {0}, which violates the protocol")]
     Message(String),
     #[error("the sender sent bytes {begin} to {end} of channel {channel}, of which it may send up to {most} now")]
     Window {
@@ -125,33 +125,33 @@ pub enum ReceiveError {
         end: u64,
         most: u64,
     },
-    #[error("the sender sent more than {CHANNEL_FRAMES_MAX} frames of channel {channel} before QEMU took any")]
+    #[error("the sender sent more than {CHANNEL_FRAMES_MAX} frames of channel {channel} before QEMU accepted any")]
     Frames { channel: u16 },
-    #[error("a thread panicked ({what}), which is a bug of Larder's: please report it, with what was said before this")]
+    #[error("a thread panicked ({what}), which is a bug in Larder: please report it with the messages before this one")]
     Panicked { what: &'static str },
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
     #[error(
-        "the sender has closed a connection in the middle: its larder was ended, or something in between cut it off"
+        "the sender closed a connection in the middle of the session: its larder process ended, or something between the hosts cut the connection"
     )]
     Lane,
-    #[error("cannot connect to QEMU at {}: {source}; is it started with '-incoming unix:{}', and waiting?", path.display(), path.display())]
+    #[error("cannot connect to QEMU at {}: {source}; was it started with '-incoming unix:{}', and is it waiting?", path.display(), path.display())]
     Qemu { path: PathBuf, source: io::Error },
     #[error("the path of QEMU's socket, {}, is {} bytes long; the kernel takes at most 107: start QEMU with a shorter one, for example in /run", .0.display(), .0.as_os_str().len())]
     Path(PathBuf),
     #[error(
-        "the sender moves a whole virtual machine (larder migrate VM), and this receiver carries a stream and does nothing \
-         else: start it with --qmp in the place of --connect"
+        "the sender moves a complete virtual machine (larder migrate VM), and this receiver only carries a stream: \
+         start it with --qmp instead of --connect"
     )]
     Whole,
     #[error(
-        "the sender carries a stream and does nothing else (larder migrate send), and this receiver looks after QEMU, too: \
-         start it with --connect in the place of --qmp, or send by larder migrate VM"
+        "the sender only carries a stream (larder migrate send), and this receiver also controls QEMU: \
+         start it with --connect instead of --qmp, or send with larder migrate VM"
     )]
     Stream,
-    #[error("the connection was lost ({lost}), and the sender did not come back in {} s", waited.as_secs())]
+    #[error("the connection was lost ({lost}), and the sender did not reconnect within {} s", waited.as_secs())]
     Away { lost: ControlError, waited: Duration },
-    #[error("another sender has come after the one that there was had lost its connection")]
+    #[error("another sender connected after the previous one had lost its connection")]
     Replaced,
     #[error("stopped")]
     Stopped,
@@ -221,7 +221,7 @@ pub fn receive(
     let session = Session::new(options, agent)?;
     thread::scope(|scope| {
         let session = &session;
-        session.part("taking in connections", || session.take_in(scope, port, stop));
+        session.part("accepting connections", || session.take_in(scope, port, stop));
         session.shut_greetings();
     });
     let delivered = session.delivered();

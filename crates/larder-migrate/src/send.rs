@@ -110,46 +110,46 @@ pub enum SendError {
     Control(#[from] ControlError),
     #[error("the receiver: {0}")]
     Receiver(String),
-    #[error("the receiver sent '{0}', which no receiver sends")]
+    #[error("the receiver sent '{0}', which violates the protocol")]
     Message(String),
     #[error(
-        "the receiver has closed a connection in the middle: its larder was ended, or something in between cut it off"
+        "the receiver closed a connection in the middle of the session: its larder process ended, or something between the hosts cut the connection"
     )]
     Lane,
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
     #[error(
-        "the source's QEMU does not read what the destination's says on channel {channel}: look whether it hangs, or was \
+        "the source's QEMU does not read the return path of channel {channel}: check whether it hangs or was \
         stopped"
     )]
     Return { channel: u16 },
-    #[error("a thread panicked ({what}), which is a bug of Larder's: please report it, with what was said before this")]
+    #[error("a thread panicked ({what}), which is a bug in Larder: please report it with the messages before this one")]
     Panicked { what: &'static str },
     #[error("QEMU opened more than {most} channels: give the receiver a larger --channels")]
     Channels { most: u16 },
     #[error("{0}")]
     Encode(#[from] encode::Failed),
     #[error(
-        "the migration did not end well: {0}, and nothing says that the destination has all of the guest; ask both QEMUs \
+        "the migration did not end properly: {0}, and nothing confirms that the destination has all of the guest; check both QEMUs \
         (info migrate)"
     )]
     BrokenOff(&'static str),
-    #[error("the connection was lost ({lost}), and did not come back in {} s: {last}", waited.as_secs())]
+    #[error("the connection was lost ({lost}), and could not be restored within {} s: {last}", waited.as_secs())]
     Away {
         lost: ControlError,
         waited: Duration,
         last: Box<SendError>,
     },
-    #[error("the connection was lost ({lost}), and cannot be made again: {error}")]
+    #[error("the connection was lost ({lost}), and cannot be re-established: {error}")]
     NotAgain { lost: ControlError, error: Box<SendError> },
     #[error(
-        "the connections were lost more often than they can be made again ({} times)",
+        "the connections were lost more often than they can be re-established ({} times)",
         crate::wire::LINKS_MAX
     )]
     TooOften,
-    #[error("the receiver goes on with another session")]
+    #[error("the receiver continues with another session")]
     OtherSession,
-    #[error("the receiver says that it has received {count} frames of lane {lane}, which may be {least} to {most}")]
+    #[error("the receiver confirms {count} frames of lane {lane}; the valid range is {least} to {most}")]
     Received {
         lane: u16,
         count: u64,

@@ -68,7 +68,7 @@ pub enum WireError {
         found: [u8; 8],
     },
     /// The peer expects TLS.
-    #[error("{what}: it speaks TLS: give --tls here as well")]
+    #[error("{what}: the other side speaks TLS: use --tls here as well")]
     Tls {
         /// Name of the item that was being read.
         what: &'static str,
@@ -82,7 +82,7 @@ pub enum WireError {
         found: u16,
     },
     /// The bytes were damaged in transit.
-    #[error("{what}: its checksum is {found:#010x} and should be {expected:#010x}: damaged on the way")]
+    #[error("{what}: its checksum is {found:#010x}, expected {expected:#010x}: it was damaged in transit")]
     Checksum {
         /// Name of the item that was read.
         what: &'static str,

@@ -110,7 +110,7 @@ impl Contender {
     pub fn name(self) -> &'static str {
         match self {
             Self::Larder => "Larder",
-            Self::LarderAll => "Larder, all let in",
+            Self::LarderAll => "Larder, admit all",
             Self::Lru => "LRU",
             Self::Sieve => "SIEVE",
             Self::S3Fifo => "S3-FIFO",

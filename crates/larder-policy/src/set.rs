@@ -63,7 +63,7 @@ impl<'a> Set<'a> {
         assert_eq!(
             state.len(),
             bytes(ways),
-            "the state of a set has the length that the policy asked for"
+            "a set's state has the length that Policy::set_bytes returns"
         );
         let (header, rest) = state.split_at_mut(HEADER);
         let (classes, rest) = rest.split_at_mut(ways);

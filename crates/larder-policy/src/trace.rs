@@ -77,7 +77,7 @@ pub enum TraceError {
     },
     /// The beginning of the file fits no known format.
     #[error(
-        "{path} is no trace that Larder knows: it begins neither with a record of vscsi 1 nor with a line \
+        "{path} is not in a known trace format: it begins neither with a record of vscsi 1 nor with a line \
          'first count ignored number'"
     )]
     UnknownFormat {
@@ -235,12 +235,12 @@ fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, Trac
 /// Returns the offset of a block, if a request of this length can be there.
 fn place(first: u64, block: u64, len: u64) -> Result<u64, String> {
     if len == 0 || len > LENGTH_MAX {
-        return Err(format!("is of {len} bytes; a request has 1 to {LENGTH_MAX}"));
+        return Err(format!("has {len} bytes; a request has 1 to {LENGTH_MAX}"));
     }
     let start = first
         .checked_mul(block)
         .filter(|start| start.checked_add(len).is_some());
-    start.ok_or_else(|| format!("is at block {first}, past what a disk can have"))
+    start.ok_or_else(|| format!("is at block {first}, beyond the largest possible disk"))
 }
 
 #[cfg(test)]
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn compressed_trace_is_read() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("trace");
         let packed = zstd::encode_all(&b"1 2 0 0\n"[..], 0).expect("packs");
         std::fs::write(&path, &packed).expect("writes");
@@ -309,11 +309,11 @@ mod tests {
         let whole = record(0x28, 512, 7, 0);
         let cases: [(&[u8], &str); 9] = [
             (b"", "a.trace has no requests"),
-            (b"#!/bin/sh", "is no trace that Larder knows"),
-            (&[0; 64], "is no trace that Larder knows"),
+            (b"#!/bin/sh", "is not in a known trace format"),
+            (&[0; 64], "is not in a known trace format"),
             (b"1 2 0 0\nx 2 0 0\n", "damaged: line 2 is not four numbers: 'x 2 0 0'"),
             (b"1 2 0\n", "damaged: line 1 is not four numbers"),
-            (b"1 0 0 0\n", "damaged: line 1 is of 0 bytes"),
+            (b"1 0 0 0\n", "damaged: line 1 has 0 bytes"),
             (
                 b"18446744073709551615 1 0 0\n",
                 "damaged: line 1 is at block 18446744073709551615",

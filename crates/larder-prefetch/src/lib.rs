@@ -126,7 +126,7 @@ impl fmt::Display for Statistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "read ahead {}, of which {} were used and {} wasted; {} reads found all in memory, {} waited for it, {} found a part, {} nothing, {} were too long",
+            "read ahead {}, of which {} were used and {} wasted; {} reads were served from memory, {} waited for a fetch, {} were partly in memory, {} were not, {} were too long",
             ByteLen::new(self.fetched),
             ByteLen::new(self.used),
             ByteLen::new(self.wasted),
@@ -171,7 +171,10 @@ impl Prefetch {
     pub fn over(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
         let generation = lower.size_changes().generation();
         let block_size = u64::from(lower.geometry().block_size);
-        assert!(block_size <= BLOCK_LEN, "blocks of {block_size} bytes");
+        assert!(
+            block_size <= BLOCK_LEN,
+            "the lower device has blocks of {block_size} bytes, more than 4 KiB"
+        );
         Rc::new_cyclic(|this| Self {
             this: this.clone(),
             on: on.downgrade(),

@@ -55,7 +55,7 @@ pub async fn read_bitmaps(file: &Rc<dyn BlockDevice>, at: Bitmaps) -> Result<(Ve
     let mut rest = &bytes[..at.directory_len as usize];
     for index in 0..at.count {
         let Some((bitmap, len)) = entry(rest) else {
-            return Ok((found, Some(format!("entry {index} of the directory makes no sense"))));
+            return Ok((found, Some(format!("entry {index} of the directory is invalid"))));
         };
         found.push(bitmap);
         rest = &rest[len.min(rest.len())..];

@@ -433,7 +433,7 @@ impl Qcow2 {
     fn tell_what_stays(&self, error: &IoError) {
         let Some(journal) = &self.journal else { return };
         tracing::error!(
-            "{error}: the way to what was written last is in the journal {} only, and lost when the host is started anew; put right what failed (on a full file system, make room), then serve the image again as the same user, or have `larder disk check --repair` put it into the image; do not move or copy the image before",
+            "{error}: the mapping of the last writes is only in the journal {} and is lost when the host reboots; fix the cause of the failure (on a full file system, free some space), then serve the image again as the same user, or run `larder disk check --repair`, which applies the journal to the image; do not move or copy the image before",
             journal.place()
         );
     }

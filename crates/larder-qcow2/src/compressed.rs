@@ -80,7 +80,7 @@ impl Qcow2 {
         let packed = self
             .read_packed(at)
             .await?
-            .ok_or_else(|| failed("lies past the end of the file"))?;
+            .ok_or_else(|| failed("is past the end of the file"))?;
         let (compression, len) = (self.decompressor.compression, self.shape.cluster_len() as usize);
         let packed = Arc::new(packed);
         let theirs = Arc::clone(&packed);

@@ -155,7 +155,7 @@ pub enum HeaderError {
     #[error("it is encrypted ({0}); Larder does not decrypt, and would serve ciphertext")]
     Encrypted(&'static str),
     #[error(
-        "it uses incompatible features that this version of Larder does not know: {0}; nothing but a program that knows them may open it"
+        "it uses incompatible features that this version of Larder does not support: {0}; only a program that supports them may open it"
     )]
     Incompatible(String),
     #[error(
@@ -164,7 +164,7 @@ pub enum HeaderError {
     Corrupt,
     #[error("a header extension of type {kind:#010x} at {offset:#x} has {len} bytes and does not fit the header")]
     Extension { kind: u32, offset: u64, len: u32 },
-    #[error("its {0} is not valid text")]
+    #[error("its {0} is not valid UTF-8")]
     Text(&'static str),
 }
 

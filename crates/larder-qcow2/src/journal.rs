@@ -478,7 +478,7 @@ impl Journal {
     pub(crate) fn append(&self, record: Record) {
         assert!(
             self.free() > 0,
-            "a change of the mapping is not noted: the journal is full"
+            "cannot record a change of the mapping: the journal is full"
         );
         let at = Self::slot(self.end.get());
         let Record {

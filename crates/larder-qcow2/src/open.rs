@@ -93,7 +93,7 @@ pub enum OpenError {
         size: u64,
     },
     #[error(
-        "{name}: the file ends at {size:#x}, and {lost} entries of its tables lead past that: the image is truncated, and what was there is lost; get a whole copy of it, or read what is there with --read-only, or have what is lost read as zeros with `larder disk check --repair`"
+        "{name}: the file ends at {size:#x}, and {lost} entries of its tables point past its end: the image is truncated, and the data there is lost; get a complete copy of the image, read the remaining data with --read-only, or run `larder disk check --repair`, after which the lost data reads as zeros"
     )]
     Lost { name: String, lost: u64, size: u64 },
     #[error("{name}: {first} and {second} overlap: the image is corrupt")]
@@ -105,21 +105,21 @@ pub enum OpenError {
     #[error("{name}: its guest data is in an external data file, which was not opened")]
     NoDataFile { name: String },
     #[error(
-        "{name}: its refcounts may be wrong, because a program that writes them lazily was killed, and cannot be put right: {why}"
+        "{name}: its refcounts may be wrong, because a program that writes them lazily was killed, and they cannot be repaired: {why}"
     )]
     Dirty { name: String, why: String },
     #[error(
-        "{name}: its L1 and refcount tables take {} MiB of memory; all such tables of a disk may take {} MiB: give more with --metadata-memory",
+        "{name}: its L1 and refcount tables take {} MiB of memory; the limit for all such tables of a disk is {} MiB: raise it with --metadata-memory",
         tables.div_ceil(1 << 20),
         allowed >> 20
     )]
     Metadata { name: String, tables: u64, allowed: u64 },
     #[error(
-        "{name}: no cluster is free for the uncommitted changes of a killed server, which are safe in its journal: make room (a larger device, or space in the file system), then open the image again"
+        "{name}: no cluster is free for the uncommitted changes of a killed server, which are safe in its journal: provide space (a larger device, or free space in the file system), then open the image again"
     )]
     Full { name: String },
     #[error(
-        "{name}: the server before this one was killed, and what its journal tells does not fit the image, as if another image had been put in its place; it is in {journal}; `larder disk check --discard-journal` gives up what the guest had not flushed"
+        "{name}: the previous server was killed, and its journal does not match the image, as if the image had been replaced by another one; the journal is {journal}; `larder disk check --discard-journal` discards it, and with it the writes that the guest had not flushed"
     )]
     Journal { name: String, journal: String },
 }
@@ -318,7 +318,7 @@ impl Qcow2 {
         };
         if session != 0 && !goes_on && left.is_none() && !read_only {
             tracing::warn!(
-                "{name}: the server before this one was killed, and its journal is not here: what its guest had not flushed is lost, as it is if the host was started anew"
+                "{name}: the previous server was killed, and its journal is missing: the writes that its guest had not flushed are lost, as after a reboot of the host"
             );
         }
         let wanted = match (&journal, goes_on) {
@@ -406,7 +406,7 @@ impl Opened {
         }
         if !image.geometry.get().read_only {
             tracing::info!(
-                "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again. Space that it was taking or giving back may be leaked: when the image is not in use, `larder disk check --repair=leaks` finds it",
+                "{}: the previous server was killed; its {} uncommitted changes of the mapping are replayed. Space that it was allocating or freeing may be leaked: when the image is not in use, `larder disk check --repair=leaks` frees it",
                 image.name,
                 records.len()
             );
@@ -421,11 +421,11 @@ impl Opened {
 async fn free_leaks(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
     tracing::warn!(
-        "{name}: no cluster is free for the uncommitted changes of a killed server; searching for clusters that it has leaked"
+        "{name}: no cluster is free for the uncommitted changes of a killed server; searching for clusters that it leaked"
     );
     let repaired = check::repair(file, Repair::Refcounts, options).await;
     let repaired = repaired.map_err(|error| OpenError::Io(error.to_string()))?;
-    tracing::warn!("{name}: {} leaked clusters are free again", repaired.leaks_fixed());
+    tracing::warn!("{name}: {} leaked clusters were freed", repaired.leaks_fixed());
     Ok(())
 }
 
@@ -491,11 +491,11 @@ async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Resu
     if repaired.after.errors > 0 {
         let errors = repaired.after.errors;
         let hint = "see `larder disk check`, copy the image, then use `larder disk check --repair`";
-        return Err(dirty(format!("{errors} errors are more than wrong refcounts; {hint}")));
+        return Err(dirty(format!("{errors} errors are not errors of refcounts; {hint}")));
     }
     let (errors, leaks) = (repaired.errors_fixed(), repaired.leaks_fixed());
     tracing::warn!(
-        "{name}: a program that writes refcounts lazily was killed; they are right again ({errors} errors and {leaks} leaked clusters mended)"
+        "{name}: a program that writes refcounts lazily was killed; its refcounts were repaired ({errors} errors fixed, {leaks} leaked clusters freed)"
     );
     Ok(())
 }
@@ -545,7 +545,7 @@ async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
         match image.upgrade() {
             Some(image) => {
                 if let Err(error) = image.reclaim().await {
-                    tracing::warn!("{error}; the space of clusters that were freed is not used again for now");
+                    tracing::warn!("{error}; the space of freed clusters is not reused for now");
                 }
             }
             None => return,

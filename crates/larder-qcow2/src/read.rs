@@ -269,9 +269,9 @@ impl Qcow2 {
             entry.on_disk(),
             if self.shape.data_file && entry.is_damaged() {
                 let own = cluster << self.shape.cluster_bits;
-                format!("points to {host:#x} of the data file, where only {own:#x} can be right")
+                format!("points to {host:#x} of the data file, where only {own:#x} is valid")
             } else if entry.has_unknown_zero_flag(self.shape) {
-                "has the zero flag, which version 2 does not know".to_owned()
+                "has the zero flag, which version 2 does not define".to_owned()
             } else if host & (self.shape.cluster_len() - 1) != 0 {
                 format!("points to {host:#x}, which is no multiple of the cluster size")
             } else if host >= size.get() {
@@ -279,9 +279,9 @@ impl Qcow2 {
             } else if entry.is_damaged() && self.space.borrow().is_lost(host >> self.shape.cluster_bits) {
                 format!("points to {host:#x}, past the end of the file when it was opened")
             } else if entry.is_damaged() {
-                format!("points to {host:#x}, where metadata is")
+                format!("points to {host:#x}, which holds metadata")
             } else {
-                format!("makes no sense (subclusters {:#018x})", entry.bitmap)
+                format!("is invalid (subclusters {:#018x})", entry.bitmap)
             }
         );
         self.error(operation, range, Failure::Invalid)
@@ -379,7 +379,7 @@ pub(crate) async fn load_map(image: Weak<Qcow2>) {
             return;
         }
         if let Err(error) = join(loads).await {
-            tracing::warn!("{error}; its metadata is read when it is needed");
+            tracing::warn!("{error}; the metadata is read on demand instead");
             return;
         }
     }

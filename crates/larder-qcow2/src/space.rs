@@ -300,7 +300,7 @@ impl Qcow2 {
             return Ok(());
         }
         tracing::error!(
-            "{}: an entry leads to cluster {cluster}, which was past the end of the file: the image is corrupt; run `larder disk check --repair`",
+            "{}: an entry points to cluster {cluster}, which was past the end of the file: the image is corrupt; run `larder disk check --repair`",
             self.name
         );
         Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))

@@ -328,7 +328,7 @@ impl Qcow2 {
             let cluster = first + step;
             let found = self.map.borrow_mut().run_at(cluster, (count - step) as usize);
             let Some((old, run)) = found else {
-                panic!("the leaf of cluster {cluster} was forgotten while it was held");
+                panic!("the leaf of cluster {cluster} was evicted while it was locked");
             };
             if matches!(treatment, Treatment::Move { .. }) {
                 self.free_host(old, run as u64);
@@ -369,7 +369,7 @@ impl Qcow2 {
         while let (Some(journal), true) = (&self.journal, step < count) {
             let cluster = first + step;
             let Some((old, run)) = map.run_at(cluster, (count - step) as usize) else {
-                panic!("the leaf of cluster {cluster} was forgotten while it was held");
+                panic!("the leaf of cluster {cluster} was evicted while it was locked");
             };
             journal.append(Record {
                 cluster,
@@ -403,7 +403,7 @@ impl Qcow2 {
         };
         if let Some(cluster) = self.metadata_in(&(freed.first..freed.first + freed.count)) {
             tracing::error!(
-                "{}: cluster {cluster} held data of the guest and metadata: the image is corrupt; run `larder disk check`",
+                "{}: cluster {cluster} held both guest data and metadata: the image is corrupt; run `larder disk check`",
                 self.name
             );
             return;

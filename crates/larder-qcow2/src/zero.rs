@@ -221,7 +221,7 @@ impl Qcow2 {
             .borrow_mut()
             .run_at(cluster, clusters_of(shape, range) as usize);
         let Some((entry, count)) = found else {
-            panic!("the leaf of cluster {cluster} was forgotten while it was used");
+            panic!("the leaf of cluster {cluster} was evicted while it was in use");
         };
         let at = range.intersection(ByteRange::new(range.start.get(), (count as u64) << shape.cluster_bits));
         let piece = Piece {

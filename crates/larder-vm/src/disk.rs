@@ -128,7 +128,7 @@ pub enum DiskError {
     Cancelled,
     #[error("{0}")]
     NotToBeServed(String),
-    #[error("what was written last may not be on the disk: {0}")]
+    #[error("the last writes may not be on the disk: {0}")]
     Flush(String),
     #[error(
         "not all data of the write-back cache {cache} could be written to the disk: {error}; the data stays in the cache: \
@@ -136,12 +136,12 @@ pub enum DiskError {
     )]
     StaysInCache { cache: String, error: String },
     #[error(
-        "requests are left that wait for the device of the disk's cache, which gives no answer; all else is on the disk"
+        "some requests still wait for the device of the disk's cache, which does not respond; all other data is on the disk"
     )]
     CacheHangs,
     #[error("cannot start the disk's thread: {0}")]
     Thread(std::io::Error),
-    #[error("the disk's thread died; see the messages before this one")]
+    #[error("the disk's thread panicked; see the preceding messages")]
     Died,
 }
 
@@ -368,7 +368,7 @@ fn serve(
                 berth.device()
             }
             (None, Some(image)) => Rc::clone(&image.device),
-            (None, None) => unreachable!("one that is away moves"),
+            (None, None) => unreachable!("a disk that starts on another host can move"),
         };
         let image = Rc::new(RefCell::new(image));
         let present = Rc::clone(&image);

@@ -99,9 +99,9 @@ pub enum ExportError {
          nbds:// with ?tls-certificates=DIR, or a loopback address"
     )]
     Insecure { address: SocketAddr },
-    #[error("{uri}: a TLS server needs ?tls-certificates=DIR, the folder of server-cert.pem and server-key.pem")]
+    #[error("{uri}: a TLS server needs ?tls-certificates=DIR, the directory with server-cert.pem and server-key.pem")]
     NoCertificates { uri: String },
-    #[error("{uri}: tls-hostname is for clients; a server shows the certificate that it has")]
+    #[error("{uri}: tls-hostname is an option of clients; a server presents its own certificate")]
     ServerHostname { uri: String },
     #[error(transparent)]
     Tls(#[from] TlsError),
@@ -239,8 +239,8 @@ impl Exports {
             self.lent = noted.is_ok().then(|| path.clone());
             if let Err(error) = noted {
                 tracing::warn!(
-                    "{}: {error}: a server after this one will not know which queues of the disk ran, and could let its VM be \
-                     moved when it must not be",
+                    "{}: {error}: the next server will not know which queues of the disk were running, and could allow a migration that it \
+                     must refuse",
                     path.display()
                 );
             }

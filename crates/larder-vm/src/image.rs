@@ -170,15 +170,15 @@ pub enum ImageError {
     #[error(transparent)]
     Nbd(Box<larder_block::backend::nbd::OpenError>),
     #[error(
-        "{image} looks like a {format} image, which Larder cannot interpret; qemu-img convert -O qcow2 makes a qcow2 image of it"
+        "{image} looks like a {format} image, which Larder does not support; convert it with qemu-img convert -O qcow2"
     )]
     OtherFormat { image: String, format: &'static str },
     #[error(
-        "{image}: it has {len} bytes, too few for a qcow2 image, whose header alone has {QCOW2_HEADER_BYTES}: it was cut off, or never written to its end; get a whole copy of it"
+        "{image}: the file has {len} bytes, but a qcow2 header alone has {QCOW2_HEADER_BYTES}: the file was truncated, or never written completely; get a complete copy"
     )]
     TooShort { image: String, len: u64 },
     #[error(
-        "{image}: the VM's file does not say its format, and a guest could write what another one begins with; add format = {found} to this disk there"
+        "{image}: the VM's file does not give its format, and a guest could write the first bytes of another format; add format = {found} to this disk in the VM's file"
     )]
     NoFormat { image: String, found: String },
     #[error("limits of {image}: {source}")]
@@ -212,11 +212,11 @@ pub enum ImageError {
     #[error("{image}: its journal: {source}")]
     Journal { image: String, source: std::io::Error },
     #[error(
-        "{image}: a server of it was killed since the host was started, and its journal, which has what a guest had not flushed, is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal {image}`"
+        "{image}: its server was killed after the host's last boot, and the journal with the guest's unflushed changes is not to be found ({looked}); serve the image as the same user, or as root, or discard the unflushed changes with `larder disk check --discard-journal {image}`"
     )]
     JournalMissing { image: String, looked: String },
     #[error(
-        "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy: the {changes} changes in {}, which its guest had made and not flushed, do not fit it any more. If that guest still runs, end it: its disk is not what it believes. `larder disk check --discard-journal {image}` gives the changes up",
+        "{image}: its server was killed, and the image has been changed since by another program, or replaced by a copy: the guest's {changes} unflushed changes in {} no longer fit it. If that guest still runs, end it: its disk is not in the state that it expects. `larder disk check --discard-journal {image}` discards the changes",
         journal.display()
     )]
     JournalOvertaken {
@@ -227,16 +227,16 @@ pub enum ImageError {
     #[error("cache of {image}: {source}")]
     Cache { image: String, source: Box<CacheError> },
     #[error(
-        "{image}: it is the cache of {disk}, and has data that was never written to that disk; serving it as a disk would destroy that data. Serve {disk} with it; or have the data written to the disk with `larder disk cache flush {image}`; or give it up with `larder disk cache drop --lose-dirty {image}`"
+        "{image}: it is the cache of {disk}, and has data that was never written to that disk; serving it as a disk would destroy that data. Serve {disk} with this cache; or write the data to the disk with `larder disk cache flush {image}`; or discard it with `larder disk cache drop --lose-dirty {image}`"
     )]
     IsCache { image: String, disk: String },
     #[error(
-        "{image}: it is a swap cache, with memory of process {pid}, which runs; serving it as a disk would destroy that memory. Give another image"
+        "{image}: it is a swap cache with memory of the running process {pid}; serving it as a disk would destroy that memory. Name another image"
     )]
     IsSwap { image: String, pid: u32 },
-    #[error("the server of {uri} was not asked")]
+    #[error("the NBD server of {uri} was not contacted")]
     NotAsked { uri: String },
-    #[error("{image}: its guest data is in an external data file that it does not name")]
+    #[error("{image}: its guest data is in an external data file, but its header does not name one")]
     NoDataFile { image: String },
 }
 
@@ -571,7 +571,7 @@ pub async fn open_bytes_and_author(
     // The path may lead to another file by now.
     let found = file.metadata().map_err(|source| OpenError::Os {
         path: path.clone(),
-        what: "finding whose it is",
+        what: "reading its owner",
         source,
     })?;
     Ok((in_guest_blocks(file), Author::of_file(&found, is_guessed)))

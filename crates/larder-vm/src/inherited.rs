@@ -101,17 +101,14 @@ impl Inherited {
         let names = self.store.as_ref().map(|store| store.forget_rest());
         for name in names.unwrap_or_default() {
             if let Some(disk) = name.strip_suffix("/connection") {
-                tracing::warn!(
-                    disk,
-                    "there is no such disk any more: its front-end's connection is closed"
-                );
+                tracing::warn!(disk, "the disk no longer exists; its front-end's connection is closed");
             }
         }
     }
 }
 
 fn path_of(socket: &OwnedFd) -> io::Result<PathBuf> {
-    let no_path = || io::Error::other("it is no unix socket that listens on a path");
+    let no_path = || io::Error::other("not a unix socket that listens on a path");
     let address = rustix::net::getsockname(socket).map_err(|_| no_path())?;
     let address = SocketAddrUnix::try_from(address).map_err(|_| no_path())?;
     let path = address.path().ok_or_else(no_path)?;

@@ -26,7 +26,7 @@ const OF_SERVICES: &str = "/var/lib/larder";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum KnownHostsError {
-    #[error("neither $STATE_DIRECTORY, $XDG_STATE_HOME nor $HOME says where")]
+    #[error("no state directory is known: none of $STATE_DIRECTORY, $XDG_STATE_HOME and $HOME is set")]
     Nowhere,
     #[error("{}: {source}", path.display())]
     Directory { path: PathBuf, source: io::Error },
@@ -74,7 +74,9 @@ fn make_for(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
             // A directory that still belongs to root was left by a process that was killed before the next step.
             let is_known = found.uid() == uid || found.uid() == geteuid().as_raw();
             if !found.is_dir() || !is_known || found.mode() & 0o022 != 0 {
-                return Err(io::Error::other("it is there, and no directory of that user alone"));
+                return Err(io::Error::other(
+                    "it exists, and is not a directory that belongs to that user alone",
+                ));
             }
         }
         Err(error) => return Err(error),

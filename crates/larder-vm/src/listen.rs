@@ -30,11 +30,11 @@ const BACKLOG: i32 = 128;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ListenError {
-    #[error("socket path {} is {} bytes long; the kernel takes at most {SOCKET_PATH_BYTES_MAX}: choose a shorter one, for example in /run/larder", path.display(), path.as_os_str().len())]
+    #[error("socket path {} is {} bytes long; the kernel accepts at most {SOCKET_PATH_BYTES_MAX}: choose a shorter one, for example in /run/larder", path.display(), path.as_os_str().len())]
     TooLong { path: PathBuf },
-    #[error("socket {} is taken: another process listens on it; choose another path, or stop that process", path.display())]
+    #[error("socket {} is in use: another process listens on it; choose another path, or stop that process", path.display())]
     Taken { path: PathBuf },
-    #[error("{} exists and is no socket; it is left alone: choose another path", path.display())]
+    #[error("{} exists and is not a socket; it was not changed: choose another path", path.display())]
     NotASocket { path: PathBuf },
     #[error(transparent)]
     Opener(io::Error),
@@ -44,8 +44,8 @@ pub enum ListenError {
 
 fn folder_hint(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::NotFound => "; its folder does not exist",
-        io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its folder",
+        io::ErrorKind::NotFound => "; its directory does not exist",
+        io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its directory",
         _ => "",
     }
 }
@@ -97,7 +97,7 @@ impl Access {
         let file = File::from(rustix::fs::open(of_socket, flags, Mode::empty())?);
         let found = file.metadata()?;
         if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
-            return Err(io::Error::other("another process has put something else there"));
+            return Err(io::Error::other("another process has replaced the socket's file"));
         }
         // This path leads to the open file itself, even after a rename.
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -420,7 +420,7 @@ mod tests {
     fn permissions_change_only_on_socket() {
         use std::sync::atomic::{AtomicBool, Ordering};
 
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let at = |name: &str| folder.path().join(name);
         let (socket, victim, link) = (at("s"), at("victim"), at("link"));
         fs::write(&victim, "ours").expect("writes");
@@ -450,7 +450,7 @@ mod tests {
 
     #[test]
     fn only_stale_socket_is_replaced() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("s");
         drop(UnixListener::bind(&path).expect("binds"));
         assert!(path.exists());
@@ -462,7 +462,7 @@ mod tests {
 
     #[test]
     fn only_old_dead_sockets_are_removed() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let [dead, live, file] = ["dead", "live", "file"].map(|name| folder.path().join(name));
         drop(UnixListener::bind(&dead).expect("binds"));
         let _live = SocketFile::bind(&live).expect("binds");
@@ -478,7 +478,7 @@ mod tests {
 
     #[test]
     fn invalid_socket_paths_are_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("file");
         fs::write(&path, "mine").expect("writes");
         assert!(matches!(SocketFile::bind(&path), Err(ListenError::NotASocket { .. })));
@@ -497,7 +497,7 @@ mod tests {
     #[test]
     fn one_process_replaces_stale_socket() {
         const MANY: usize = 8;
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("s");
         for round in 0..100 {
             drop(UnixListener::bind(&path).expect("a stale socket"));
@@ -514,12 +514,12 @@ mod tests {
             assert_eq!(served.len(), 1, "round {round}");
             let taken = |result: &&Result<SocketFile, ListenError>| matches!(result, Err(ListenError::Taken { .. }));
             assert_eq!(all.iter().filter(taken).count(), MANY - 1, "round {round}");
-            let _client = UnixStream::connect(&path).expect("somebody listens there");
+            let _client = UnixStream::connect(&path).expect("a process listens there");
             served[0].listener.set_nonblocking(true).expect("can be set");
             assert!(served[0].listener.accept().is_ok(), "round {round}: it is another one");
             drop(all);
             assert_eq!(
-                fs::read_dir(folder.path()).expect("a folder").count(),
+                fs::read_dir(folder.path()).expect("a directory").count(),
                 0,
                 "nothing is left behind"
             );

@@ -124,11 +124,11 @@ pub enum MemoryError {
     Budget(#[from] BudgetError),
     #[error(transparent)]
     Wish(#[from] wish::WishError),
-    #[error("cannot start the thread that answers for the memory: {0}")]
+    #[error("cannot start the thread that manages the memory: {0}")]
     Thread(io::Error),
     #[error("cannot set up io_uring: {0}")]
     Uring(io::Error),
-    #[error("the thread that answers for the memory has died")]
+    #[error("the thread that manages the memory has died")]
     Died,
 }
 
@@ -136,17 +136,17 @@ pub enum MemoryError {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum BudgetError {
-    #[error("a budget of {budget} is too small: {needed} is the least for memory of {bytes}")]
+    #[error("a budget of {budget} is too small: memory of {bytes} needs at least {needed}")]
     TooSmall {
         budget: ByteLen,
         needed: ByteLen,
         bytes: ByteLen,
     },
-    #[error("{compressed} of compressed pages in a budget of {budget} leave nothing for the guest")]
+    #[error("{compressed} of compressed pages leave too little of a budget of {budget} for the guest")]
     Compressed { compressed: ByteLen, budget: ByteLen },
     #[error(transparent)]
     Range(#[from] RangeError),
-    #[error("everything is being brought back, as it is detached from: limits mean nothing any more")]
+    #[error("a detach is running, and all pages are being paged in: limits have no effect any more")]
     Detaching,
 }
 
@@ -178,7 +178,7 @@ impl Began {
             "{}",
             match self.stood_still {
                 Some(_) => "attached",
-                None => "attached, in the place of another pager, which is gone",
+                None => "attached, in place of another pager, which has ended",
             }
         );
     }
@@ -445,7 +445,7 @@ fn serve(
         };
         let ledger = detach_ledger_folder();
         let ledger = ledger
-            .inspect_err(|error| tracing::debug!("other pagers that detach at the same time are not known: {error}"))
+            .inspect_err(|error| tracing::debug!("cannot detect other pagers that detach at the same time: {error}"))
             .ok();
         let service = Service::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
         // The starter may have given up; then there are no requests, and management continues.
@@ -516,12 +516,12 @@ fn oom_total_bytes(pid: Pid) -> u64 {
 fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
     let is_encrypted = attached.is_encrypted();
     if is_encrypted && let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
-        tracing::warn!("should this process die, its core dump may have the key of what is on the disks: {error}");
+        tracing::warn!("if this process crashes, its core dump may contain the key of the data on the disks: {error}");
     }
     let has_disks = config.has_disk();
     if has_disks && is_encrypted != config.encrypt {
         tracing::warn!(
-            "what goes to the disks is {}, as the pager before had it; to change that, detach and attach again",
+            "data on the disks is {}, as the previous pager was configured; to change that, detach and attach again",
             if is_encrypted { "encrypted" } else { "not encrypted" }
         );
     }
@@ -594,7 +594,7 @@ impl Managed {
         range.check(status.bytes, limit)?;
         self.range.set(range);
         self.service.set_limit(limit, compressed);
-        tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits from now on");
+        tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits changed");
         Ok(())
     }
 }

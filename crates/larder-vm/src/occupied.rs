@@ -42,7 +42,7 @@ pub enum Occupied {
     #[error("{0} is on it")]
     Label(String),
     /// The check failed, so there may be data.
-    #[error("whether something of others is on it cannot be found out: {0}")]
+    #[error("whether it contains foreign data cannot be determined: {0}")]
     Unknown(String),
 }
 
@@ -171,10 +171,10 @@ fn probe(file: &File) -> Result<(), Occupied> {
         Some(0) => labels(&answer.said).map_or(Ok(()), |label| Err(Occupied::Label(label))),
         Some(2) if answer.complaint.is_empty() => Ok(()),
         Some(8) => Err(Occupied::Label(
-            "what blkid takes for several things at once".to_owned(),
+            "data that blkid recognises as several formats at once".to_owned(),
         )),
         status => Err(Occupied::unknown(format_args!(
-            "blkid of util-linux is needed, and ends with {status:?}: {}",
+            "blkid of util-linux is needed, but it exited with {status:?}: {}",
             answer.complaint.trim_end()
         ))),
     }

@@ -230,10 +230,10 @@ pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
 pub fn is_ours_alone(folder: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(folder)?;
     if !found.is_dir() {
-        return Err(io::Error::other("it is there, and no folder"));
+        return Err(io::Error::other("it exists, and is not a directory"));
     }
     if found.uid() != geteuid().as_raw() {
-        return Err(io::Error::other("it belongs to somebody else"));
+        return Err(io::Error::other("it belongs to another user"));
     }
     if found.mode() & 0o022 != 0 {
         return Err(io::Error::other("others can write to it"));

@@ -12,11 +12,11 @@ use nix::unistd::{Uid, User, initgroups, setresgid, setresuid};
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum UserError {
-    #[error("--user {name}: there is no such user; give a name, or a number that has one")]
+    #[error("--user {name}: no such user; give a name, or the number of an existing user")]
     Unknown { name: String },
     #[error("--user {name}: the users of this host cannot be looked up: {source}")]
     LookUp { name: String, source: nix::Error },
-    #[error("--user {name}: only root can become another user; start this as root, or as {name} without --user")]
+    #[error("--user {name}: only root can switch to another user; start this as root, or as {name} without --user")]
     NotRoot { name: String },
     #[error("--user {name}: {step}: {source}")]
     Step {
@@ -59,9 +59,9 @@ pub fn become_user(name: &str) -> Result<u32, UserError> {
         }
         let account = std::ffi::CString::new(user.name.as_str()).map_err(|_| UserError::Unknown { name: user.name })?;
         // The C library applies these to all threads. The order matters: the first two require root.
-        initgroups(&account, user.gid).map_err(step("his groups cannot be taken on"))?;
-        setresgid(user.gid, user.gid, user.gid).map_err(step("his group cannot be taken on"))?;
-        setresuid(user.uid, user.uid, user.uid).map_err(step("root cannot be given up"))?;
+        initgroups(&account, user.gid).map_err(step("the user's groups cannot be set"))?;
+        setresgid(user.gid, user.gid, user.gid).map_err(step("the user's group cannot be set"))?;
+        setresuid(user.uid, user.uid, user.uid).map_err(step("root's rights cannot be dropped"))?;
     }
     rustix::thread::set_no_new_privs(true)
         .map_err(|error| step("no_new_privs cannot be set")(nix::Error::from_raw(error.raw_os_error())))?;

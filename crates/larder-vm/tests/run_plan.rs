@@ -115,8 +115,10 @@ fn qcow2_tuning_options_are_reported_unneeded() {
     assert!(is_change(
         &plan,
         &[
-            &format!("disk /srv/vm.qcow2: served over vhost-user-blk as vda (was -drive {drive}); not needed"),
-            ": cache-clean-interval, l2-cache-size; the guest is offered no discard"
+            &format!(
+                "disk /srv/vm.qcow2: served over vhost-user-blk as vda (was -drive {drive}); ignored, because Larder does not need them"
+            ),
+            "cache-clean-interval, l2-cache-size; discard is not offered to the guest"
         ]
     ));
     assert!(is_change(
@@ -187,15 +189,15 @@ const STAYING: [(&str, &[&str]); 39] = [
     ),
     (
         "-drive file=/b,if=ide,format=raw",
-        &["disk /b: stays", "if=ide", "if=virtio has"],
+        &["disk /b: stays", "if=ide", "if=virtio it would be"],
     ),
     (
         "-drive file=/b,if=scsi,format=raw",
-        &["disk /b: stays", "if=scsi", "if=virtio has"],
+        &["disk /b: stays", "if=scsi", "if=virtio it would be"],
     ),
     (
         "-drive file=/b,format=raw",
-        &["disk /b: stays", "without if=", "if=virtio has"],
+        &["disk /b: stays", "without if=", "if=virtio it would be"],
     ),
     ("-drive file=/b,media=cdrom", &["disk /b: stays", "CD-ROM"]),
     ("-drive file=/b,if=floppy", &["disk /b: stays", "floppy"]),
@@ -203,12 +205,12 @@ const STAYING: [(&str, &[&str]); 39] = [
         "-drive file=/b,if=none,id=x,format=raw",
         &["disk /b: stays", "no -device", "virtio-blk-pci"],
     ),
-    ("-hda /b", &["disk /b: stays", "-hda", "if=virtio has"]),
-    ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio has"]),
-    ("/b", &["disk /b: stays", "-hda", "if=virtio has"]),
+    ("-hda /b", &["disk /b: stays", "-hda", "if=virtio it would be"]),
+    ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio it would be"]),
+    ("/b", &["disk /b: stays", "-hda", "if=virtio it would be"]),
     ("-cdrom /b", &["disk /b: stays", "CD-ROM"]),
     ("-fda /b", &["disk /b: stays", "floppy"]),
-    ("-sd /b", &["disk /b: stays", "-sd", "if=virtio has"]),
+    ("-sd /b", &["disk /b: stays", "-sd", "if=virtio it would be"]),
     (
         "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
         &["disk /b: stays", "ide-hd", "virtio-blk-pci"],
@@ -281,7 +283,7 @@ const STAYING: [(&str, &[&str]); 39] = [
     ),
     (
         "-chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c",
-        &["stays as it is", "server of its own"],
+        &["unchanged", "server of its own"],
     ),
 ];
 
@@ -297,7 +299,7 @@ fn disk_left_with_qemu_is_explained() {
         assert!(is_change(&plan, parts), "{line}: {:?}", plan.changes);
         assert_eq!(
             plan.changes[1],
-            "no disk is served: QEMU is started as the command line says"
+            "no disk is served: QEMU is started with the command line as given"
         );
     }
 }
@@ -441,7 +443,7 @@ fn ram_of_unknown_size_is_refused() {
     let line = format!("qemu-system-ppc64 {DRIVE}");
     let plan = planned(&line);
     assert_eq!(command_line(&plan.qemu), command_line(&words(&line)));
-    assert!(is_change(&plan, &["disk /a: stays with QEMU", "say it with -m"]));
+    assert!(is_change(&plan, &["disk /a: stays with QEMU", "give it with -m"]));
     let extra = [parse_disk("/x.raw").expect("is right")];
     let result = try_plan("qemu-system-ppc64", &extra);
     assert_eq!(result, Err(PlanError::NoRamSize));
@@ -642,7 +644,7 @@ fn budget_shares_ram_and_adds_pager() {
     // Without knowing anything about the memory, only the minimum can be checked.
     let error = with("qemu-system-x86_64 -m 8G", &budget("64MiB")).expect_err("is too small");
     assert!(
-        error.to_string().contains("68 MiB is the least for memory of 8 GiB"),
+        error.to_string().contains("memory of 8 GiB needs at least 68 MiB"),
         "{error}"
     );
     with(

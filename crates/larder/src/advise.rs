@@ -37,7 +37,7 @@ pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
         controls: arguments.control.clone(),
         procfs: Procfs::default(),
     };
-    let measured = look.run().context("nothing can be said of this host")?;
+    let measured = look.run().context("cannot measure this host")?;
     let advice = judge(&measured, &policy, arguments.would_fit.map(ByteLen::get));
     print(&match (arguments.output, &advice.would_fit) {
         (Output::Json, _) => json_text(&measured, &advice),
@@ -67,7 +67,7 @@ fn json_text(measured: &Measured, advice: &Advice) -> String {
 fn text(measured: &Measured, advice: &Advice) -> String {
     let mut text = host_text(&measured.host, measured.window_seconds);
     if measured.vms.is_empty() {
-        text.push_str("no VM runs here: there is no process of QEMU's (qemu-system-*) that can be seen\n");
+        text.push_str("no VM runs here: no process of QEMU (qemu-system-*) is visible\n");
     }
     for (practice, title) in [
         (Practice::RightSize, "right-size"),

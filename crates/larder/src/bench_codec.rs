@@ -116,7 +116,7 @@ fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a
         if !codecs.iter().any(|codec| codec.is_called(name)) {
             let missing = found.missing.iter().find(|missing| missing.0 == name);
             let why = missing.map(|missing| missing.1.to_string());
-            bail!("--method {name}: {}", why.context("it is not known")?);
+            bail!("--method {name}: {}", why.context("it is unknown")?);
         }
     }
     codecs.retain(|codec| names.is_empty() || names.iter().any(|name| codec.is_called(name)));
@@ -195,7 +195,7 @@ fn text_of(report: &Report) -> String {
     let Memory { name, bytes, whole } = report.memory;
     let size = bytes.len() as u64;
     let of = match whole {
-        Some(whole) if *whole > size => format!("{} from all over its {}", human(size), human(*whole)),
+        Some(whole) if *whole > size => format!("{} sampled evenly from its {}", human(size), human(*whole)),
         _ => human(size),
     };
     let mut table = Table::new([
@@ -226,7 +226,7 @@ fn text_of(report: &Report) -> String {
     }
     let uniform = 100.0 * report.uniform_pages as f64 / (bytes.len() / PAGE) as f64;
     format!(
-        "{name}: {of}; {uniform:.1} % of the pages are of one word\n\n{}\n",
+        "{name}: {of}; {uniform:.1} % of the pages repeat one word\n\n{}\n",
         table.into_text()
     )
 }
@@ -234,13 +234,13 @@ fn text_of(report: &Report) -> String {
 /// Returns the notes that hold for all tables.
 fn notes(found: &Found, names: &[String]) -> String {
     let mut text =
-        "One thread; MB/s by the clock, seconds of its CPU for each GiB of pages. none: a copy. uniform: pages of \
-                    one word.\ndelta: pages of which 16 words of 512 were others before.\n"
+        "One thread; MB/s of elapsed time, CPU seconds per GiB of pages. none: a copy. uniform: pages that repeat \
+                    one word.\ndelta: pages of which 16 of 512 words have changed.\n"
             .to_owned();
     // A missing accelerator that was not asked for is not reported.
     if !found.missing.is_empty() && (names.is_empty() || names.iter().any(|name| name == Method::Deflate.name())) {
         let missing = found.missing.iter().map(|(name, why)| format!("{name} ({why})"));
-        text += &format!("Not here: {}\n", missing.collect::<Vec<_>>().join(", "));
+        text += &format!("Not available: {}\n", missing.collect::<Vec<_>>().join(", "));
     }
     text
 }

@@ -59,7 +59,7 @@ pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
         let trace = trace::read(path, line_bytes)?;
         ensure!(
             arguments.budget.is_none() || trace.requests[0].at.is_some(),
-            "{}: its requests have no times, so there are no days of it; leave --budget out",
+            "{}: its requests have no timestamps, so a daily budget cannot be applied; omit --budget",
             path.display()
         );
         let lines = Lines::new(&trace.requests, line_bytes);

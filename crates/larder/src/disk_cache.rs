@@ -35,15 +35,17 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
             let Resized { before, after } = on.block_on(resize_cache(&on, &file, size))?;
             let kept = percent(after.lines, before.lines);
             print(&format!(
-                "{file}: {} lines of {}{kept} stay in the cache\n",
+                "{file}: {} lines of {}{kept} remain in the cache\n",
                 after.lines, before.lines
             ))?;
         }
         CacheCommand::Drop(CacheDropArguments { file, lose_dirty }) => {
             print(&match on.block_on(drop_cache(&on, &file, lose_dirty))? {
-                Dropped::Cache => format!("{file}: no cache any more; a new one there needs a size (cache-size)\n"),
+                Dropped::Cache => {
+                    format!("{file}: the cache was removed; a new cache there needs a size (cache-size)\n")
+                }
                 Dropped::NoteAlone => {
-                    format!("{file}: there was no cache any more; its disk is served without it from now on\n")
+                    format!("{file}: there was no cache on it any more; its disk is served without it from now on\n")
                 }
             })?;
         }
@@ -90,14 +92,14 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         lines => lines.as_ref(),
     };
     match lines {
-        Some(lines) if lines.damage.journal => said.line("holds", "cannot be told"),
+        Some(lines) if lines.damage.journal => said.line("holds", "unknown"),
         Some(lines) => said.line("holds", holds(lines.lines)),
-        None => said.line("holds", "what its server says, as larder status tells"),
+        None => said.line("holds", "known to its server only; see larder status"),
     }
     let dirty = match (superblock.may_be_dirty, known) {
         (false, _) => "nothing".to_owned(),
         (true, Some(lines)) => holds(lines.dirty),
-        (true, None) => "perhaps something".to_owned(),
+        (true, None) => "possibly".to_owned(),
     };
     said.line("dirty", dirty);
     let state = match (users, superblock.clean) {
@@ -110,7 +112,7 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
     if superblock.unproven {
         said.line(
             "compared",
-            "not with all of the disk, since a kill: each line is, before it is used",
+            "not with all of the disk since a kill: each line is compared before it is used",
         );
     }
     if let Some(damage) = lines.and_then(|lines| damage_text(file, lines.damage, superblock)) {
@@ -124,15 +126,15 @@ fn damage_text(file: &ImageAddress, damage: Damage, superblock: &Superblock) -> 
     let what = match damage {
         Damage { journal: true, .. } => "its journal".to_owned(),
         Damage { sets: 0, .. } => return None,
-        Damage { sets, .. } => format!("what it knew of {sets} of its {} sets", superblock.shape.sets()),
+        Damage { sets, .. } => format!("the metadata of {sets} of its {} sets", superblock.shape.sets()),
     };
     Some(match (superblock.may_be_dirty, damage.journal) {
         (true, _) => format!(
-            "{what}, and it may have had data that {} has not: larder disk cache drop --lose-dirty {file} gives that up",
+            "{what}, and it may have had data that {} lacks: larder disk cache drop --lose-dirty {file} discards that",
             superblock.disk.name
         ),
-        (false, true) => format!("{what}; it begins anew, empty, with its next server, and nothing is lost"),
-        (false, false) => format!("{what}; it begins anew there with its next server, and nothing is lost"),
+        (false, true) => format!("{what}; its next server starts with an empty cache, and nothing is lost"),
+        (false, false) => format!("{what}; its next server starts with these sets empty, and nothing is lost"),
     })
 }
 
@@ -187,7 +189,7 @@ fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     print(&format!("{file}: {} from now on\n", mode_text(*mode)))?;
     if may_be_dirty && *mode != Mode::WriteBack {
         print(&format!(
-            "It may still have data that the disk has not: its next server writes that there, or `larder disk cache flush {file}` does.\n"
+            "It may still have dirty data: its next server writes that to the disk, or `larder disk cache flush {file}` does.\n"
         ))?;
     }
     Ok(())
@@ -197,7 +199,7 @@ fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
 fn with_control(error: CacheToolError) -> anyhow::Error {
     match error {
         CacheToolError::InUse(_) => {
-            anyhow::anyhow!("{error}, or say where to tell it: --control PATH, as it was given to the server")
+            anyhow::anyhow!("{error}, or give the server's control socket: --control PATH")
         }
         error => error.into(),
     }
@@ -214,7 +216,7 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
     } = arguments;
     if let Some(control) = control {
         tell_server(&control, &file, Change::Cache(CacheWork::Flush))?;
-        return print(&format!("{file}: the disk has all that only the cache had\n"));
+        return print(&format!("{file}: all dirty data was written to the disk\n"));
     }
     let told = file.clone();
     let wish = FlushWish {
@@ -228,9 +230,9 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
     let flushed = flushed.map_err(with_control)?;
     let file = wish.file;
     print(&match flushed {
-        ByteLen::ZERO => format!("{file}: the disk has everything\n"),
+        ByteLen::ZERO => format!("{file}: there is no dirty data\n"),
         flushed => format!(
-            "{file}: {} written to the disk, which has everything now\n",
+            "{file}: {} written to the disk; no dirty data remains\n",
             human(flushed.get())
         ),
     })
@@ -245,8 +247,8 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
         lose_dirty,
     } = arguments;
     let said = match &with {
-        Some(with) => format!("{with} has taken the place of {file}; have its server start with that from now on\n"),
-        None => format!("{file}: it is used again\n"),
+        Some(with) => format!("{with} has replaced {file}; start its server with the new cache from now on\n"),
+        None => format!("{file}: the cache is in use again\n"),
     };
     let by = Replacement {
         file: with,
@@ -259,7 +261,7 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
 
 /// Reports the remaining work on standard error, to the waiting user.
 fn tell_left(file: &ImageAddress, left: u64) {
-    complain(&format!("{file}: {} are still to be written to the disk", human(left)));
+    complain(&format!("{file}: {} remain to be written to the disk", human(left)));
 }
 
 /// Interval at which a server's progress is polled.
@@ -281,7 +283,7 @@ fn tell_server(control: &Path, file: &ImageAddress, change: Change) -> anyhow::R
         match known.as_slice() {
             [] => bail!("the server at {} has no cache", control.display()),
             known => bail!(
-                "the server at {} has not {file}, but {}",
+                "the server at {} does not use {file}, but {}",
                 control.display(),
                 known.join(", ")
             ),

@@ -79,7 +79,7 @@ pub(crate) async fn backing_files(
         } else if refused.is_some() {
             refused
         } else if is_seen() {
-            Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
+            Some("it is already in this chain, which is a cycle and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
         } else if layers.len() >= CHAIN_MAX {
             Some(format!(
                 "it is the {CHAIN_MAX}th of the chain, which is too long to be opened"
@@ -95,7 +95,7 @@ pub(crate) async fn backing_files(
             Ok(found) => {
                 author = found.author;
                 if named.is_none() {
-                    layer.format = format!("{}, guessed", found.format.name());
+                    layer.format = format!("{}, detected", found.format.name());
                 }
                 layer.dirty_caches = dirty_caches(&layer.image, found.format);
                 layer.virtual_size = Some(found.virtual_size);

@@ -60,7 +60,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         let chain = backing_files(&on, (&image, author), &header, arguments.trust_image).await;
         for layer in chain.iter().filter(|layer| layer.is_refused) {
             let why = layer.trouble.as_deref().unwrap_or_default();
-            tracing::warn!("the backing file {} is not looked at: {why}", layer.image);
+            tracing::warn!("the backing file {} is not inspected: {why}", layer.image);
         }
         let options = CheckOptions {
             memory_max: arguments.memory,
@@ -147,7 +147,7 @@ fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool>
 async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool, trust_image: bool) -> anyhow::Result<()> {
     if is_corrupt {
         bail!(
-            "{image} is marked as corrupt, and a server of it was killed: what its guest had not flushed cannot be put into a corrupt image, and is lost with a repair; --discard-journal gives it up"
+            "{image} is marked as corrupt, and a server of it was killed: data that its guest had not flushed cannot be applied to a corrupt image, and is lost with a repair; --discard-journal discards it"
         );
     }
     let options = ImageOptions {
@@ -172,14 +172,14 @@ fn text(repaired: &Repaired, repair: bool) -> String {
         let gone: Vec<_> = before.findings.iter().filter(is_gone).collect();
         findings(gone, repaired.errors_fixed() + repaired.leaks_fixed(), &mut line);
         for dropped in &repaired.dropped {
-            line(format!("dropped, because what it refers to is not there: {dropped}"));
+            line(format!("dropped, because its target does not exist: {dropped}"));
         }
         let untold = repaired.dropped_count - repaired.dropped.len() as u64;
         if untold > 0 {
             line(format!("dropped {untold} more"));
         }
         if repaired.rebuilt {
-            line("the refcount table and its blocks were made anew".to_owned());
+            line("the refcount table and its blocks were rebuilt".to_owned());
         }
         let (errors, leaks) = (repaired.errors_fixed(), repaired.leaks_fixed());
         if errors + leaks > 0 {
@@ -194,7 +194,7 @@ fn text(repaired: &Repaired, repair: bool) -> String {
             }
         }
         if after.errors + after.leaks > 0 && after != before {
-            line("left:".to_owned());
+            line("remaining:".to_owned());
         }
     }
     findings(&after.findings, after.errors + after.leaks, &mut line);
@@ -226,7 +226,7 @@ fn found(errors: u64, leaks: u64) -> String {
 fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
     let remedy = match repair || report.is_hopeless() {
         true => "",
-        false => "; `larder disk check --repair` mends what can be mended",
+        false => "; `larder disk check --repair` repairs what can be repaired",
     };
     if report.errors + report.leaks > 0 {
         line(format!("found: {}{remedy}", found(report.errors, report.leaks)));
@@ -236,14 +236,14 @@ fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
     let changed = if repair { "; nothing was changed" } else { "" };
     if let Some(what) = &report.cut_off {
         line(format!(
-            "the image is cut off: {what}. No repair can bring that back{changed}; get a whole copy of the image, or copy what is left with `qemu-img convert`, which makes zeros of the rest"
+            "the image is truncated: {what}. No repair can restore that{changed}; get a complete copy of the image, or copy what remains with `qemu-img convert`, which fills the rest with zeros"
         ));
     } else if let Some(what) = &report.overlap {
         line(format!(
-            "{what}: whose the bytes there are cannot be told, so no repair can mend the image{changed}; go back to a copy of it, or copy what can still be read with `qemu-img convert --salvage`, which makes zeros of the rest"
+            "{what}: the owner of the bytes there cannot be determined, so the image cannot be repaired{changed}; restore a copy of it, or copy what can still be read with `qemu-img convert --salvage`, which fills the rest with zeros"
         ));
     } else if report.errors > 0 && repair {
-        line("what is left cannot be mended; copy what can be read with `qemu-img convert`".to_owned());
+        line("the remaining errors cannot be repaired; copy what can be read with `qemu-img convert`".to_owned());
     }
     for (name, is) in [("dirty", report.dirty), ("corrupt", report.corrupt)] {
         if is {

@@ -91,12 +91,12 @@ impl GivenUp {
         let mut text = match &self.left {
             _ if self.changes > 0 => self.changes_text(),
             LeftBehind::Missing(looked) => format!(
-                "given up: what a killed server had not put into the image; nobody can say what that was, for its journal is not to be found ({looked})\n"
+                "discarded: changes that a killed server had not applied to the image; they are unknown, because its journal cannot be found ({looked})\n"
             ),
-            LeftBehind::Gone => "given up: nothing but what was lost when the host was started anew\n".to_owned(),
-            LeftBehind::Nothing => "nothing to give up: no server of the image was killed\n".to_owned(),
+            LeftBehind::Gone => "discarded: only what was already lost when the host was rebooted\n".to_owned(),
+            LeftBehind::Nothing => "nothing to discard: no server of the image was killed\n".to_owned(),
             LeftBehind::Changes(_) | LeftBehind::Overtaken(_) => {
-                "nothing given up: the image has all that was written\n".to_owned()
+                "nothing discarded: the image has all written data\n".to_owned()
             }
         };
         for file in &self.files {
@@ -115,7 +115,7 @@ impl GivenUp {
             changes => format!("{changes} changes"),
         };
         let mut text = format!(
-            "given up: {changes} of where the guest's data lies, for {} of its disk{when}; the disk is there as the image has it:\n",
+            "discarded: {changes} of the mapping of the guest's data, for {} of its disk{when}; there the disk has the content of the image:\n",
             human(bytes)
         );
         for range in self.ranges.iter().take(RANGES_TOLD_MAX) {

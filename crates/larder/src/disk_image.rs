@@ -66,7 +66,7 @@ pub(crate) async fn open(
     }
     let (file, author) = open_bytes_and_author(on, image, &options, is_container, is_guessed).await?;
     if is_container && beginning(&file).await != Some("qcow2") {
-        bail!("{image}: it is not a qcow2 image; without --format it is taken for what it begins like");
+        bail!("{image}: it is not a qcow2 image; without --format its format is detected");
     }
     if sharing == Sharing::Exclusive {
         use_without_cache(on, image, format).await?;
@@ -91,7 +91,7 @@ pub(crate) async fn need_qcow2(
         return Ok(opened.file);
     }
     let hint = match beginning(&opened.file).await {
-        Some("qcow2") => "; it begins like a qcow2 image: if it is one, say --format qcow2",
+        Some("qcow2") => "; it begins like a qcow2 image: if it is one, give --format qcow2",
         _ => "",
     };
     bail!("{image} is a raw image: it has no metadata {what}{hint}");
@@ -138,23 +138,24 @@ pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
     match left {
         LeftBehind::Nothing => None,
         LeftBehind::Changes(pending) if pending.changes == 0 => {
-            Some("a server of it was killed; the image has all that was written".to_owned())
+            Some("a server of it was killed; the image has all written data".to_owned())
         }
         LeftBehind::Changes(pending) => Some(format!(
-            "a server of it was killed: {} changes that are not in the image yet are in {}; the next server puts them there",
+            "a server of it was killed: {} changes that the image lacks are in {}; the next server applies them",
             pending.changes,
             pending.file.display()
         )),
         LeftBehind::Overtaken(pending) => Some(format!(
-            "a server of it was killed, and the image has been changed since: {} changes in {} do not fit it any more; give them up with `larder disk check --discard-journal`",
+            "a server of it was killed, and the image has been changed since: {} changes in {} do not apply to it any more; discard them with `larder disk check --discard-journal`",
             pending.changes,
             pending.file.display()
         )),
         LeftBehind::Missing(looked) => Some(format!(
-            "a server of it was killed, or it is a copy that was made while one ran, and its journal is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal`"
+            "a server of it was killed, or it is a copy that was made while one ran, and its journal cannot be found ({looked}); serve it as the same user, or as root, or discard what was not flushed with `larder disk check --discard-journal`"
         )),
         LeftBehind::Gone => Some(
-            "a server of it was killed before the host was started: what its guest had not flushed is lost".to_owned(),
+            "a server of it was killed before the last boot of the host: data that its guest had not flushed is lost"
+                .to_owned(),
         ),
     }
 }

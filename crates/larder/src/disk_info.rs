@@ -140,7 +140,7 @@ fn text(info: &Info) -> String {
     if let Some(format) = info.begins_like {
         lines.line(
             "note",
-            format!("it begins like a {format} image; if that is what it is, say --format {format}"),
+            format!("it begins like a {format} image; if it is one, give --format {format}"),
         );
     }
     lines.line("virtual size", exact(info.virtual_size));
@@ -154,7 +154,7 @@ fn text(info: &Info) -> String {
         };
         lines.line(
             "in use",
-            format!("yes, by {who}; what is said here may be about to change"),
+            format!("yes, by {who}; this information may change at any time"),
         );
     }
     for cache in &info.dirty_caches {
@@ -245,21 +245,21 @@ fn state(qcow2: &Qcow2Info, in_use: bool, has_dirty_cache: bool) -> &'static str
     let header = &qcow2.header;
     match &qcow2.left {
         _ if qcow2.past_end > 0 => {
-            "cut off: the file ends before what its tables lead to; get a whole copy, and see `larder disk check`"
+            "truncated: the file ends before the clusters that its tables refer to; get a complete copy, and see `larder disk check`"
         }
         _ if header.corrupt => "corrupt: a program found its metadata damaged; see `larder disk check`",
-        LeftBehind::Missing(_) => "incomplete: what was not flushed is in a journal that is missing, see below",
-        LeftBehind::Overtaken(_) => "changed behind the back of its guest, see below",
+        LeftBehind::Missing(_) => "incomplete: unflushed data is in a journal that is missing, see below",
+        LeftBehind::Overtaken(_) => "changed since its server was killed, see below",
         LeftBehind::Changes(pending) if pending.changes > 0 => {
             "incomplete without its journal, see below; do not copy or move it before it has been served again"
         }
         _ if header.dirty && in_use => "refcounts are written when it is closed",
         _ if header.dirty => {
-            "dirty: its refcounts may be wrong; they are put right when it is served, or by `larder disk check --repair`"
+            "dirty: its refcounts may be wrong; they are corrected when it is served, or by `larder disk check --repair`"
         }
         _ if in_use => "in use",
         _ if has_dirty_cache => "incomplete without its cache, see above",
-        LeftBehind::Gone => "as it was flushed when the host went down, see below",
+        LeftBehind::Gone => "as of the last flush before the host went down, see below",
         LeftBehind::Changes(_) => "complete, but not closed, see below",
         LeftBehind::Nothing => "clean",
     }

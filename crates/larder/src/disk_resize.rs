@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         match (result, close(&disk).await) {
             (Ok(()), closed) => closed?,
             (Err(error), Ok(())) => return Err(error),
-            (Err(error), Err(closing)) => bail!("{error}; leaving the image tidy failed, too: {closing}"),
+            (Err(error), Err(closing)) => bail!("{error}; closing the image failed, too: {closing}"),
         }
         anyhow::Ok((was, disk.geometry().size))
     })?;
@@ -69,13 +69,13 @@ fn told_why(image: &ImageAddress, error: &IoError) -> anyhow::Error {
             "an export has the size that its server gives it; make the image larger there"
         }
         (Failure::NoSpace, ImageAddress::Path(path)) if is_block_device(path) => {
-            "it is in a block device, which has the size that it has; make that larger (`lvextend` and the like) first"
+            "it is on a block device, which does not grow by itself; make that larger (`lvextend` and the like) first"
         }
         (Failure::NoSpace, ImageAddress::Path(_)) => {
-            "the disk keeps its size; make room on the image's file system, or raise the quota, then try again"
+            "the disk keeps its size; free space on the image's file system, or raise the quota, then try again"
         }
         (Failure::Os(libc::EFBIG), _) => {
-            "that is more than its format or its file system can hold; of a qcow2 image, a copy with larger clusters can be larger (`qemu-img convert -O qcow2 -o cluster_size=64k`)"
+            "that is more than its format or its file system supports; a copy of a qcow2 image with larger clusters can be larger (`qemu-img convert -O qcow2 -o cluster_size=64k`)"
         }
         (Failure::Unsupported, _) => {
             "an image of version 2 with snapshots keeps its size; `qemu-img amend -o compat=1.1` makes it version 3"
@@ -95,19 +95,19 @@ fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<B
         NewSize::Is(size) => size,
         NewSize::More(more) => match was.get().checked_add(more.get()) {
             Some(size) => ByteLen::new(size),
-            None => bail!("{image}: no disk can be so large"),
+            None => bail!("{image}: no disk can be that large"),
         },
     };
     if size < was {
         bail!(
-            "{image}: it has {}, and shrinking it would throw away what is behind {}: no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
+            "{image}: it has {}, and shrinking it would discard the data past {}: no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
             exact(was.get()),
             exact(size.get())
         );
     }
     if !size.get().is_multiple_of(SECTOR) {
         bail!(
-            "{image}: {} bytes is no multiple of {SECTOR}; the next is {}",
+            "{image}: {} bytes is not a multiple of {SECTOR}; the next is {}",
             size.get(),
             size.get().next_multiple_of(SECTOR)
         );

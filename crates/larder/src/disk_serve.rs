@@ -138,7 +138,7 @@ fn chain_of(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<
         (Some((path, Some(found))), _) => {
             if !is_same(&found.image, image) {
                 bail!(
-                    "--pin-chain {}: it is of {}, not of {image}; give another file, or remove it",
+                    "--pin-chain {}: it belongs to {}, not to {image}; give another file, or remove it",
                     path.display(),
                     found.image
                 );
@@ -173,7 +173,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
         && format != pinned
     {
         bail!(
-            "--format {}: the file of --pin-chain says that the image is {}; leave one of them out",
+            "--format {}: the file of --pin-chain gives the image's format as {}; omit one of them",
             format.name(),
             pinned.name()
         );
@@ -280,8 +280,8 @@ fn refuse_same_places(config: &DiskConfig, control: Option<&Path>, pidfile: Opti
 fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
     if (0..=2).contains(&number) {
         bail!(
-            "--fd {number}: 0 to 2 are standard input, output and error, which are no place for a disk; hand the socket \
-             over as 3 or higher"
+            "--fd {number}: 0 to 2 are standard input, output and error, which cannot carry a disk; pass the socket \
+             as 3 or higher"
         );
     }
     // SAFETY: plain query of a descriptor by number.
@@ -309,17 +309,17 @@ fn advice(error: &DiskError, options: &ImageOptions) -> Option<&'static str> {
         DiskError::Image(ImageError::Qcow2(Qcow2Error::Header {
             source: HeaderError::Magic(_),
             ..
-        })) => Some("without --format it is served as what it begins like"),
+        })) => Some("without --format its format is detected"),
         DiskError::Image(ImageError::File(OpenError::Open { source, .. })) if !options.read_only => match source.kind()
         {
-            PermissionDenied | ReadOnlyFilesystem => Some("with --read-only it is only read"),
+            PermissionDenied | ReadOnlyFilesystem => Some("with --read-only Larder only reads it"),
             _ => None,
         },
         DiskError::Image(ImageError::File(OpenError::Locked {
             source: LockError::InUse { .. },
             ..
         })) => Some(match options.share {
-            true => "--share is not enough: the other process must let others use it too",
+            true => "--share is not enough: the other process must share it too",
             false => "stop that first, or pass --share if both are meant to use it",
         }),
         DiskError::Export(ExportError::Insecure { .. }) => {

@@ -142,7 +142,7 @@ fn text(tuned: &Tuned) -> String {
         let since = if advice.today.thrashes {
             ""
         } else {
-            "; QEMU today has that by itself"
+            "; QEMU today uses that by default"
         };
         lines.extend([
             ("to cover the disk", format!("{needed}{since}")),
@@ -156,7 +156,7 @@ fn text(tuned: &Tuned) -> String {
             ),
         ]);
     } else {
-        lines.push(("to cover the disk", format!("{needed}: it has that by itself")));
+        lines.push(("to cover the disk", format!("{needed}: it uses that by default")));
     }
     lines.push(("a new image", new_image_line(tuned)));
     lines.push(("Larder", larder_line(tuned)));
@@ -179,7 +179,7 @@ fn image_line(Tuned { image, header, .. }: &Tuned) -> String {
 fn new_image_line(Tuned { header, advice, .. }: &Tuned) -> String {
     let covering = |cluster_len: Option<u64>, who: &str| match cluster_len {
         Some(bytes) => format!("of {} ({who})", human(bytes)),
-        None => format!("not even of 2 MiB ({who}; a larger cache does)"),
+        None => format!("not even of 2 MiB ({who}; a larger cache covers it)"),
     };
     let mut all = vec![covering(advice.cluster_len, "QEMU today")];
     if !is_too_new(header) {
@@ -202,7 +202,7 @@ fn larder_line(Tuned { advice, measured, .. }: &Tuned) -> String {
     let worst = human(advice.larder_worst);
     let worst = match advice.larder_worst > bound {
         true => format!(
-            "{} at worst, when it would be {worst} but for --metadata-memory",
+            "{} at worst, instead of {worst}, because of --metadata-memory",
             human(bound)
         ),
         false => format!("{worst} at worst"),

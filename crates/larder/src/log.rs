@@ -113,8 +113,8 @@ pub(crate) fn filter() -> (EnvFilter, Option<String>) {
             Err(why) => {
                 let valid = LEVELS.join(", ");
                 let wrong = format!(
-                    "{VARIABLE}={}: {why}; give {valid}, or levels of parts as in info,larder_block=debug. It is taken \
-                     for {USUAL}",
+                    "{VARIABLE}={}: {why}; give {valid}, or levels of parts as in info,larder_block=debug. Larder uses \
+                     {USUAL}",
                     value.to_string_lossy()
                 );
                 (USUAL.into(), Some(wrong))

@@ -46,11 +46,11 @@ pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// Error message if no option selects a process.
-const WHOSE: &str = "whose memory? give --pid PID, --qmp PATH or --vm NAME";
+const WHOSE: &str = "no process was selected: give --pid PID, --qmp PATH or --vm NAME";
 
 fn pid_of(number: u32) -> anyhow::Result<Pid> {
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
-    pid.context("--pid: no PID")
+    pid.context("--pid: not a PID")
 }
 
 /// Returns the memory options of the command line.
@@ -67,7 +67,7 @@ fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
         prefetch: arguments.prefetch == Switch::On,
         encrypt: arguments.encrypt.map(|switch| switch == Switch::On),
         range: arguments.range.over(BudgetRange::default()),
-        ..MemoryWish::new(arguments.budget.context("--budget: how much?")?)
+        ..MemoryWish::new(arguments.budget.context("--budget is missing")?)
     };
     Ok(wish)
 }
@@ -144,7 +144,7 @@ fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow
                     memory.cancel_detach_blocking();
                 }
                 Some(since) if since.elapsed() >= SAME_SIGNAL => tracing::warn!(
-                    "it is being detached already (SIGINT stops that); a process that is killed meanwhile leaves the guest waiting \
+                    "a detach is already running (SIGINT cancels it); if this process is killed meanwhile, the guest blocks \
                      until larder memory attach is started again"
                 ),
                 Some(_) => {}
@@ -156,8 +156,8 @@ fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow
                         let ended = memory.detach_blocking();
                         *lock(&began) = None;
                         match ended {
-                            Some(Err(DetachError::UnderWay)) => tracing::warn!("it is being detached already"),
-                            Some(Err(error)) => tracing::error!("not detached, and goes on: {error}"),
+                            Some(Err(DetachError::UnderWay)) => tracing::warn!("a detach is already running"),
+                            Some(Err(error)) => tracing::error!("not detached, and the memory is still managed: {error}"),
                             Some(Ok(())) | None => {}
                         }
                     });
@@ -199,14 +199,14 @@ impl At {
                     vm: Some(text),
                 }
             }
-            (None, None) => bail!("whose memory? give a virtual machine's NAME, or --control PATH"),
+            (None, None) => bail!("no memory was selected: give a virtual machine's NAME, or --control PATH"),
         })
     }
 
     fn explain(&self, error: FetchError) -> anyhow::Error {
         match &self.vm {
             Some(vm) if is_not_served(&error) => anyhow!(
-                "the memory of {vm} is not managed: nobody listens on {}; is its QEMU running, and `larder memory attach --vm \
+                "the memory of {vm} is not managed: no process listens on {}; is its QEMU running, and `larder memory attach --vm \
                  {vm}` (systemctl status larder-memory@{vm})?",
                 self.control.display()
             ),
@@ -246,7 +246,7 @@ fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
     )
     .map_err(|error| at.explain(error))?;
     print(&format!(
-        "budget {}, of that up to {} compressed pages; {} are used{}\n",
+        "budget {}, of which up to {} for compressed pages; {} in use{}\n",
         human(state.budget),
         human(state.compressed.limit),
         human(state.used),
@@ -292,7 +292,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    print(&format!("process {pid} is alone again\n"))?;
+    print(&format!("process {pid} is no longer managed\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -306,7 +306,7 @@ fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<
     };
     let pid = process.pid.as_raw_pid();
     let is_managed = process.is_managed();
-    match is_managed.with_context(|| format!("it is not known whether process {pid} is managed still ({error})"))? {
+    match is_managed.with_context(|| format!("cannot determine whether process {pid} is still managed ({error})"))? {
         false => Ok(true),
         true if is_not_served(error) => bail!(
             "process {pid} was not detached from: its pager has ended, and the guest waits for the next one: start larder memory \
@@ -360,7 +360,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
         ),
     );
     if let Some(range) = range_text(state) {
-        said.line("  moves", range);
+        said.line("  bounds", range);
     }
     let compressed = &state.compressed;
     let ratio = state
@@ -390,7 +390,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
                 if disk.encrypted { ", encrypted" } else { "" },
                 match disk {
                     SwapState { failed: true, .. } => ", cannot be written to",
-                    SwapState { unreachable: true, .. } => ", cannot be reached: who wants a page of it waits",
+                    SwapState { unreachable: true, .. } => ", cannot be reached: faults on its pages wait",
                     _ => "",
                 }
             ),
@@ -404,7 +404,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
             ),
         );
     }
-    said.line("one word", human(state.uniform_pages * 4096));
+    said.line("uniform", human(state.uniform_pages * 4096));
     if state.lost_pages > 0 {
         said.line("lost", format!("{} pages", state.lost_pages));
     }
@@ -414,7 +414,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
     );
     for (name, lost) in [("some", &state.pressure.some), ("full", &state.pressure.full)] {
         said.line(
-            &format!("lost, {name}"),
+            &format!("pressure, {name}"),
             format!(
                 "{:.2} % of 10 s, {:.2} % of 60 s, {:.2} % of 300 s; {:.1?} in all",
                 lost.avg10,
@@ -426,7 +426,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
     }
     let faults = [
         ("zero", &state.faults.zero),
-        ("one word", &state.faults.uniform),
+        ("uniform", &state.faults.uniform),
         ("compressed", &state.faults.compressed),
         ("disk", &state.faults.disk),
         ("write", &state.faults.write),
@@ -439,7 +439,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
         said.line(
             "stalled",
             format!(
-                "{} for a page that cannot be had now",
+                "{} for a page that cannot be provided now",
                 match state.stalled {
                     1 => "a thread waits".to_owned(),
                     threads => format!("{threads} threads wait"),
@@ -448,7 +448,7 @@ pub(crate) fn text(state: &MemoryState) -> String {
         );
     }
     if let Some(problem) = state.problem {
-        said.line("problem", format!("{}: the budget is not kept", problem.words()));
+        said.line("problem", format!("{}: the budget is exceeded", problem.words()));
     }
     if state.detaching {
         said.line("state", "detaching");

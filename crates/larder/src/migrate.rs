@@ -73,7 +73,7 @@ fn name_its_mover(error: anyhow::Error) -> anyhow::Error {
     };
     match moves::of_qemu(qmp) {
         Some(state) => anyhow!(
-            "the virtual machine of the QEMU at {} is being moved already: {}; larder migrate status, limit and cancel are for \
+            "the virtual machine of the QEMU at {} is already being moved: {}; larder migrate status, limit and cancel apply to \
              that move",
             qmp.display(),
             moves::line(&state)
@@ -200,7 +200,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let stop = stop_by_signal()?;
     let destination = match &arguments.qmp {
         Some(qmp) => {
-            let records = migration_folder().context("no record of the move can be kept")?;
+            let records = migration_folder().context("the record of the move cannot be saved")?;
             let destination = Destination::new(
                 qmp,
                 &records,
@@ -214,7 +214,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let connect = match (&destination, &arguments.connect) {
         (Some(destination), _) => destination.incoming(),
         (None, Some(path)) => path.clone(),
-        (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
+        (None, None) => bail!("no QEMU was selected: give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
@@ -280,7 +280,7 @@ fn receive_stream(
 
 /// Extends a TLS error with the files that `--tls` needs.
 fn without_files(error: &TlsError, whose: &str) -> anyhow::Error {
-    anyhow!("{error}; --tls DIR wants ca-cert.pem, {whose}-cert.pem and {whose}-key.pem there")
+    anyhow!("{error}; --tls DIR must contain ca-cert.pem, {whose}-cert.pem and {whose}-key.pem")
 }
 
 /// Refuses to send a guest's memory unencrypted over a network, unless the user asked for it.
@@ -289,7 +289,7 @@ fn trusts(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) ->
         return Ok(());
     }
     bail!(
-        "this goes over a network: give --tls DIR with certificates, or --insecure if whoever can listen there may see \
+        "the memory would be sent over a network: give --tls DIR with certificates, or --insecure if everyone on that network may see \
         and change the guest's memory"
     );
 }
@@ -321,7 +321,7 @@ fn summary(progress: &Progress) -> String {
         format!("{} ({:.1} times less)", human(totals.wire_bytes), ratio(&totals)),
     );
     lines.line("zero pages", totals.zero_pages);
-    lines.line("of one word", totals.same_pages);
+    lines.line("uniform pages", totals.same_pages);
     lines.line(
         "deltas",
         format!("{} pages in {}", totals.delta_pages, human(totals.delta_bytes)),
@@ -336,7 +336,7 @@ fn summary(progress: &Progress) -> String {
     if totals.device_pages > 0 {
         lines.line("by a device", format!("{} pages of these", totals.device_pages));
     }
-    lines.line("as they are", format!("{} pages", totals.plain_pages));
+    lines.line("unencoded", format!("{} pages", totals.plain_pages));
     lines.line(
         "CPU time",
         format!(

@@ -57,11 +57,11 @@ pub(crate) fn line(state: &MigrationState) -> String {
     let mut parts = vec![format!("{} moves {way} {peer}: {}", state.vm, state.words())];
     if let Some(course) = state.course.as_ref().filter(|_| !state.phase.is_over()) {
         parts.push(format!(
-            "{} of {} left",
+            "{} of {} remaining",
             human(course.remaining_bytes),
             human(course.total_bytes)
         ));
-        parts.push(format!("changes {}/s", human(course.dirty_bytes_per_s)));
+        parts.push(format!("dirty rate {}/s", human(course.dirty_bytes_per_s)));
     }
     if let Some(rates) = state.rates.as_ref().filter(|_| !state.phase.is_over()) {
         parts.push(format!(
@@ -80,7 +80,7 @@ pub(crate) fn line(state: &MigrationState) -> String {
     if let Some(course) = state.course.as_ref().filter(|_| !state.phase.is_over()) {
         match (&course.verdict, course.expected_seconds) {
             (Some(_), _) => parts.push("will not end at this rate".to_owned()),
-            (None, Some(seconds)) => parts.push(format!("{seconds:.0} s to go")),
+            (None, Some(seconds)) => parts.push(format!("{seconds:.0} s left")),
             (None, None) => {}
         }
     }
@@ -101,8 +101,8 @@ pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
 pub(crate) fn trouble(vm: &str, error: &FetchError) -> String {
     match error {
         FetchError::Dead { path } => format!(
-            "{vm}: its move: nobody listens on {}: the process that moved it was killed; if the virtual machine is not \
-             where it should be, run the same command again; the file goes with a later move, or remove it",
+            "{vm}: its move: no process listens on {}: the process that moved it was killed; if the virtual machine is not \
+             where it should be, run the same command again; a later move removes the file, or remove it",
             path.display()
         ),
         error => format!("{vm}: its move: {error}"),

@@ -16,7 +16,7 @@ pub(crate) fn run(arguments: &OpenArguments) -> anyhow::Result<ExitCode> {
     let channel = std::io::stdin().as_fd().try_clone_to_owned()?;
     let file = match &arguments.file {
         Some(file) => file.clone(),
-        None => file_of_service(&channel).context("no files are opened for whoever has connected")?,
+        None => file_of_service(&channel).context("no files are opened for the process that has connected")?,
     };
     serve(&channel, &file).with_context(|| format!("opening files for the server of {}", file.display()))?;
     Ok(ExitCode::SUCCESS)

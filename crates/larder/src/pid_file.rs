@@ -34,7 +34,7 @@ fn content() -> String {
 pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
     check_free(path)?;
     let Some(name) = path.file_name() else {
-        bail!("--pidfile '{}' is no name of a file", path.display());
+        bail!("--pidfile '{}' is not a file name", path.display());
     };
     let mut other = std::ffi::OsString::from(".");
     other.push(name);
@@ -45,8 +45,8 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
     };
     let failed = |error: io::Error| {
         let why = match error.kind() {
-            io::ErrorKind::NotFound => "; its folder does not exist",
-            io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its folder",
+            io::ErrorKind::NotFound => "; its directory does not exist",
+            io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its directory",
             _ => "",
         };
         anyhow::anyhow!("cannot write --pidfile {}: {error}{why}", path.display())
@@ -67,19 +67,19 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
 fn check_free(path: &Path) -> anyhow::Result<()> {
     let left_alone = |what| {
         bail!(
-            "--pidfile {}: it exists and is {what}; it is left alone",
+            "--pidfile {}: it exists and is {what}; it was not changed",
             path.display()
         )
     };
     match fs::symlink_metadata(path) {
-        Ok(found) if !found.is_file() => left_alone("no file"),
-        Ok(found) if found.len() > PID_BYTES_MAX => left_alone("no pid file"),
+        Ok(found) if !found.is_file() => left_alone("not a file"),
+        Ok(found) if found.len() > PID_BYTES_MAX => left_alone("not a pid file"),
         Ok(_) => {
             let bytes = small_file::read(path, PID_BYTES_MAX)
                 .with_context(|| format!("cannot read --pidfile {}", path.display()))?;
             match bytes.trim_ascii().iter().all(u8::is_ascii_digit) {
                 true => Ok(()),
-                false => left_alone("no pid file"),
+                false => left_alone("not a pid file"),
             }
         }
         // Writing the file reports the error.

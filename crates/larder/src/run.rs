@@ -120,7 +120,7 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     }
     for image in &found.unchecked {
         say(&format!(
-            "disk {image}: not checked to the end: its NBD server may take one client only"
+            "disk {image}: not checked completely: its NBD server may accept one client only"
         ));
     }
     let lease = Lease::check(plan).err().map(|error| error.to_string());
@@ -131,7 +131,7 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     }
     if let (false, Some(name)) = (needs_nothing(plan), places.folder.file_name()) {
         say(&format!(
-            "{} stands for a name that each run chooses anew, so that nobody has taken it before",
+            "{} stands for a name that each run chooses at random, so that no other user can create it first",
             name.display()
         ));
     }

@@ -76,14 +76,14 @@ impl Signals {
             wait();
             stop();
             let stopping = Instant::now();
-            tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
+            tracing::info!("stopping: completing requests in flight; another signal after one second or more ends this process at once");
             loop {
                 wait();
                 if stopping.elapsed() >= SAME_STOP {
                     break;
                 }
             }
-            tracing::error!("given up: what was written last may not be on the disk; what only a cache in write-back has stays in that");
+            tracing::error!("ended at once: the last writes may not be on the disk; dirty data of a write-back cache remains in the cache");
             std::process::exit(2);
         })?;
         Ok(())

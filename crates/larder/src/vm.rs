@@ -106,7 +106,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     tracing::info!(vm = config.name, control = %command_line(&[config.control.clone().into()]), "ready");
     if vm.is_away() {
         tracing::info!(
-            "its disks are, or were last, another host's: they are opened when the VM comes from there (larder migrate), or \
+            "another host has its disks, or had them last: they are opened when the VM arrives from there (larder migrate), or \
              by `larder vm {} --take`, if no other host has them",
             called(&config, &path)
         );
@@ -132,7 +132,7 @@ fn have_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
         (None, true) => opener::start(path).context("the process that opens files for this server cannot be started"),
         (Some(socket), true) => opener::connect(socket).with_context(|| {
             format!(
-                "{}: the opener that opens files for services cannot be connected to; is larder-open.socket started?",
+                "{}: cannot connect to the opener that opens files for services; is larder-open.socket started?",
                 socket.display()
             )
         }),
@@ -202,7 +202,7 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
                 not_served(&config.name, &config.control)
             ),
             true => anyhow!(
-                "{called} is not served: nobody listens on {}; `larder vm {called}` serves it",
+                "{called} is not served: no process listens on {}; `larder vm {called}` serves it",
                 config.control.display()
             ),
             false => error.into(),
@@ -213,7 +213,7 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     let parts = [
         ("changed", &done.changed),
-        ("left", &done.left),
+        ("pending", &done.left),
         ("failed", &done.failed),
     ];
     for (how, all) in parts {
@@ -222,7 +222,7 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
         }
     }
     if text.is_empty() {
-        text = format!("{}: all is as its file says already\n", config.name);
+        text = format!("{}: already as configured in its file\n", config.name);
     }
     print(&text)?;
     Ok(match (done.failed.is_empty(), done.left.is_empty()) {
@@ -248,13 +248,13 @@ fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<Ex
     if !is_served && take {
         note.remove()?;
     } else if !is_served {
-        note.make("its VM is to come from another host")?;
+        note.make("the VM is incoming from another host")?;
     }
     print(&match (take, is_served) {
         (true, true) => format!("{name}: its disks are open here\n"),
         (true, false) => format!("{name}: its server opens its disks when it is started\n"),
-        (false, true) => format!("{name}: its disks are not open here any more, until its VM comes\n"),
-        (false, false) => format!("{name}: its server will wait for its VM to come\n"),
+        (false, true) => format!("{name}: its disks are closed here until its VM arrives\n"),
+        (false, false) => format!("{name}: its server will wait for its VM to arrive\n"),
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -321,7 +321,7 @@ fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Resu
     }
     for image in found.iter().flat_map(|found| &found.unchecked) {
         text.push_str(&format!(
-            "{}: not all of {image} was looked at, because NBD servers are not asked here\n",
+            "{}: not all of {image} was checked, because NBD servers are not contacted here\n",
             config.name
         ));
     }
@@ -345,7 +345,7 @@ fn lines_to_add(config: &VmConfig, path: &Path) -> String {
         };
         if !named.is_allowed_by(chain) {
             text.push_str(&format!(
-                "disk {}: the headers of its images name these files; if they are the right ones, write so in {}:\n{}\n",
+                "disk {}: the headers of its images name these files; if they are the right ones, add them to {}:\n{}\n",
                 disk.name,
                 path.display(),
                 named.lines()
@@ -369,7 +369,7 @@ fn inherited() -> anyhow::Result<Inherited> {
         // them.
         (name, unsafe { OwnedFd::from_raw_fd(number) })
     });
-    Inherited::new(files.collect(), manager()).context("a socket that was handed over ($LISTEN_FDS)")
+    Inherited::new(files.collect(), manager()).context("an inherited socket ($LISTEN_FDS)")
 }
 
 fn news(progress: Progress) -> News {
@@ -395,7 +395,7 @@ fn explain(error: VmError, config: &VmConfig, path: &Path) -> anyhow::Error {
         VmError::Control(_) => match control::fetch_server(&config.control) {
             Ok(server) if server.vm.is_some() => match is_of_file(&server, config, path) {
                 Ok(()) => anyhow!(
-                    "{} is served already, by process {}; `larder vm {} --reload` has that read its file again",
+                    "{} is served already, by process {}; `larder vm {} --reload` makes it reload its file",
                     config.name,
                     server.pid,
                     called(config, path)

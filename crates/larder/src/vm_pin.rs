@@ -35,7 +35,7 @@ pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
         }
     }
     if added.is_empty() {
-        told = format!("{}: nothing is to be added\n", config.name);
+        told = format!("{}: there is nothing to add\n", config.name);
     } else {
         let with_lines = with_lines(&text, &added).with_context(|| format!("{}:\n{told}", path.display()))?;
         // Checks that the file is still valid with the additions.
@@ -60,7 +60,7 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
         let named = named_chain(on, &disk.image, format).await?;
         if named.pinned().is_none() {
             bail!(
-                "no header says the format of one of its backing files; add by hand: {}",
+                "no header gives the format of one of its backing files; add by hand: {}",
                 named.lines()
             );
         }
@@ -82,7 +82,7 @@ fn check_kind(image: &ImageAddress) -> anyhow::Result<()> {
     };
     let name = path.display();
     let found = fs::metadata(path).with_context(|| {
-        format!("{name}, which the header of one of its images names; if it is there later, try again then")
+        format!("{name}, which the header of one of its images names; if it appears later, try again then")
     })?;
     match found.is_file() || found.file_type().is_block_device() {
         true => Ok(()),

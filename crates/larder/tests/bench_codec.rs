@@ -158,7 +158,7 @@ fn accelerator_is_measured_or_missing() {
     assert_eq!((code, err.as_str()), (0, ""));
     let line = out
         .lines()
-        .find_map(|line| line.strip_prefix("Not here: "))
+        .find_map(|line| line.strip_prefix("Not available: "))
         .unwrap_or_default();
     for one in list(&report["missing"]) {
         let (name, why) = (
@@ -202,7 +202,7 @@ fn text_table_has_requested_methods() {
     assert_eq!((code, err.as_str()), (0, ""));
     let lines: Vec<Vec<&str>> = out.lines().map(|line| line.split_whitespace().collect()).collect();
     let begin = |at: usize, words: usize| lines[at][..words].join(" ");
-    assert_eq!(lines[0].join(" "), "text: 256 KiB; 0.0 % of the pages are of one word");
+    assert_eq!(lines[0].join(" "), "text: 256 KiB; 0.0 % of the pages repeat one word");
     assert_eq!(
         lines[2].join(" "),
         "method by pages ratio encode MB/s decode MB/s encode CPU s/GiB decode CPU s/GiB"
@@ -217,7 +217,7 @@ fn text_table_has_requested_methods() {
     }
     assert_eq!(begin(7, 3), "counter: 256 KiB;");
     assert!(
-        out.contains("CPU") && !out.contains("zstd") && !out.contains("Not here"),
+        out.contains("CPU") && !out.contains("zstd") && !out.contains("Not available"),
         "{out}"
     );
 }
@@ -258,7 +258,7 @@ fn memory_file_is_sampled_evenly() {
         "1MiB",
     ]);
     let head = format!(
-        "{}: 1 MiB from all over its 8 MiB; 50.0 % of the pages are of one word\n",
+        "{}: 1 MiB sampled evenly from its 8 MiB; 50.0 % of the pages repeat one word\n",
         path.display()
     );
     assert_eq!((code, out.lines().next()), (0, Some(head.trim_end())));
@@ -421,18 +421,18 @@ fn file_without_memory_is_refused() {
         (
             elf(1, 4, 1, 10),
             format!(
-                "cannot read the core dump {name}: it is not of a 64-bit little-endian machine; give its memory as pmemsave writes it"
+                "cannot read the core dump {name}: it is not a dump of a 64-bit little-endian machine; give the memory as pmemsave writes it"
             ),
         ),
         (
             cut_off,
             format!(
-                "cannot read the core dump {name}: it is cut off: of 40960 bytes at 41742 not all are in the 73728 of the file"
+                "cannot read the core dump {name}: it is truncated: not all of the 40960 bytes at 41742 are within the file's 73728"
             ),
         ),
         (
             no_table,
-            format!("cannot read the core dump {name}: its program headers are not where it says"),
+            format!("cannot read the core dump {name}: its program headers cannot be read"),
         ),
         (
             many,
@@ -440,7 +440,7 @@ fn file_without_memory_is_refused() {
         ),
         (
             odd,
-            format!("cannot read the core dump {name}: its program headers are of 57 bytes instead of 56"),
+            format!("cannot read the core dump {name}: its program headers have 57 bytes instead of 56"),
         ),
         (elf(2, 4, 4, 10), format!("the core dump {name} has no memory in it")),
     ];
@@ -453,8 +453,8 @@ fn file_without_memory_is_refused() {
     let missing = folder.path().join("none");
     for (path, expected) in [
         (missing.as_path(), "No such file or directory"),
-        (folder.path(), "is no file: give one that QEMU's pmemsave"),
-        (Path::new("/dev/null"), "is no file: give one that QEMU's pmemsave"),
+        (folder.path(), "is not a file: give one that QEMU's pmemsave"),
+        (Path::new("/dev/null"), "is not a file: give one that QEMU's pmemsave"),
     ] {
         let name = path.to_str().expect("text");
         let (code, out, err) = bench(&["--memory", name]);

@@ -103,13 +103,13 @@ fn invalid_trace_is_refused() {
     let path = folder.path().join("trace");
     let cases: [(&[u8], &[&str], &str); 5] = [
         (b"", &[], "trace has no requests"),
-        (b"what?", &[], "is no trace that Larder knows"),
+        (b"what?", &[], "is not in a known trace format"),
         (
             b"1 1 0 0\n1 1 0\n",
             &[],
             "is damaged: line 2 is not four numbers: '1 1 0'",
         ),
-        (b"1 1 0 0\n", &["--budget", "1GiB"], "have no times"),
+        (b"1 1 0 0\n", &["--budget", "1GiB"], "have no timestamps"),
         (b"1 1 0 0\n", &["--line", "5000"], "give a power of two"),
     ];
     for (bytes, arguments, expected) in cases {

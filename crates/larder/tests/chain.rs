@@ -151,7 +151,7 @@ fn service_opens_only_configured_files() {
     tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
     refused(
         place.vm(&lines),
-        &["its header names no backing file, and the VM's file names"],
+        &["its header names no backing file, but the VM's file names"],
     );
     // Special files are refused even if the VM's file names them.
     let lines = format!(
@@ -168,7 +168,7 @@ fn service_never_guesses_a_format() {
     let base = place.raw("base.raw", 7);
     refused(
         place.vm(&format!("image = \"{}\"", text(&base))),
-        &["the VM's file does not say its format", "add format = \"raw\""],
+        &["the VM's file does not give its format", "add format = \"raw\""],
     );
     let image = place.overlay("top.qcow2", text(&base), "raw");
     let line = |format: &str| {
@@ -180,7 +180,10 @@ fn service_never_guesses_a_format() {
     };
     refused(
         place.vm(&line("qcow2")),
-        &["says that the backing file", "is raw, and the VM's file says qcow2"],
+        &[
+            "gives the backing file",
+            "the format raw, but the VM's file gives qcow2",
+        ],
     );
     serves(place.vm(&line("raw")));
 }
@@ -243,7 +246,7 @@ fn pin_adds_missing_lines() {
     let mut pin_again = again();
     pin_again.arg("--pin");
     let (code, said) = run(pin_again);
-    assert!(code == Some(0) && said.contains("nothing is to be added"), "{said}");
+    assert!(code == Some(0) && said.contains("there is nothing to add"), "{said}");
     assert_eq!(fs::read_to_string(&file).expect("is there"), now);
     // A format that no header names has to be added by the user.
     tool(
@@ -263,7 +266,7 @@ fn pin_adds_missing_lines() {
         ],
     );
     without_backing_format(&image);
-    refused(pin(), &["no header says the format", "format = \"?\""]);
+    refused(pin(), &["no header gives the format", "format = \"?\""]);
 }
 
 /// Removes the format of the backing file from a qcow2 image's header, by changing the type of its extension.
@@ -302,12 +305,12 @@ fn raw_image_has_no_other_files() {
     let lines = format!("image = \"{}\"\nformat = \"raw\"", text(&base));
     refused(
         place.vm(&format!("{lines}\ndata-file = \"/x\"")),
-        &["a raw image leads to no other file"],
+        &["a raw image refers to no other file"],
     );
     let backing = "backing = [{ image = \"/x\", format = \"raw\" }, { image = \"/y\", format = \"raw\" }]";
     refused(
         place.vm(&format!("{}\n{backing}", lines.replace("\"raw\"", "\"qcow2\""))),
-        &["/x is raw, and a raw image leads to no other file"],
+        &["/x is raw, and a raw image refers to no other file"],
     );
 }
 
@@ -328,7 +331,10 @@ fn check_makes_no_connections() {
     let mut check = place.vm(&format!("{lines}\n{line}"));
     check.arg("--check");
     let (code, said) = run(check);
-    assert!(code == Some(0) && said.contains("NBD servers are not asked"), "{said}");
+    assert!(
+        code == Some(0) && said.contains("NBD servers are not contacted"),
+        "{said}"
+    );
     assert!(listener.accept().is_err(), "nobody connected");
 }
 
@@ -366,14 +372,14 @@ fn command_line_follows_and_pins_chains() {
         &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)],
     );
     // The advice names the file that may be removed.
-    let advice = format!("remove {}, which the next start writes anew", text(&pin));
+    let advice = format!("remove {}, which the next start creates again", text(&pin));
     refused(
         command(&["--pin-chain", text(&pin)]),
         &[text(&other), text(&pin), "does not name", &advice],
     );
     refused(
         disk_serve(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
-        &["it is of", text(&image)],
+        &["it belongs to", text(&image)],
     );
     // The file of the chain is writable by others, or is invalid.
     fs::set_permissions(&pin, fs::Permissions::from_mode(0o666)).expect("is ours");
@@ -386,7 +392,7 @@ fn command_line_follows_and_pins_chains() {
     );
     refused(
         command(&["--pin-chain", text(place.images.path())]),
-        &["--pin-chain", "no regular file"],
+        &["--pin-chain", "not a regular file"],
     );
     refused(
         command(&["--pin-chain", text(&place.image("none/there"))]),
@@ -541,7 +547,7 @@ fn refusal_has_no_useless_advice() {
     for option in [None, Some("--check")] {
         let mut command = place.vm(&lines);
         command.args(option);
-        let said = refused(command, &["correct format in the VM's file"]);
+        let said = refused(command, &["correct the format in the VM's file"]);
         assert!(!said.contains("without format="), "{said}");
     }
     let link = place.image("link.raw");
@@ -607,9 +613,9 @@ fn root_distrusts_other_users_image() {
     let (code, said) = run(disk(&["resize", text(&image), "2M", "--trust-image"]));
     assert_eq!(code, Some(0), "{said}");
     let (code, said) = run(disk(&["check", text(&image)]));
-    assert!(code == Some(0) && said.contains("not looked at"), "{said}");
+    assert!(code == Some(0) && said.contains("not inspected"), "{said}");
     let (_, said) = run(disk(&["check", text(&image), "--trust-image"]));
-    assert!(!said.contains("not looked at"), "{said}");
+    assert!(!said.contains("not inspected"), "{said}");
 
     // The same holds if anybody could have written the header.
     std::os::unix::fs::chown(&image, Some(0), None).expect("we are root");
@@ -717,10 +723,10 @@ fn root_inspects_no_foreign_choice() {
         let (code, said) = info(&["--trust-image"]);
         assert!(code == Some(0) && said.contains("(raw): 1 MiB"), "{said}");
         let (code, said) = disk(&["check"], &[]);
-        assert!(code == Some(0) && said.contains("is not looked at"), "{said}");
+        assert!(code == Some(0) && said.contains("is not inspected"), "{said}");
         assert!(said.contains(why), "{said}");
         let (code, said) = disk(&["check"], &["--trust-image"]);
-        assert!(code == Some(0) && !said.contains("not looked at"), "{said}");
+        assert!(code == Some(0) && !said.contains("not inspected"), "{said}");
     }
 }
 

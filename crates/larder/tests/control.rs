@@ -238,9 +238,9 @@ fn text_output_matches_json() {
     assert_eq!(line("read-ahead"), "on, with up to 4 MiB of memory");
     assert_eq!(line("reads"), "256");
     let hits = served.prefetch().get("hits");
-    assert!(line("all in memory").starts_with(&format!("{hits} (")), "{said}");
+    assert!(line("hits").starts_with(&format!("{hits} (")), "{said}");
     assert!(line("wasted").starts_with("0 B ("), "{said}");
-    assert_eq!(line("streams so far"), "1 forward, 0 backward, 0 by steps");
+    assert_eq!(line("streams so far"), "1 forward, 0 backward, 0 strided");
     served.process.signal(libc::SIGTERM);
     served.process.wait(LIMIT).expect("it ends");
     assert!(served.process.output().contains(": read ahead "));
@@ -279,7 +279,7 @@ fn invalid_request_gets_explanation() {
     let served = Served::start(folder, &disk, &[]);
     for (arguments, status, part) in [
         (["http://localhost/", "--get"].as_slice(), "404 ", "there is /v1/disks"),
-        (&["http://localhost/v1/disk"], "404 ", "there is no /v1/disk here"),
+        (&["http://localhost/v1/disk"], "404 ", "there is no /v1/disk;"),
         (&["http://localhost/v1/disks", "--data", "x=1"], "405 ", "GET and HEAD"),
         (&["http://localhost/v1/disks", "-X", "DELETE"], "405 ", "GET and HEAD"),
         (&["http://localhost/v1/disks", "-H", "Host:"], "400 ", "Host"),
@@ -356,7 +356,7 @@ fn impossible_patch_is_refused_with_reason() {
             disk,
             "{\"prefetch\":{\"memory\":1}}",
             "400 ",
-            "prefetch: memory: give 512 KiB at least",
+            "prefetch: memory: give at least 512 KiB",
         ),
         (
             disk,
@@ -364,17 +364,17 @@ fn impossible_patch_is_refused_with_reason() {
             "400 ",
             "prefetch: ahead: give 4 KiB",
         ),
-        (disk, "[]", "400 ", "the body is to be JSON like {\"limits\":"),
+        (disk, "[]", "400 ", "the body must be JSON like {\"limits\":"),
         (
             disk,
             "{\"cache\":[\"wt\"]}",
             "400 ",
-            "the body is to be JSON like {\"limits\":",
+            "the body must be JSON like {\"limits\":",
         ),
-        (disk, "", "400 ", "the body is to be JSON like {\"limits\":"),
+        (disk, "", "400 ", "the body must be JSON like {\"limits\":"),
         (disk, &long, "400 ", "length limit"),
-        ("/v1/disks/1", "{}", "404 ", "there is no disk '1' here; there is 0"),
-        ("/v1/disks/0/", "{}", "404 ", "there is no /v1/disks/0/ here"),
+        ("/v1/disks/1", "{}", "404 ", "there is no disk '1'; the disks are: 0"),
+        ("/v1/disks/0/", "{}", "404 ", "there is no /v1/disks/0/;"),
     ] {
         let (head, answer) = patch(path, body);
         assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{path} {body}: {head}");
@@ -616,10 +616,7 @@ fn status_retries_closed_connection() {
         server.join().expect("ends");
         let server = scope.spawn(|| hangs_up(20));
         let (code, said) = status(&path, &[]);
-        assert!(
-            code == Some(2) && said.contains("it is busy with too many clients"),
-            "{said}"
-        );
+        assert!(code == Some(2) && said.contains("it has too many clients"), "{said}");
         server.join().expect("ends");
     });
 }
@@ -667,7 +664,7 @@ fn only_dead_servers_socket_is_replaced() {
         );
     };
     std::fs::write(&path, "mine").expect("writes");
-    refused("exists and is no socket");
+    refused("exists and is not a socket");
     assert_eq!(std::fs::read(&path).expect("is there"), b"mine");
     std::fs::remove_file(&path).expect("is there");
     let other = UnixListener::bind(&path).expect("binds");
@@ -694,10 +691,10 @@ fn wrong_socket_error_names_right_one() {
             missing.as_path(),
             "give the path that the server was given with --control",
         ),
-        (&dead, "nobody listens"),
-        (&disk, "is no socket"),
-        (&served.folder.path().join("n"), "no control socket of Larder"),
-        (Path::new("/dev/null"), "is no socket"),
+        (&dead, "no process listens"),
+        (&disk, "is not a socket"),
+        (&served.folder.path().join("n"), "not a control socket of Larder"),
+        (Path::new("/dev/null"), "is not a socket"),
     ] {
         let (code, said) = status(path, &[]);
         assert_eq!(code, Some(2), "{said}");

@@ -106,7 +106,7 @@ fn missing_permission_is_reported() {
     fs::set_permissions(&disk, Permissions::from_mode(0o666)).expect("chmod");
     let (code, said) = as_nobody(text(&folder.path().join("s")));
     assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("may not write to its folder"), "{said}");
+    assert!(said.contains("may not write to its directory"), "{said}");
 }
 
 /// A disk in use by QEMU is refused, and QEMU refuses a disk that Larder serves.
@@ -164,7 +164,7 @@ fn locks_exclude_qemu_both_ways() {
     refused(&arguments, &[&named, "pass --share"]);
     let said = refused(
         &[arguments.as_slice(), &["--share"]].concat(),
-        &[&named, "must let others use it too"],
+        &[&named, "must share it too"],
     );
     assert!(!said.contains("pass --share"), "it was given: {said}");
     // Two readers can share the disk.
@@ -180,15 +180,15 @@ fn unusable_socket_is_left_alone() {
     let at = |socket: &Path, words: &[&str]| refused(&[text(&disk), "--socket", text(socket)], words);
     let taken = sockets.path().join("taken");
     let _listener = UnixListener::bind(&taken).expect("listens");
-    at(&taken, &["taken", "another process listens"]);
+    at(&taken, &["in use", "another process listens"]);
     assert!(UnixStream::connect(&taken).is_ok(), "it still listens");
     at(&sockets.path().join("x".repeat(120)), &["bytes long", "107"]);
-    at(&sockets.path().join("no/such/folder"), &["folder does not exist"]);
+    at(&sockets.path().join("no/such/folder"), &["directory does not exist"]);
     let file = sockets.path().join("file");
     fs::write(&file, "mine").expect("a file");
-    at(&file, &["is no socket", "left alone"]);
+    at(&file, &["is not a socket", "not changed"]);
     assert_eq!(fs::read(&file).expect("is there"), b"mine");
-    at(sockets.path(), &["is no socket"]);
+    at(sockets.path(), &["is not a socket"]);
     // The error does not blame another process.
     let once = sockets.path().join("once");
     let again = sockets.path().join("./again/../once");
@@ -242,20 +242,23 @@ fn wrong_option_error_names_valid_values() {
     with(&["--poll-us", "99999999999999999999"], &["from 0 to 10000"]);
     with(&["--nbd-reconnect", "18446744073709551615"], &["--nbd-reconnect"]);
     with(&["--no-such-option"], &["--no-such-option"]);
-    with(&["--prefetch", "16TiB"], &["16TiB", "128 MiB at most"]);
+    with(&["--prefetch", "16TiB"], &["16TiB", "at most 128 MiB"]);
     with(&["--prefetch-ahead", "0"], &["--prefetch-ahead", "4 KiB to 128 MiB"]);
     with(
         &["--prefetch-largest-read", "0"],
         &["--prefetch-largest-read", "4 KiB to 128 MiB"],
     );
-    with(&["--share", "--prefetch", "8M"], &["--prefetch does not go with share"]);
+    with(
+        &["--share", "--prefetch", "8M"],
+        &["--prefetch cannot be combined with share"],
+    );
     with(
         &["--share", "--prefetch-ahead", "1M"],
-        &["--prefetch-ahead does not go with share"],
+        &["--prefetch-ahead cannot be combined with share"],
     );
     with(
         &["--prefetch", "off", "--prefetch-largest-read", "64k"],
-        &["--prefetch-largest-read does not go with prefetch off"],
+        &["--prefetch-largest-read has no effect with prefetch off"],
     );
     with(&["--throttle", "nonsense"], &["nonsense", "KEY=VALUE"]);
     with(&["--throttle", ""], &["no limit is given"]);
@@ -263,7 +266,7 @@ fn wrong_option_error_names_valid_values() {
         &["--throttle", "iops=1,iops-total=2"],
         &["iops-total has a value already"],
     );
-    with(&["--throttle", "iops-size=4096"], &["needs a limit on requests"]);
+    with(&["--throttle", "iops-size=4096"], &["together with a limit on requests"]);
     with(&["--throttle", "bps=1.5G"], &["bps=1.5G", "smaller unit"]);
     with(
         &["--throttle", "bps=99999999999999T"],
@@ -324,7 +327,10 @@ fn odd_size_is_reported_and_rounded() {
     fs::write(&disk, &bytes).expect("an image");
     {
         let server = serve(&disk, sockets.path(), &["--nbd", &uri]);
-        server.process.wait_for("no multiple of 512", LIMIT).expect("a warning");
+        server
+            .process
+            .wait_for("not a multiple of 512", LIMIT)
+            .expect("a warning");
         let said = server.process.output();
         assert!(said.contains("WARN") && said.contains("120 bytes larger"), "{said}");
         assert!(said.contains("goes through the page cache"), "{said}");
@@ -385,7 +391,7 @@ fn odd_export_size_is_reported() {
     let server = serve(Path::new(&uri), sockets.path(), &[]);
     let said = server.process.output();
     assert!(
-        said.contains("120 bytes larger") && said.contains("anything else there fail"),
+        said.contains("120 bytes larger") && said.contains("other data there fail"),
         "{said}"
     );
     let guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
@@ -431,18 +437,18 @@ fn unwritable_pidfile_leaves_nothing_behind() {
     };
     with(
         &sockets.path().join("no/such/pid"),
-        &["--pidfile", "its folder does not exist"],
+        &["--pidfile", "its directory does not exist"],
     );
-    with(sockets.path(), &["is no file", "left alone"]);
-    with(Path::new("/dev/null"), &["/dev/null", "left alone"]);
-    with(&disk, &[text(&disk), "no pid file", "left alone"]);
+    with(sockets.path(), &["is not a file", "not changed"]);
+    with(Path::new("/dev/null"), &["/dev/null", "not changed"]);
+    with(&disk, &[text(&disk), "not a pid file", "not changed"]);
     with(&socket, &["--socket and --pidfile are the same path"]);
     // Nothing is left behind either if the disk cannot be served.
     let pidfile = sockets.path().join("pid");
     fs::write(&socket, "mine").expect("a file");
     refused(
         &[text(&disk), "--socket", text(&socket), "--pidfile", text(&pidfile)],
-        &["is no socket"],
+        &["is not a socket"],
     );
     fs::remove_file(&socket).expect("is removed");
     assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
@@ -517,7 +523,7 @@ fn busy_nbd_server_is_reported() {
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
     refused(
         &[&uri, "--socket", "unused"],
-        &["there is no such socket", "see whether the server runs"],
+        &["there is no such socket", "check whether the server runs"],
     );
     // A listener that does not accept, like a server that already has its one client.
     let busy = UnixListener::bind(&socket).expect("listens");

@@ -69,7 +69,7 @@ fn keys_select_vms_and_disks() {
     // The name may be truncated.
     terminal.shows(&["larder top: ", "top-test-", "vm ", "aqu-sz"]);
     terminal.press("h");
-    terminal.shows(&["all disks   3 the chosen disk"]);
+    terminal.shows(&["all disks   3 the selected disk"]);
     terminal.press("h");
     terminal.press("2");
     terminal.shows(&["all disks", "vda"]);
@@ -111,5 +111,5 @@ fn keys_select_vms_and_disks() {
     let mut nowhere = Command::new(larder());
     nowhere.arg("top");
     let (code, said) = run(nowhere);
-    assert!(code == Some(2) && said.contains("no terminal"), "{said}");
+    assert!(code == Some(2) && said.contains("not a terminal"), "{said}");
 }

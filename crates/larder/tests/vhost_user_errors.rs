@@ -160,7 +160,7 @@ fn later_second_signal_abandons_requests() {
     server.process.signal(libc::SIGTERM);
     server.process.wait_for("stopping: ", LIMIT).expect("says so");
     let told = Instant::now();
-    while !server.process.output().contains("given up: ") {
+    while !server.process.output().contains("ended at once: ") {
         assert!(told.elapsed() < LIMIT, "it goes on: {}", server.process.output());
         server.process.signal(libc::SIGTERM);
         std::thread::sleep(Duration::from_millis(50));
@@ -174,7 +174,7 @@ fn silent_client_is_reported() {
     let disk = image(folder.path(), MIB);
     let server = serve(&disk, sockets.path(), &[]);
     let silent = UnixStream::connect(&server.socket).expect("connects");
-    let line = server.process.wait_for("says nothing", LIMIT).expect("says so");
+    let line = server.process.wait_for("sends nothing", LIMIT).expect("says so");
     assert!(line.contains(&format!(", pid {})", std::process::id())), "{line}");
     drop(silent);
     works(

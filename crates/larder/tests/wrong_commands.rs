@@ -31,11 +31,11 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "disk serve http://x/y --socket s",
-        "error: invalid value 'http://x/y' for '[IMAGE]': 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: fetch it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it\n\nFor more information, try '--help'.",
+        "error: invalid value 'http://x/y' for '[IMAGE]': 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: download it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it\n\nFor more information, try '--help'.",
     ),
     (
         "disk serve ok.raw --socket /nosuch/s",
-        "larder: cannot listen on /nosuch/s: No such file or directory (os error 2); its folder does not exist",
+        "larder: cannot listen on /nosuch/s: No such file or directory (os error 2); its directory does not exist",
     ),
     (
         "disk serve ok.raw --nbd http://x",
@@ -71,11 +71,11 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "disk serve ok.raw --socket s --prefetch 100k",
-        "error: invalid value '100k' for '--prefetch <SIZE|off>': give 512 KiB at least, or off\n\nFor more information, try '--help'.",
+        "error: invalid value '100k' for '--prefetch <SIZE|off>': give at least 512 KiB, or off\n\nFor more information, try '--help'.",
     ),
     (
         "disk serve ok.raw --socket s --cache ./c",
-        "larder: cache of ok.raw: ./c: there is no such file; to have it made, say how large (cache-size)",
+        "larder: cache of ok.raw: ./c: no such file; to create it, give its size (cache-size)",
     ),
     (
         "disk serve ok.raw --socket s --cache ./c --cache-size 12X",
@@ -83,20 +83,20 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "disk serve ok.raw --socket s --cache-mode wt",
-        "larder: --cache-mode says nothing without cache, the file or device that the cache is on; give that too",
+        "larder: --cache-mode has no effect without cache, the file or device of the cache; give that option too",
     ),
     (
         "disk resize ok.raw 512K",
-        "larder: ok.raw: it has 1 MiB (1048576 bytes), and shrinking it would throw away what is behind 512 KiB (524288 bytes): no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
+        "larder: ok.raw: it has 1 MiB (1048576 bytes), and shrinking it would discard the data past 512 KiB (524288 bytes): no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
     ),
-    ("disk cache info ok.raw", "larder: ok.raw: it is no cache of Larder's"),
+    ("disk cache info ok.raw", "larder: ok.raw: it is not a Larder cache"),
     (
         "status 0",
-        "larder: an interval of 0 s: give more than 0 s, and 86400 s at most",
+        "larder: an interval of 0 s: give more than 0 s, and at most 86400 s",
     ),
     (
         "status web soon",
-        "larder: 'soon' is no interval in seconds, as 1 or 0.5 is",
+        "larder: 'soon' is not an interval in seconds, such as 1 or 0.5",
     ),
     (
         "vm ./nosuch.toml",
@@ -118,18 +118,18 @@ const WRONG: [(&str, &str); 51] = [
         "memory attach --pid 1 --qmp x --budget 1G",
         "error: the argument '--pid <PID>' cannot be used with '--qmp <PATH>'\n\nUsage: larder memory attach --pid <PID> --budget <SIZE>\n\nFor more information, try '--help'.",
     ),
-    ("memory attach --pid 0 --budget 1G", "larder: --pid: no PID"),
+    ("memory attach --pid 0 --budget 1G", "larder: --pid: not a PID"),
     (
         "memory attach --pid 99999999 --budget 1G",
-        "larder: there is no process 99999999: is the PID of another namespace (a container's), or has it ended?",
+        "larder: there is no process 99999999: is the PID from another namespace (a container), or has the process ended?",
     ),
     (
         "memory attach --qmp ok.raw --budget 1G",
-        "larder: ok.raw is no UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off",
+        "larder: ok.raw is not a UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off",
     ),
     (
         "memory attach --qmp ./nosuch --budget 1G",
-        "larder: ./nosuch: No such file or directory (os error 2): it is the path given to QEMU with -qmp unix:PATH,server=on,wait=off",
+        "larder: ./nosuch: No such file or directory (os error 2): give the path that QEMU has with -qmp unix:PATH,server=on,wait=off",
     ),
     (
         "memory status --control ./nosuch",
@@ -137,7 +137,7 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "memory detach --control ok.raw",
-        "larder: ok.raw is no socket; give the path that the server was given with --control",
+        "larder: ok.raw is not a socket; give the path that the server was given with --control",
     ),
     (
         "memory status",
@@ -153,7 +153,7 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "memory status .web",
-        "larder: '.web' is no name of a VM: letters, digits, '.', '_' and '-' make one, and it does not begin with '.' or '-'; a path has a '/' in it, as in ./.web",
+        "larder: '.web' is not a valid name of a VM: a name consists of letters, digits, '.', '_' and '-', and does not begin with '.' or '-'; a path contains a '/', as in ./.web",
     ),
     (
         "memory detach ./nosuch",
@@ -205,7 +205,7 @@ const WRONG: [(&str, &str); 51] = [
     ),
     (
         "run -- ./other",
-        "larder: ./other --version does not name QEMU's version ('other 9.1'); behind -- comes the QEMU program",
+        "larder: ./other --version does not print QEMU's version ('other 9.1'); give the QEMU program after --",
     ),
 ];
 

@@ -41,7 +41,7 @@ impl WouldFit {
                 "fits only at a stall above the accepted one"
             }
             Fit::OnlyOvercommitted => "fits only with over-commit",
-            Fit::CannotTell => "cannot be told",
+            Fit::CannotTell => "cannot be determined",
         };
         Self {
             size: bytes,
@@ -59,7 +59,7 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
     let given = format!("{capacity}, and VMs were given {}", size(room.committed));
     let stalls = room.stall.filter(|stall| *stall > policy.stall).map(|stall| {
         format!(
-            "{} of the time is waited for memory already, more than the {} that are accepted",
+            "tasks already wait for memory {} of the time, more than the {} that are accepted",
             percent(stall),
             percent(policy.stall)
         )
@@ -76,13 +76,13 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
         if !is_given {
             let most = size((room.capacity as f64 * policy.overcommit) as u64);
             let over = format!(
-                "{given}; more than {most} in all is not given ({})",
+                "{given}; all VMs together may be given at most {most} ({})",
                 percent(policy.overcommit)
             );
             return (Fit::DoesNotFit, over);
         }
         let sum = format!(
-            "{given}; active are {} at most, and {} more would be {like}, of {} that may be",
+            "{given}; at most {} are active, and {} more would be {like}, of {} that are allowed",
             size(room.active.saturating_add(room.others)),
             size(active),
             size((room.capacity as f64 * policy.active_share) as u64)
@@ -95,7 +95,7 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
         }
         let why = match (stalls, room.stall) {
             (Some(stalls), _) => format!("{sum}; {stalls}"),
-            (None, Some(stall)) => format!("{sum}; {} of the time is waited for memory", percent(stall)),
+            (None, Some(stall)) => format!("{sum}; tasks wait for memory {} of the time", percent(stall)),
             (None, None) => format!("{sum}; how long VMs wait for memory is not measured"),
         };
         return (Fit::OnlyOvercommitted, format!("{why}{}", nowhere(measured)));
@@ -114,7 +114,7 @@ fn unknown(measured: &Measured, room: &Room, given: &str) -> Option<String> {
     if !room.unknown.is_empty() {
         let vms = room.unknown.join(", ");
         return Some(format!(
-            "{given} at least, but of {vms} it is not known what was given, or is in memory"
+            "{given} at least, but the given or the resident memory of {vms} is unknown"
         ));
     }
     let silent = measured.silent.join(", ");
@@ -127,7 +127,7 @@ fn nowhere(measured: &Measured) -> &'static str {
     match has_swap || measured.vms.iter().any(|vm| vm.managed.is_some()) {
         true => "",
         false => {
-            "; but there is nowhere for memory that is not active: the host has no swap, and no VM a budget (larder memory \
+            "; but there is nowhere for memory that is not active: the host has no swap, and no VM has a budget (larder memory \
              attach)"
         }
     }
@@ -205,7 +205,7 @@ mod tests {
         };
         let unsized_vm = Vm { ram: None, ..vm(0, 70) };
         assert_eq!(fit(1, &host(vec![unread.clone()])).0, Fit::CannotTell);
-        assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) it is not known"));
+        assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) is unknown"));
         assert_eq!(fit(1, &host(vec![unsized_vm.clone()])).0, Fit::CannotTell);
         assert_eq!(fit(30, &host(vec![unsized_vm])).0, Fit::DoesNotFit);
     }
@@ -231,8 +231,8 @@ mod tests {
         assert_eq!(
             fit(60, &measured).1,
             "a VM of 60 GiB: fits only with over-commit: the host has 100 GiB for VMs, without a reserve of 1 GiB; others use \
-             1 GiB of it, and VMs were given 40 GiB; active are 9 GiB at most, and 12 GiB more would be if it is used like \
-             the others (20 %), of 80 GiB that may be; 0 % of the time is waited for memory"
+             1 GiB of it, and VMs were given 40 GiB; at most 9 GiB are active, and 12 GiB more would be if it is used like \
+             the others (20 %), of 80 GiB that are allowed; tasks wait for memory 0 % of the time"
         );
     }
 }

@@ -17,7 +17,7 @@ pub(super) fn findings(measured: &Measured, policy: &Policy, room: &Room) -> Vec
             Level::Advice,
             "kernel-swaps-in",
             format!(
-                "the kernel swaps {} a second back in, of {} that it has swapped out: memory is short already",
+                "the kernel swaps in {} per second, of {} that it has swapped out: memory is already short",
                 size(rate as u64),
                 size(measured.host.swap_used)
             ),
@@ -65,30 +65,30 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
     let how = match unmanaged {
         0 => String::new(),
         _ => format!(
-            " (of {} all that is in memory is counted, as nothing tells what of it is active)",
+            " (for {}, all resident memory counts, because the active part is unknown)",
             count(unmanaged, "VM")
         ),
     };
     let facts = format!(
-        "VMs and others have {} active at most{how}, {} of what there is",
+        "VMs and others have at most {} active{how}, {} of the host's memory",
         size(room.active.saturating_add(room.others)),
         percent(room.active.saturating_add(room.others) as f64 / room.capacity.max(1) as f64)
     );
     let target = percent(policy.active_share);
     let Some(stall) = room.stall else {
-        let text = format!("{facts}; how long VMs wait for memory is not measured, so nothing is said of over-commit");
+        let text = format!("{facts}; how long VMs wait for memory is not measured, so over-commit is not judged");
         return host(Level::Unknown, "stall-not-measured", text);
     };
     if stall > policy.stall {
         let text = format!(
-            "{facts}, and {} of the time is waited for memory, more than the {} that are accepted: no more VMs",
+            "{facts}, and tasks wait for memory {} of the time, more than the {} that are accepted: no more VMs",
             percent(stall),
             percent(policy.stall)
         );
         return host(Level::Warning, "stall-too-high", text);
     }
     let waits = format!(
-        "{} of the time is waited for memory ({} accepted)",
+        "tasks wait for memory {} of the time ({} accepted)",
         percent(stall),
         percent(policy.stall)
     );
@@ -106,7 +106,7 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
         _ => host(
             Level::Unknown,
             "no-typical-vm",
-            format!("{facts}, and {waits}: of no VM is known what it was given and has"),
+            format!("{facts}, and {waits}: the given and the resident memory are known of no VM"),
         ),
     }
 }
@@ -120,7 +120,7 @@ fn by_cpus(measured: &Measured, room: &Room) -> Option<Finding> {
             Level::Warning,
             "cpus-short",
             format!(
-                "{facts}, and vCPUs were ready but had none {} of the time on average: no more VMs",
+                "{facts}, and vCPUs were ready but had no CPU {} of the time on average: no more VMs",
                 percent(ready)
             ),
         ),

@@ -20,7 +20,7 @@ pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
             Level::Unknown,
             "window-too-short",
             format!(
-                "{} are too short to say how many vCPUs a VM needs: look for {WINDOW_SECONDS_MIN} s or longer (--for)",
+                "{} are too short to judge how many vCPUs a VM needs: observe for {WINDOW_SECONDS_MIN} s or longer (--for)",
                 time(measured.window_seconds)
             ),
         ));
@@ -116,7 +116,7 @@ fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
 fn remedy(host: &Host) -> String {
     let what = match host.cpu_busy {
         Some(busy) if busy < CPU_TARGET => {
-            "there are CPUs with time to spare, so look what keeps it from them: pinning, cpusets or quotas"
+            "there are CPUs with time to spare, so check what keeps it from them: pinning, cpusets or quotas"
         }
         _ => "more vCPUs would make it worse, fewer VMs or vCPUs on this host would help",
     };
@@ -136,7 +136,7 @@ fn after(part: String) -> String {
 
 fn host_text(host: &Host) -> String {
     let stolen = match host.cpu_stolen {
-        Some(stolen) if stolen >= 0.005 => format!(", of that {} taken by the hypervisor below", percent(stolen)),
+        Some(stolen) if stolen >= 0.005 => format!(", {} of it taken by the hypervisor below", percent(stolen)),
         _ => String::new(),
     };
     match (host.cpus, host.cpu_busy) {
@@ -168,13 +168,13 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
     let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
     if (enough as f64) <= ram as f64 * (1.0 - RAM_GAIN_MIN) {
         let text = format!(
-            "{facts}, which is all that it has touched and not given back: {} would do, {} of it used",
+            "{facts}, which is all memory that it has touched and not returned: {} would be enough, {} of it used",
             size(enough),
             percent(touched as f64 / enough as f64)
         );
         return finding(Level::Advice, "memory-too-large", text);
     }
-    let text = format!("{facts}: at most that is active");
+    let text = format!("{facts}: at most that much is active");
     finding(Level::Fine, "memory-touched", text)
 }
 
@@ -182,7 +182,7 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
 fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
     let finding = |level, code, text| Finding::of(vm, Practice::RightSize, level, code, text);
     let facts = format!(
-        "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for pages that had gone (faults: {}, of \
+        "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for evicted pages (faults: {}, of \
          them refaults {})",
         size(managed.budget),
         size(managed.size),
@@ -195,7 +195,7 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
         return finding(
             Level::Warning,
             "budget-not-kept",
-            format!("{facts}; the budget is not kept: {problem}"),
+            format!("{facts}; the budget is exceeded: {problem}"),
         );
     }
     if managed.stall > policy.stall {
@@ -232,7 +232,7 @@ fn larger(managed: &Managed, policy: &Policy) -> String {
     });
     let enough = match would_do {
         Some(at) => format!("; about {} would do", size(at.budget)),
-        None => "; what it uses is more than can be seen with this one".to_owned(),
+        None => "; its working set is larger than this budget can show".to_owned(),
     };
     match next.is_empty() {
         true => String::new(),
@@ -360,7 +360,7 @@ mod tests {
         let waits = "its 4 vCPUs ran for 20 % of the time, and for 34 % of the time were ready but had no CPU (ready time: CPU 3/KVM most, \
                      34 %); the host's 8 CPUs are busy to ";
         let spare =
-            "50 %: there are CPUs with time to spare, so look what keeps it from them: pinning, cpusets or quotas";
+            "50 %: there are CPUs with time to spare, so check what keeps it from them: pinning, cpusets or quotas";
         assert_eq!(all[0].text, format!("{waits}{spare}"));
         let mut full = measured(10.0, vm(0.2, 0.3, 0.34));
         full.host.cpu_busy = Some(0.97);
@@ -441,7 +441,7 @@ mod tests {
             ..Managed::default()
         };
         let text = |curve| of_budget(&Vm::default(), &managed(curve), &Policy::default()).text;
-        let facts = "with a budget of 1 GiB for 4 GiB (1 GiB used) its vCPUs waited 20 % of the time for pages that had gone \
+        let facts = "with a budget of 1 GiB for 4 GiB (1 GiB used) its vCPUs waited 20 % of the time for evicted pages \
                      (faults: 100/s, of them refaults 80/s), more than the 5.0 % that are accepted: give it a larger \
                      budget";
         assert_eq!(text(Vec::new()), facts);
@@ -462,7 +462,7 @@ mod tests {
         );
         assert!(
             text(vec![at(1.0, 100.0), at(2.0, 90.0)])
-                .ends_with("; what it uses is more than can be seen with this one")
+                .ends_with("; its working set is larger than this budget can show")
         );
     }
 

@@ -374,8 +374,8 @@ pub(super) mod tests {
             [
                 "the host has 100 GiB for VMs, without a reserve of 1 GiB; others use 1 GiB of it, and VMs were given 40 \
                  GiB: without over-commit 5 more VMs of 10 GiB fit, 59 GiB are left",
-                "VMs and others have 9 GiB active at most (of 4 VMs all that is in memory is counted, as nothing tells what \
-                 of it is active), 9.0 % of what there is, and 0 % of the time is waited for memory (5.0 % accepted): up to \
+                "VMs and others have at most 9 GiB active (for 4 VMs, all resident memory counts, because the active part \
+                 is unknown), 9.0 % of the host's memory, and tasks wait for memory 0 % of the time (5.0 % accepted): up to \
                  80 %, and 150 % given in all, 10 more VMs such as these fit by memory (10 GiB, 2 GiB active)",
             ]
         );

@@ -36,18 +36,22 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
         .iter()
         .max_by(|one, other| one.await_seconds.total_cmp(&other.await_seconds))
     else {
-        let text = "it did nothing with a disk that can be seen here".to_owned();
+        let text = "no activity of it on a disk is visible here".to_owned();
         return finding(Level::Unknown, "no-disk-seen", text);
     };
     let facts = facts(slowest);
     if slowest.await_seconds <= policy.latency_seconds {
-        return finding(Level::Fine, "disk-fine", format!("{facts}: it is not the disk"));
+        return finding(
+            Level::Fine,
+            "disk-fine",
+            format!("{facts}: the disk is not the bottleneck"),
+        );
     }
     let limit = time(policy.latency_seconds);
     let stall = stall(slowest, vm, measured);
     let waits = match stall {
         Some((share, whose)) => format!("{whose} {} of the time", percent(share)),
-        None => "how long is waited for disks is not measured".to_owned(),
+        None => "how long tasks wait for a disk is not measured".to_owned(),
     };
     let (Some(ready), Some((share, _))) = (vm.worst_vcpu().map(|vcpu| vcpu.ready), stall) else {
         let text = format!("{facts}, more than {limit}; {waits}");
@@ -61,11 +65,11 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
         return finding(Level::Warning, "disk-and-cpus", text);
     }
     if share < IO_STALL_LOW {
-        let text = format!("{facts}, more than {limit}, but {waits}: little waits for it");
+        let text = format!("{facts}, more than {limit}, but {waits}: tasks seldom wait for it");
         return finding(Level::Advice, "disk-slow", text);
     }
     let text = format!(
-        "{facts}, more than {limit}, and {waits}, while no vCPU waited for a CPU more than {} of it: what looks like a want of \
+        "{facts}, more than {limit}, and {waits}, while no vCPU waited for a CPU more than {} of it: what looks like a lack of \
          CPUs or memory is the disk",
         percent(ready)
     );
@@ -109,7 +113,7 @@ fn facts(disk: &Disk<'_>) -> String {
         false => format!("{}, on which it has files,", disk.name),
     };
     let limits = match disk.limits {
-        Some(limits) => format!(" (with what its limits make them wait: {limits})"),
+        Some(limits) => format!(" (including the delay by its limits: {limits})"),
         None => String::new(),
     };
     format!(
@@ -125,7 +129,7 @@ fn facts(disk: &Disk<'_>) -> String {
 fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static str)> {
     let served = disk
         .is_served
-        .then_some((disk.utilization, "a request to it was under way"));
+        .then_some((disk.utilization, "a request to it was in flight"));
     let memory = vm
         .managed
         .as_ref()
@@ -143,7 +147,7 @@ fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
     let managed = vm.managed.as_ref()?;
     let took = managed.disk_fault_seconds?;
     let facts = format!(
-        "a page of its memory that is on a disk takes {} to come back",
+        "a page of its memory that is on a disk takes {} to be paged in",
         time(took)
     );
     let waits = format!("it waits {} of the time for its memory", percent(managed.stall));
@@ -151,7 +155,7 @@ fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
         (true, true) => (
             Level::Warning,
             "swap-disguised",
-            format!("{facts}, and {waits}: what looks like a want of memory is the disk of its swap cache"),
+            format!("{facts}, and {waits}: what looks like a lack of memory is the disk of its swap cache"),
         ),
         (true, false) => (Level::Advice, "swap-slow", format!("{facts}; {waits}")),
         (false, _) => (Level::Fine, "swap-fine", format!("{facts}; {waits}")),
@@ -259,8 +263,8 @@ mod tests {
         assert_eq!(
             judged(vm(0.004, 0.045, 0.97), Host::default())[0].1,
             "its disk vda took 45 ms for each of 50 requests/s and was busy 97 % of the time, more than 20 ms, and a request \
-             to it was under way 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
-             a want of CPUs or memory is the disk"
+             to it was in flight 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
+             a lack of CPUs or memory is the disk"
         );
     }
 

@@ -80,7 +80,7 @@ impl Procfs {
         let first = text.lines().find_map(|line| line.strip_prefix("cpu "));
         let wrong = |what: &str| unknown(self.path("stat"), what);
         let ticks: Vec<u64> = first
-            .ok_or_else(|| wrong("no line of all CPUs"))?
+            .ok_or_else(|| wrong("no line for all CPUs"))?
             .split_whitespace()
             .map_while(|word| word.parse().ok())
             .collect();
@@ -101,7 +101,7 @@ impl Procfs {
     pub(crate) fn memory(&self) -> Read<Memory> {
         let text = self.text("meminfo")?;
         let of = |name: &str| {
-            kib_of(&text, name).ok_or_else(|| unknown(self.path("meminfo"), &format!("it says nothing of {name}")))
+            kib_of(&text, name).ok_or_else(|| unknown(self.path("meminfo"), &format!("{name} is missing")))
         };
         Ok(Memory {
             total: of("MemTotal")?,
@@ -133,7 +133,7 @@ impl Procfs {
         let pages = text.lines().find_map(|line| line.strip_prefix("pswpin "));
         pages
             .and_then(|pages| pages.trim().parse().ok())
-            .ok_or_else(|| unknown(self.path("vmstat"), "it says nothing of pswpin"))
+            .ok_or_else(|| unknown(self.path("vmstat"), "pswpin is missing"))
     }
 
     pub(crate) fn devices(&self) -> Read<BTreeMap<DeviceNumber, DeviceCounts>> {
@@ -247,15 +247,15 @@ mod tests {
         );
         assert_eq!(
             why(procfs.pressure(Resource::Io).unwrap_err()),
-            "/proc/pressure/io is not understood: no total of `some`"
+            "/proc/pressure/io cannot be parsed: no total of `some`"
         );
         assert_eq!(
             why(procfs.cpu_times().unwrap_err()),
-            "/proc/stat is not understood: no line of all CPUs"
+            "/proc/stat cannot be parsed: no line for all CPUs"
         );
         assert_eq!(
             why(procfs.memory().unwrap_err()),
-            "/proc/meminfo is not understood: it says nothing of MemAvailable"
+            "/proc/meminfo cannot be parsed: MemAvailable is missing"
         );
     }
 }

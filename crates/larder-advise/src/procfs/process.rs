@@ -60,7 +60,7 @@ impl Procfs {
             return Err(Unread::Gone);
         }
         let started = behind.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok());
-        let started = started.ok_or_else(|| unknown(folder.join("stat"), "when it was started"))?;
+        let started = started.ok_or_else(|| unknown(folder.join("stat"), "the start time"))?;
         Ok(ProcessId { pid, started })
     }
 
@@ -144,8 +144,7 @@ impl Procfs {
             });
         }
         let text = self.text_of(&folder, "status")?;
-        let resident =
-            kib_of(&text, "VmRSS").ok_or_else(|| unknown(folder.join("status"), "it says nothing of VmRSS"))?;
+        let resident = kib_of(&text, "VmRSS").ok_or_else(|| unknown(folder.join("status"), "VmRSS is missing"))?;
         Ok(Footprint {
             resident: resident.saturating_add(kib_of(&text, "HugetlbPages").unwrap_or_default()),
             proportional: None,
@@ -236,7 +235,7 @@ mod tests {
         assert_eq!(fixture.procfs.name(7).as_deref(), Ok("a\nb\u{fffd}"));
         assert_eq!(
             fixture.words(fixture.procfs.id(7).unwrap_err()),
-            "/proc/7/stat is not understood: when it was started"
+            "/proc/7/stat cannot be parsed: the start time"
         );
     }
 

@@ -46,7 +46,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         "Random reads of 4 KiB, a disk of 256 MiB, all of it in the cache, lines of {}; files in tmpfs; {} rounds of {} s\n",
         arguments.line, arguments.rounds, arguments.seconds
     );
-    println!("| depth | the file, IOPS | hits, IOPS | hits / file | CPU of the file, us | CPU of a hit, us |");
+    println!("| depth | direct reads, IOPS | hits, IOPS | hits / direct | CPU per direct read, us | CPU per hit, us |");
     println!("|{}", " --- |".repeat(6));
     for (depth, [direct, cached]) in DEPTHS.iter().zip(&series) {
         println!(
@@ -104,7 +104,11 @@ fn measure(arguments: &Arguments, series: &mut Rows) -> anyhow::Result<()> {
             sum.requests += outcome.requests;
             sum.elapsed += outcome.elapsed;
             let missed = self::misses(larder, reader)? - misses;
-            ensure!(missed == 0, "{missed} of {} reads were no hits", outcome.requests);
+            ensure!(
+                missed == 0,
+                "{missed} of {} reads were not cache hits",
+                outcome.requests
+            );
         }
         for (series, (outcome, used)) in row.iter_mut().zip(sums) {
             series.push(outcome, used);
@@ -130,7 +134,7 @@ fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
     let of = |name: &str| {
         cache[name]
             .as_u64()
-            .with_context(|| format!("no {name} of a cache in {status}"))
+            .with_context(|| format!("no cache counter {name} in {status}"))
     };
     Ok(of("misses")? + of("partial_hits")?)
 }
@@ -154,5 +158,5 @@ fn warm(larder: &Larder) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    anyhow::bail!("the cache does not take the whole disk")
+    anyhow::bail!("the cache does not hold the whole disk")
 }

@@ -73,7 +73,7 @@ impl Vm {
         let cache = &answer["disks"][0]["cache"];
         let of = |name: &str| {
             let value = cache[name].as_u64();
-            value.with_context(|| format!("larder status tells no {name} of the cache: {answer}"))
+            value.with_context(|| format!("larder status reports no {name} of the cache: {answer}"))
         };
         Ok(Told {
             hits: of("hits")?,
@@ -102,13 +102,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut client = Client::connect_with(hot.larder.socket(), false, WARM_DEPTH * BLOCK as usize)?;
     warm_up(&hot, &mut client)?;
     println!(
-        "One VM reads {} MiB at random, 4 KiB at a time; others read their disks of {} MiB. Each has a cache of {} MiB.\n",
+        "One VM reads {} MiB at random, 4 KiB at a time; other VMs scan their disks of {} MiB. Each VM has a cache of {} MiB.\n",
         HOT >> 20,
         DISK >> 20,
         CACHE >> 20
     );
     println!(
-        "| others that read | hits, % | cached, MiB | lines that left | reads a second | median, us | 99 %, us | others, MiB/s | they have cached, MiB | their lines that left |"
+        "| scanning VMs | hits, % | cached, MiB | evicted lines | reads/s | median, us | P99, us | scans, MiB/s | scanners' cached, MiB | scanners' evicted lines |"
     );
     println!("|{}", " --- |".repeat(10));
     let mut random = Random::default();
@@ -172,10 +172,7 @@ fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    ensure!(
-        vm.told()?.bytes >= HOT,
-        "the cache does not take what is read all the time"
-    );
+    ensure!(vm.told()?.bytes >= HOT, "the cache does not hold the working set");
     Ok(())
 }
 
@@ -200,7 +197,7 @@ fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random
         let replayed = client.replay(&mut reads, 1, BLOCK as usize);
         stop.store(true, Ordering::Relaxed);
         for scan in scans {
-            scan.join().ok().context("a scan has panicked")??;
+            scan.join().ok().context("a scanning thread panicked")??;
         }
         Ok(Seen {
             reads: replayed?.latencies,

@@ -105,7 +105,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 fn drives(programs: Programs) {
-    println!("4 KiB at random.\n");
+    println!("Random requests of 4 KiB.\n");
     println!("| drive | | published | model | ratio |");
     println!("|{}", " --- |".repeat(5));
     for drive in sheets::ALL {

@@ -12,8 +12,8 @@ pub(super) fn run(arguments: &Arguments) {
     let vms = arguments.vms.iter().copied().max().unwrap_or(0);
     let disk = arguments.disk << 20;
     println!(
-        "{vms} VMs, {} % hits, reads, average and 80th percentile, us; in brackets the average of writes. By what a read \
-         does to a program of the TLC (rows) and of the QLC.\n",
+        "{vms} VMs, {} % hits, reads, average and 80th percentile, us; in brackets the average of writes. By the effect of a read \
+         on a program of the TLC (rows) and of the QLC (columns).\n",
         arguments.hits
     );
     print!("| | TLC |");

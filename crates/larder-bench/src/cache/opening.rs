@@ -67,9 +67,9 @@ const FILL: u8 = 1;
 /// Measures the memory of caches of the given sizes, in GiB.
 pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
     let place = Place::new(&arguments.folder)?;
-    println!("Memory of a server with a cache that is 99 % full, over that of one without a cache.\n");
+    println!("Memory of a server with a cache that is 99 % full, in addition to that of a server without a cache.\n");
     println!(
-        "| cache, GiB | of it data, % | lines | filled in, s | memory, MiB | at most while loading, MiB | bytes a line |"
+        "| cache, GiB | data share, % | lines | fill time, s | memory, MiB | peak while loading, MiB | bytes per line |"
     );
     println!("|{}", " --- |".repeat(7));
     for &gib in &arguments.caches {
@@ -98,9 +98,11 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     let gib = arguments.caches.iter().copied().max().unwrap_or(1);
     let drives = Drives::start(&place, gib * GIB)?;
     let filled = drives.make_and_fill(&place)?;
-    println!("A cache of {gib} GiB, 99 % full, as its server starts; reads of 4 KiB that it has, one at a time.\n");
     println!(
-        "| it was | listens, ms | first read, ms | all loaded, ms | reads meanwhile | their median, us | 99 %, us | longest, us |"
+        "A cache of {gib} GiB, 99 % full, while its server starts; reads of cached 4 KiB blocks, one at a time.\n"
+    );
+    println!(
+        "| server was | listens after, ms | first read after, ms | all loaded after, ms | reads until then | median, us | P99, us | longest, us |"
     );
     println!("|{}", " --- |".repeat(8));
     let mut curves = Vec::new();
@@ -115,8 +117,8 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     let killed = opened(&drives, &place, filled.bytes)?;
     killed.print("killed");
     curves.push(("killed", killed.curve));
-    println!("\nIt was killed after {} writes at random.\n", written.requests);
-    println!("Of its lines in use, %, by milliseconds from the start of the server:\n");
+    println!("\nThe server was killed after {} random writes.\n", written.requests);
+    println!("Usable share of the lines, %, by milliseconds since the start of the server:\n");
     for (name, curve) in curves {
         let step = curve.len().div_ceil(12).max(1);
         let points = curve.iter().step_by(step).chain(curve.last());
@@ -194,7 +196,7 @@ fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> 
         while !stop.load(Ordering::Relaxed) {
             reads.extend(read(READS_AT_ONCE)?);
         }
-        let (curve, memory_max) = watching.join().ok().context("the watch has panicked")??;
+        let (curve, memory_max) = watching.join().ok().context("the polling thread panicked")??;
         reads.sort_unstable();
         Ok(Opened {
             listens,
@@ -223,7 +225,11 @@ fn watch(larder: &Larder, bytes: u64, begin: Instant) -> anyhow::Result<(Vec<(Du
         if share >= 0.999 {
             return Ok((curve, memory_max));
         }
-        ensure!(begin.elapsed() < LOADED_MAX, "only {:.1} % was loaded", share * 100.0);
+        ensure!(
+            begin.elapsed() < LOADED_MAX,
+            "only {:.1} % of the cache was loaded in time",
+            share * 100.0
+        );
         std::thread::sleep(ASKED_EVERY);
     }
 }
@@ -236,7 +242,7 @@ fn loaded(larder: &Larder, bytes: u64) -> anyhow::Result<()> {
 fn occupancy(larder: &Larder) -> anyhow::Result<u64> {
     let status = larder.status()?;
     let occupancy = status["disks"][0]["cache"]["occupancy"].as_u64();
-    occupancy.with_context(|| format!("larder status tells nothing of the cache: {status}"))
+    occupancy.with_context(|| format!("larder status does not report the cache: {status}"))
 }
 
 /// Result of filling a cache.
@@ -269,7 +275,7 @@ impl Drives {
         let serve = move || {
             if let Err(error) = serve(size, listeners, taken) {
                 // The clients fail too: they wait for the connection and report that.
-                eprintln!("the drives: {error:#}");
+                eprintln!("the drives' thread failed: {error:#}");
             }
         };
         Ok(Self {
@@ -307,9 +313,9 @@ impl Drives {
         };
         drop(larder);
         let capacity = status["disks"][0]["cache"]["capacity"].as_u64();
-        let capacity = capacity.with_context(|| format!("larder status tells nothing of the cache: {status}"))?;
+        let capacity = capacity.with_context(|| format!("larder status does not report the cache: {status}"))?;
         let begin = Instant::now();
-        let mut orders = self.orders.as_ref().context("the drives have gone")?;
+        let mut orders = self.orders.as_ref().context("the drives' thread has ended")?;
         orders.write_all(&[FILL])?;
         let mut answer = [0; 8];
         orders.read_exact(&mut answer).context("the cache was not filled")?;

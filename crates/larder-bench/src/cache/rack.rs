@@ -85,7 +85,7 @@ impl Rack {
         let serve = move || match serve(&bays, listeners, &stopped, dilation, &switches) {
             Ok(()) => {}
             // The clients fail too: they wait for the connection and report that.
-            Err(error) => eprintln!("the drives: {error:#}"),
+            Err(error) => eprintln!("the simulated drives failed: {error:#}"),
         };
         Ok(Self {
             uris,

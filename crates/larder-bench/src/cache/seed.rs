@@ -179,11 +179,11 @@ fn measure(arguments: &Arguments, place: &Place, contender: Contender) -> anyhow
         let before = hits_of()?;
         vms.read_all(pass)?;
         let hits = hits_of()?.since(before);
-        println!("Warming, pass {}: {:.1} % hits.", pass + 1, hits.ratio() * 100.0);
+        println!("Warm-up pass {}: {:.1} % hits.", pass + 1, hits.ratio() * 100.0);
     }
     let bare = Latency::measured(&vms.run(1, 0.0, BARE_SECONDS)?, 1.0);
     println!(
-        "{}: with drives that answer at once a read of one VM takes {:.0} us by this machine's clock, {:.2} us by the \
+        "{}: with drives without latency, a read by one VM takes {:.0} us by this machine's clock, {:.2} us by the \
          drives'.",
         contender.name(),
         bare.mean,
@@ -228,7 +228,7 @@ fn measure(arguments: &Arguments, place: &Place, contender: Contender) -> anyhow
 fn print(lines: &[Vec<Point>]) {
     let [tlc, qlc, cached] = lines else { return };
     println!(
-        "\nReads, us of the drives' time: average and 80th percentile, each over what the models give by themselves.\n"
+        "\nReads, us of the drives' time: average and 80th percentile, each with its ratio to the models alone.\n"
     );
     println!("| VMs | TLC | QLC | QLC, cached | gain, average | gain, P80 |");
     println!("|{}", " --- |".repeat(6));
@@ -253,10 +253,10 @@ fn print(lines: &[Vec<Point>]) {
         );
     }
     println!(
-        "\nThe cache, and what the machine adds: us of the drives' time by which answers were late, processors of the servers.\n"
+        "\nThe cache, and the overhead of this machine: lateness of answers in us of the drives' time, and processors used by the servers.\n"
     );
     println!(
-        "| VMs | hits, % | misses brought in, % | writes to Optane a request | late, us: TLC, QLC, cached | processors |"
+        "| VMs | hits, % | misses filled, % | writes to Optane per request | lateness, us: TLC, QLC, cached | processors |"
     );
     println!("|{}", " --- |".repeat(6));
     for ((tlc, qlc), cached) in tlc.iter().zip(qlc).zip(cached) {

@@ -235,19 +235,19 @@ pub(super) fn calibrated(drive: &Drive) -> Vec<Calibrated> {
             model: mean_us(&with(1, 10).writes),
         },
         Calibrated {
-            what: "reads a second",
+            what: "reads per second",
             published: sheet.read_iops,
             model: with(sheet.depth, 0).iops,
         },
         Calibrated {
-            what: "writes a second",
+            what: "writes per second",
             published: sheet.write_iops,
             model: with(sheet.depth, 10).iops,
         },
     ];
     if let Some(published) = sheet.mixed_iops {
         rows.push(Calibrated {
-            what: "70:30 a second (not fitted)",
+            what: "70:30 mix per second (not fitted)",
             published,
             model: with(sheet.depth, 3).iops,
         });

@@ -119,7 +119,7 @@ impl Vms {
             let cache = &answer["disks"][0]["cache"];
             let of = |name: &str| {
                 let value = cache[name].as_u64();
-                value.with_context(|| format!("larder status tells no {name} of the cache: {answer}"))
+                value.with_context(|| format!("larder status reports no {name} of the cache: {answer}"))
             };
             sum.hits += of("hits")?;
             sum.misses += of("misses")? + of("partial_hits")?;
@@ -202,7 +202,7 @@ fn client(
             }
         };
         if answers.send(Ok(reads.latencies)).is_err() {
-            bail!("nobody waits for what was measured");
+            bail!("the experiment no longer waits for the results");
         }
     }
     Ok(())

@@ -98,7 +98,7 @@ impl Books {
                 ),
             };
             if !is_allowed {
-                return self.complain("is read", *sector, found);
+                return self.complain("returned", *sector, found);
             }
         }
         Ok(())
@@ -140,9 +140,11 @@ impl Books {
         } = self.0[sector as usize];
         let what = match found {
             Some(number) => format!("write {number}"),
-            None => "no write of its own".to_owned(),
+            None => "no write to this sector".to_owned(),
         };
-        bail!("sector {sector} {how} {what}; flushed was {flushed}, completed {completed}, under way {under_way:?}");
+        bail!(
+            "sector {sector} {how} {what}; last flushed {flushed}, last completed {completed}, in flight {under_way:?}"
+        );
     }
 }
 
@@ -205,7 +207,10 @@ mod tests {
         let before = books.completed(all.clone());
         books.complete(&all, 1);
         assert!(books.compare(&zeros).is_err() && books.compare_flushed(&zeros).is_ok());
-        assert!(books.compare_read(&before, &zeros).is_ok(), "it began before");
+        assert!(
+            books.compare_read(&before, &zeros).is_ok(),
+            "the read began before the write completed"
+        );
         books.flush(books.completed(all.clone()));
         assert!(books.compare_flushed(&zeros).is_err() && books.compare_flushed(&first).is_ok());
         let mut elsewhere = first.clone();
@@ -219,9 +224,9 @@ mod tests {
         let second = contents(&all, 2);
         assert!(books.compare_read(&before, &second).is_ok() && books.compare_read(&before, &zeros).is_err());
         let met = [&first[..64], &second[64..]].concat();
-        assert!(books.compare_read(&before, &met).is_ok(), "a write met it");
+        assert!(books.compare_read(&before, &met).is_ok(), "a write overlapped the read");
         books.complete(&all, 2);
-        assert!(books.compare_read(&before, &met).is_ok(), "a write met it");
+        assert!(books.compare_read(&before, &met).is_ok(), "a write overlapped the read");
         let before = books.completed(all.clone());
         assert!(books.compare_read(&before, &met).is_err() && books.compare(&met).is_err());
     }

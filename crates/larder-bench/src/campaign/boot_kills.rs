@@ -141,7 +141,7 @@ fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyh
     let well = run.output().contains("LARDER-GUEST-EXIT 0");
     ensure!(
         status.success() && well,
-        "the run ended with {status}:\n{}",
+        "larder run exited with {status}:\n{}",
         run.output()
     );
     Ok(())

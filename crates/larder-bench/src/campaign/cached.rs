@@ -79,12 +79,12 @@ impl Holds {
     /// # Errors
     /// If the server does not answer, or has no working cache.
     pub fn ask(control: &Path) -> anyhow::Result<Self> {
-        let answer = get_disks(control).with_context(|| format!("asking at {}", control.display()))?;
+        let answer = get_disks(control).with_context(|| format!("querying {}", control.display()))?;
         let cache = &answer["disks"][0]["cache"];
         ensure!(cache["state"] == "works", "the cache does not work: {answer}");
         let of = |name: &str| {
             let value = cache[name].as_u64();
-            value.with_context(|| format!("nothing is told of {name}: {answer}"))
+            value.with_context(|| format!("{name} is not reported: {answer}"))
         };
         Ok(Self {
             bytes: of("occupancy")?,
@@ -128,7 +128,7 @@ fn get_disks(control: &Path) -> anyhow::Result<Value> {
     stream.write_all(b"GET /v1/disks HTTP/1.1\r\nHost: larder\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").context("no HTTP")?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no HTTP response")?;
     ensure!(head.starts_with("HTTP/1.1 200"), "{answer}");
     Ok(serde_json::from_str(body)?)
 }
@@ -191,14 +191,18 @@ impl fmt::Display for Warmth {
         };
         write!(
             f,
-            "{} caches after a kill: of their lines {}; of those that were settled {}",
+            "{} caches after a kill: share of cached lines kept: {}; of checkpointed lines: {}",
             self.of_all.len(),
             shown(&self.of_all),
             shown(&self.of_settled)
         )?;
         match self.reread.is_empty() {
             true => Ok(()),
-            false => write!(f, "; of what they had a read of the disk found {}", shown(&self.reread)),
+            false => write!(
+                f,
+                "; share of cached bytes hit by a read of the disk: {}",
+                shown(&self.reread)
+            ),
         }
     }
 }

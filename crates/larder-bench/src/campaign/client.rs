@@ -113,7 +113,7 @@ impl Client {
         let number = self.next_number;
         self.next_number += 1;
         self.books.begin(&sectors, number);
-        let buffer = self.buffers.pop().expect("one for each request in flight");
+        let buffer = self.buffers.pop().expect("a buffer for each request in flight");
         let address = self.buffer_address(buffer);
         let bytes = contents(&sectors, number);
         self.guest.memory.write(address, &bytes);
@@ -129,7 +129,7 @@ impl Client {
     }
 
     fn submit_read(&mut self, queue: usize, sectors: Range<u64>) {
-        let buffer = self.buffers.pop().expect("one for each request in flight");
+        let buffer = self.buffers.pop().expect("a buffer for each request in flight");
         let (address, len) = (
             self.buffer_address(buffer),
             (sectors.end - sectors.start) as u32 * SECTOR as u32,
@@ -155,7 +155,7 @@ impl Client {
                 any = true;
                 ensure!(done.status == 0, "a request failed with status {}", done.status);
                 let task = self.tasks.remove(&(queue, done.id));
-                self.complete(task.context("an answer to nothing")?)?;
+                self.complete(task.context("a completion of an unknown request")?)?;
             }
         }
         Ok(any)
@@ -202,7 +202,7 @@ impl Client {
             let queue = busy.context("nothing is in flight")?;
             self.guest.queues[queue]
                 .wait_for_interrupt(give_up)
-                .context("an answer, or its interrupt, never came")?;
+                .context("no completion or interrupt arrived in time")?;
         }
     }
 

@@ -236,7 +236,7 @@ impl<'a> Disk<'a> {
             self.server.process.kill();
             return Ok(());
         }
-        let store = self.store.as_mut().context("it has no store")?;
+        let store = self.store.as_mut().context("the disk has no NBD server behind it")?;
         self.said = self.server.process.lines();
         store.kill();
         let lost = "the connection is lost";
@@ -260,7 +260,7 @@ impl<'a> Disk<'a> {
         self.before = None;
         let code = self.server.ask_to_end()?;
         let said = self.server.process.output();
-        ensure!(code == Some(0), "the server ended with {code:?}: {said}");
+        ensure!(code == Some(0), "the server exited with {code:?}: {said}");
         Ok(())
     }
 
@@ -273,7 +273,7 @@ impl<'a> Disk<'a> {
         command.args(["disk", "cache", "flush"]).arg(&self.places.cache);
         let output = command.env("STATE_DIRECTORY", &self.places.state).output()?;
         let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "its cache is not flushed: {said}");
+        ensure!(output.status.success(), "the cache was not flushed: {said}");
         Ok(())
     }
 
@@ -346,10 +346,10 @@ impl<'a> Disk<'a> {
     pub fn is_refused(&self, why: &str) -> anyhow::Result<()> {
         let command = serve(&self.victim, &self.places, self.export, self.victim.cache);
         match Server::from_command(command, &self.places.socket) {
-            Ok(_) => bail!("it was served though {why}"),
+            Ok(_) => bail!("the disk was served although {why}"),
             Err(error) => {
                 let said = format!("{error:#}");
-                ensure!(said.contains(why), "it should say that {why}: {said}");
+                ensure!(said.contains(why), "the error should say that {why}: {said}");
                 Ok(())
             }
         }
@@ -362,7 +362,7 @@ impl<'a> Disk<'a> {
     pub fn has_said_one_of(&self, texts: &[&str]) -> anyhow::Result<()> {
         let said = self.server.process.output();
         let has = texts.iter().any(|text| said.contains(text));
-        ensure!(has, "nothing of {texts:?} in: {said}");
+        ensure!(has, "none of {texts:?} is in: {said}");
         Ok(())
     }
 
@@ -399,7 +399,7 @@ impl<'a> Disk<'a> {
     pub fn wait_until_connected(&self) -> anyhow::Result<()> {
         let connected = match self.is_remote() {
             false => "front-end connected",
-            true => "connected again",
+            true => "reconnected",
         };
         self.server.process.wait_for_after(self.said, connected, LIMIT)?;
         Ok(())
@@ -409,7 +409,7 @@ impl<'a> Disk<'a> {
     pub fn was_interrupted(&self) -> bool {
         let said = self.server.process.output();
         match self.is_remote() {
-            false => said.contains("taking up requests"),
+            false => said.contains("resubmitting requests"),
             true => said
                 .lines()
                 .rfind(|line| line.contains("the connection is lost"))
@@ -465,7 +465,7 @@ fn qemu_img(command: &mut Command, codes: &[i32]) -> anyhow::Result<()> {
     let code = output.status.code().unwrap_or(-1);
     ensure!(
         codes.contains(&code),
-        "{command:?} ended with {code}: {}{}",
+        "{command:?} exited with {code}: {}{}",
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     );
@@ -528,7 +528,7 @@ fn wait_until_listening(store: &Process, socket: &Path) -> anyhow::Result<()> {
     let give_up = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {
         if Instant::now() > give_up {
-            return Err(error).with_context(|| format!("no NBD server: {}", store.output()));
+            return Err(error).with_context(|| format!("the NBD server does not listen: {}", store.output()));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

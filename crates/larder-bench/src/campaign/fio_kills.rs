@@ -75,7 +75,7 @@ pub fn run<'a>(
     let victim = victim.into();
     ensure!(
         victim.target == disk::Target::Larder,
-        "fio has nobody to connect again for it: only Larder can be killed"
+        "the fio campaign can kill only Larder: nothing reconnects fio to another server"
     );
     disk::create(&victim, image, DISK)?;
     let copy = folder.join("copy");
@@ -108,7 +108,7 @@ pub fn run<'a>(
         Format::Raw => std::fs::read(image)?,
         Format::Qcow2 => disk::qcow2_contents(image)?,
     };
-    ensure!(found == seen, "the image is not what its last server gave");
+    ensure!(found == seen, "the image differs from what the last server returned");
     Ok(report)
 }
 
@@ -230,7 +230,7 @@ impl Rounds<'_> {
             match writing {
                 Some((written, job, before)) if written == region => compare_written(range.start, now, before, job)?,
                 _ if then[..SECTOR].iter().all(|byte| *byte == 0xff) => {}
-                _ => ensure!(now == then, "region {region} is not what it was"),
+                _ => ensure!(now == then, "region {region} has changed"),
             }
         }
         self.seen = found;
@@ -289,7 +289,7 @@ fn verify(command: &mut Command, region: usize, job: u64) {
 fn to_its_end(command: Command) -> anyhow::Result<()> {
     let mut fio = Process::start(command)?;
     let status = fio.wait(LIMIT)?;
-    ensure!(status.success(), "fio ended with {status}: {}", fio.output());
+    ensure!(status.success(), "fio exited with {status}: {}", fio.output());
     Ok(())
 }
 
@@ -299,7 +299,7 @@ fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow:
         let at = (start + index * SECTOR) as u64;
         ensure!(
             now == before || is_of_job(at, now, job),
-            "the sector at {at} is neither job {job}'s nor what it was: {:02x?}",
+            "the sector at {at} holds neither job {job}'s data nor its previous data: {:02x?}",
             &now[..16]
         );
     }

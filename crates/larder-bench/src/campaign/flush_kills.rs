@@ -29,7 +29,7 @@ use super::pauses::Pauses;
 const LIFE_US: u64 = 60_000;
 
 /// Log texts of a server that discards its stale cache.
-const BEGINS_ANEW: [&str; 2] = ["begins anew", "is not believed"];
+const BEGINS_ANEW: [&str; 2] = ["begins anew", "cached data is not used"];
 /// Time shift that is too long to be attributed to the killed server's own writes.
 const NOT_ITS_OWN: Duration = Duration::from_secs(60);
 
@@ -194,7 +194,7 @@ impl Rounds<'_> {
     fn compare_served(&mut self, random: &mut Random) -> anyhow::Result<()> {
         self.client.finish()?;
         if let Some(from) = self.disk.holds()? {
-            self.client.read_all(random).context("all of the disk")?;
+            self.client.read_all(random).context("reading the whole disk")?;
             let to = self.disk.holds()?.unwrap_or_default();
             if !self.disk.is_passed_by() {
                 self.disk.warmth.reread(from, to);
@@ -244,7 +244,7 @@ impl Rounds<'_> {
         self.reconnect()?;
         self.client
             .read_all(random)
-            .context("a disk that was changed without its cache")?;
+            .context("reading a disk that was changed without its cache")?;
         self.disk.end()?;
         self.disk.set_modified(Duration::ZERO)?;
         self.disk.restart()?;
@@ -272,7 +272,7 @@ impl Rounds<'_> {
             Format::Raw => self.client.books.compare(&bytes),
             Format::Qcow2 => self.client.books.compare_flushed(&bytes),
         };
-        compared.context("the image of a server that has ended")
+        compared.context("checking the image after its server's exit")
     }
 
     /// Checks the image when all requests are answered and flushed.
@@ -283,7 +283,7 @@ impl Rounds<'_> {
                 .client
                 .books
                 .compare(&contents_of(self.disk.format(), self.disk.image())?)
-                .context("the image after a flush"),
+                .context("checking the image after a flush"),
             false => Ok(()),
         }
     }
@@ -295,7 +295,7 @@ impl Rounds<'_> {
         self.client
             .books
             .compare(&contents_of(self.disk.format(), self.disk.image())?)
-            .context("the image in the end")?;
+            .context("checking the final image")?;
         let done = self.client.done;
         let report = Report {
             writes: done.writes,

@@ -266,7 +266,7 @@ impl Monitor {
                 continue;
             }
             if line.starts_with("{\"error\"") {
-                bail!("QEMU refuses {command}: {line}");
+                bail!("QEMU rejected {command}: {line}");
             }
             return Ok(line);
         }

@@ -56,7 +56,7 @@ pub fn run<'a>(
         // A kill may come anywhere in the guest's rounds: writing, flushing, verifying.
         std::thread::sleep(Duration::from_micros(random.below(700_000)));
         if guest.process.output().contains("LARDER-GUEST-EXIT") {
-            bail!("the guest ended: {}", guest.process.output());
+            bail!("the guest exited: {}", guest.process.output());
         }
         interrupted += u32::from(disk.was_interrupted());
         disk.note_holds()?;
@@ -67,7 +67,7 @@ pub fn run<'a>(
         disk.count_warmth()?;
         disk.wait_until_connected().with_context(|| {
             let console = guest.process.output();
-            format!("after kill {kill}; the console: {console}")
+            format!("after kill {kill}; the guest's console: {console}")
         })?;
         reconnects.push(killed.elapsed());
     }

@@ -122,7 +122,7 @@ impl Pager {
     /// If the pager does not answer.
     pub fn state(&self) -> anyhow::Result<MemoryState> {
         let asked = fetch_memory(&self.control);
-        let (_, state) = asked.with_context(|| format!("the pager: {}", self.process.output()))?;
+        let (_, state) = asked.with_context(|| format!("querying the pager; its output: {}", self.process.output()))?;
         Ok(state)
     }
 
@@ -139,7 +139,7 @@ impl Pager {
             }
             if Instant::now() > give_up {
                 bail!(
-                    "the memory does not become as it should: {state:#?}\n{}",
+                    "the memory does not reach the expected state: {state:#?}\n{}",
                     self.process.output()
                 );
             }
@@ -222,8 +222,12 @@ impl Verifier {
         let before = self.process.lines();
         self.process.say("report")?;
         let line = self.process.wait_for_after(before, "report ", LIMIT)?;
-        let report = parse(&line).with_context(|| format!("what does this mean: {line}"))?;
-        ensure!(report.mismatches == 0, "the memory is wrong: {}", self.process.output());
+        let report = parse(&line).with_context(|| format!("unexpected report: {line}"))?;
+        ensure!(
+            report.mismatches == 0,
+            "the memory has wrong content: {}",
+            self.process.output()
+        );
         Ok(report)
     }
 
@@ -243,7 +247,11 @@ impl Verifier {
         let goal = self.report()?.accesses + 1000;
         let give_up = Instant::now() + LIMIT;
         while self.report()?.accesses < goal {
-            ensure!(Instant::now() < give_up, "it stands still: {}", self.process.output());
+            ensure!(
+                Instant::now() < give_up,
+                "the verifier makes no progress: {}",
+                self.process.output()
+            );
             std::thread::sleep(LOOK);
         }
         Ok(())
@@ -260,7 +268,7 @@ impl Verifier {
         ensure!(ended.success() && said.contains("mismatches=0"), "{ended}: {said}");
         let line = said.lines().find(|line| line.starts_with("verified "));
         line.and_then(|line| number(line, "accesses"))
-            .context("no count of accesses")
+            .context("no access count in the verifier's output")
     }
 }
 
@@ -290,7 +298,7 @@ mod tests {
         let said = "INFO attached process=\"x\" budget=32 MiB stood_still=51.5ms";
         assert_eq!(stood_still(said), Some(Duration::from_micros(51_500)));
         assert_eq!(stood_still("stood_still=210µs"), Some(Duration::from_micros(210)));
-        assert_eq!(stood_still("attached, in the place of another pager"), None);
+        assert_eq!(stood_still("attached, in place of another pager"), None);
         let report = parse("report accesses=5 mismatches=0 stalls=1 longest_us=1200");
         assert_eq!(report.map(|report| report.longest), Some(Duration::from_micros(1200)));
         assert_eq!(parse("report accesses=5"), None);

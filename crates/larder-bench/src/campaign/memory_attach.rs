@@ -77,7 +77,10 @@ pub fn of_verifier(
         std::thread::sleep(Duration::from_micros(random.below(50_000)));
     }
     let after = descriptors(verifier.pid())?;
-    ensure!(before == after, "{before} descriptors have become {after}");
+    ensure!(
+        before == after,
+        "the process had {before} open descriptors before, and has {after} now"
+    );
     report.done = verifier.stop()?;
     Ok(report)
 }
@@ -115,7 +118,11 @@ impl Report {
         let started = Instant::now();
         let mut pager = attach.start()?;
         self.attaches.push(started.elapsed());
-        self.pauses.push(pager.stood_still.context("there was no other pager")?);
+        self.pauses.push(
+            pager
+                .stood_still
+                .context("the pager reports no pause, although it took over from no other pager")?,
+        );
         // Some pagers have evicted nothing when they detach, some all that they should. If the process has files open
         // for direct I/O, the first pages are evicted after their quarantine.
         let (waits_for_pages, micros) = match random.below(4) {
@@ -126,7 +133,10 @@ impl Report {
         };
         let give_up = started + PAGES_GO_WITHIN;
         while waits_for_pages && pager.state()?.evicted_pages == 0 {
-            ensure!(Instant::now() < give_up, "no page went within {PAGES_GO_WITHIN:?}");
+            ensure!(
+                Instant::now() < give_up,
+                "no page was evicted within {PAGES_GO_WITHIN:?}"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         std::thread::sleep(Duration::from_micros(random.below(micros + 1)));
@@ -148,7 +158,7 @@ fn descriptors(pid: u32) -> anyhow::Result<usize> {
 /// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the disk")?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
     let folder = folder.path().canonicalize()?;
     let mut random = Random::new(arguments.seed);
     let (count, did) = (arguments.count, "rounds of the guest");
@@ -161,11 +171,11 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         Load::Uring => (of_guest(&larder, DiskIo::Uring, &folder, count, &mut random)?, did),
     };
     println!(
-        "attached and detached {count} times; {} pages went; {} {did} without a mismatch",
+        "attached and detached {count} times; {} pages evicted; {} {did} without a mismatch",
         report.evicted, report.done
     );
-    println!("a thread stood still at each attach, {}", report.pauses);
-    println!("from the start until attached, {}", report.attaches);
-    println!("from the wish until detached, {}", report.detaches);
+    println!("pause of a thread at each attach, {}", report.pauses);
+    println!("time from the start of the pager to the attach, {}", report.attaches);
+    println!("time from the request to the completed detach, {}", report.detaches);
     Ok(())
 }

@@ -229,7 +229,11 @@ impl MemoryGuest {
         let kib = status
             .lines()
             .find_map(|line| line.strip_prefix("RssShmem:")?.strip_suffix("kB"));
-        Ok(kib.context("no RssShmem")?.trim().parse::<u64>()? << 10)
+        Ok(kib
+            .context("no RssShmem in the status of QEMU's process")?
+            .trim()
+            .parse::<u64>()?
+            << 10)
     }
 
     /// Returns the number of rounds so far.
@@ -249,9 +253,9 @@ impl MemoryGuest {
             let (output, has_ended) = (self.process.output(), self.process.has_ended());
             ensure!(
                 !has_ended && !output.contains("LARDER-GUEST-EXIT"),
-                "the guest ended: {output}"
+                "the guest exited: {output}"
             );
-            ensure!(Instant::now() < give_up, "the guest stands still: {output}");
+            ensure!(Instant::now() < give_up, "the guest makes no progress: {output}");
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
@@ -274,11 +278,11 @@ impl MemoryGuest {
         let end = self.process.wait_for("LARDER-GUEST-EXIT", limit)?;
         ensure!(
             end.trim() == "LARDER-GUEST-EXIT 0",
-            "the guest: {}",
+            "the guest failed: {}",
             self.process.output()
         );
         let ended = self.process.wait(limit)?;
-        ensure!(ended.success(), "QEMU: {ended}: {}", self.process.output());
+        ensure!(ended.success(), "QEMU exited with {ended}: {}", self.process.output());
         Ok(self.rounds())
     }
 }

@@ -109,7 +109,7 @@ struct Watched {
 /// If a page has wrong content, a guest or a pager hangs or exits, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the swap caches")?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the swap caches")?;
     let folder = folder.path().canonicalize()?;
     let processors = std::thread::available_parallelism()?.get() as u64;
     let load = u64::from(arguments.count * PROCESSORS).div_ceil(processors);
@@ -120,7 +120,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     for guest in &guests {
         guest.process.wait_for(FIRST_ROUND, patience)?;
     }
-    eprintln!("{} guests work; patience {patience:.0?}", guests.len());
+    eprintln!("{} guests are running; hang timeout {patience:.0?}", guests.len());
     let budget = arguments.budget.get() / u64::from(arguments.count);
     let mut all = Vec::new();
     for (number, guest) in guests.into_iter().enumerate() {
@@ -166,7 +166,11 @@ fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> 
     let give_up = Instant::now() + patience;
     for one in all.iter_mut() {
         while one.last.used > one.last.budget + one.last.budget / OVER {
-            ensure!(Instant::now() < give_up, "a budget is not kept: {:#?}", one.last);
+            ensure!(
+                Instant::now() < give_up,
+                "memory use stays above its budget: {:#?}",
+                one.last
+            );
             std::thread::sleep(LOOK / 10);
             one.last = one.pager.state()?;
         }
@@ -185,7 +189,7 @@ fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
         let each: Vec<_> = each.collect();
         let joined = each.into_iter().map(|one| one.join());
         joined
-            .map(|ended| ended.unwrap_or_else(|_| bail!("a thread has panicked")))
+            .map(|ended| ended.unwrap_or_else(|_| bail!("a thread panicked")))
             .collect()
     });
     let mut failed = 0;
@@ -195,9 +199,9 @@ fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
             println!("\nguest {number}: {error:#}");
         }
     }
-    ensure!(failed == 0, "{failed} of {} guests were not well", ended.len());
+    ensure!(failed == 0, "{failed} of {} guests failed", ended.len());
     let rounds: usize = ended.into_iter().filter_map(Result::ok).sum();
-    println!("\nall were detached from, and ended well: {rounds} rounds without a mismatch");
+    println!("\nall pagers detached and all guests exited cleanly: {rounds} rounds without a mismatch");
     Ok(())
 }
 
@@ -255,7 +259,7 @@ impl Watched {
         let console = || self.guest.process.output();
         ensure!(
             !self.guest.process.has_ended() && self.mismatches() == 0,
-            "the guest: {}",
+            "the guest failed: {}",
             console()
         );
         let rounds = self.guest.rounds();
@@ -267,7 +271,7 @@ impl Watched {
         let waited = self.progress.elapsed();
         ensure!(
             waited < patience,
-            "the guest has hung for {waited:.0?}; {} wait for pages, the problem is {:?}; its console: {}",
+            "the guest has hung for {waited:.0?}; {} faults are waiting for pages, the pager's problem is {:?}; the guest's console: {}",
             self.last.stalled,
             self.last.problem,
             console()
@@ -316,7 +320,7 @@ impl Balloon {
         let line = self.monitor.run("query-balloon", "{}")?;
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let actual = answer["return"]["actual"].as_u64();
-        let actual = actual.with_context(|| format!("what does this mean: {line}"))?;
+        let actual = actual.with_context(|| format!("unexpected reply to query-balloon: {line}"))?;
         if actual.abs_diff(self.target) <= memory / NEAR {
             self.reached = Some(Instant::now());
             self.turns += 1;
@@ -353,8 +357,8 @@ fn files_in_memory(pid: u32) -> anyhow::Result<u64> {
 fn print(all: &[Watched]) {
     println!(
         "| guest | rounds | longest, s | pages evicted | refaults | from compressed RAM: faults, P50, P99 in µs | from disk | \
-         zeros | writes | stall some, s (avg300) | stall full, s (avg300) | stood still at attach | used at most, % of the \
-         budget: told, files in memory | given up, pages | balloon, turns | mismatches |"
+         zeros | writes | stall some, s (avg300) | stall full, s (avg300) | pause at attach | peak use, % of the \
+         budget: reported, memfds | discarded pages | balloon targets reached | mismatches |"
     );
     println!("|{}", " --- |".repeat(16));
     for (number, one) in all.iter().enumerate() {

@@ -226,7 +226,7 @@ impl Report {
 /// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the disk")?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
     let folder = folder.path().canonicalize()?;
     let kills = Kills {
         count: arguments.count,
@@ -251,13 +251,16 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         Load::Threads | Load::Uring => "rounds of the guest",
     };
     println!(
-        "{} kills, {} of them amid a burst of evictions, and {} of successors that were still beginning; {} pages went, {} came \
-         back to one who waited; {} {did} without a mismatch",
+        "{} kills, {} of them during a burst of evictions, and {} of successors that were starting; {} pages evicted, {} paged \
+         in by faults; {} {did} without a mismatch",
         report.kills, report.bursts, report.early, report.evicted, report.faults, report.done
     );
-    println!("from the kill until another one served, {}", report.served);
+    println!(
+        "time from the kill until the successor served faults, {}",
+        report.served
+    );
     if !report.stalls.is_empty() {
-        println!("the longest access after each, {}", report.stalls);
+        println!("longest access after each kill, {}", report.stalls);
     }
     Ok(())
 }

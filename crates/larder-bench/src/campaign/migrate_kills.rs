@@ -163,7 +163,7 @@ pub fn campaign(
         let had_ended = fault == Fault::Nothing || stage == Stage::After;
         ensure!(
             !had_ended || place != Place::Source,
-            "move {number}, {fault:?}: it did not move, and nothing had happened:\n{log}"
+            "move {number}, {fault:?}: the guest did not move although no fault had occurred:\n{log}"
         );
         report.count((fault, stage), place);
         let check = || -> anyhow::Result<()> {
@@ -174,7 +174,7 @@ pub fn campaign(
                 Place::Lost => Ok(()),
             }
         };
-        check().with_context(|| format!("move {number}, {fault:?}, then at the {place:?}:\n{log}"))?;
+        check().with_context(|| format!("move {number}, {fault:?}, the guest is at the {place:?}:\n{log}"))?;
         match place {
             Place::Source => {}
             Place::Destination => {
@@ -197,7 +197,7 @@ pub fn campaign(
     }
     source.process.kill();
     consoles.push(source.console());
-    report.ends(&consoles, disks).context("in the end")?;
+    report.ends(&consoles, disks).context("at the end of the campaign")?;
     Ok(report)
 }
 
@@ -287,10 +287,10 @@ impl<'a> Move<'a> {
             place
         })
         .and_then(|place| {
-            ensure!(!watched.both.load(Ordering::Relaxed), "it ran at both places");
+            ensure!(!watched.both.load(Ordering::Relaxed), "the guest ran on both hosts");
             ensure!(
                 !watched.both_open.load(Ordering::Relaxed),
-                "its disk was open at both places"
+                "the disk was open on both hosts"
             );
             Ok(place)
         })
@@ -377,7 +377,7 @@ impl<'a> Move<'a> {
     fn kill(&mut self, kill: impl FnOnce(&mut Disks) -> anyhow::Result<String>) -> anyhow::Result<()> {
         let disks = self.disks.as_mut().context("there is no disk (--disks)")?;
         let said = kill(disks)?;
-        self.log.push(format!("server, killed: {said}"));
+        self.log.push(format!("output of the killed server: {said}"));
         Ok(())
     }
 
@@ -418,7 +418,7 @@ impl<'a> Move<'a> {
         let give_up = Instant::now() + LIMIT;
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
-            ensure!(!left.is_zero(), "it does not come to an end");
+            ensure!(!left.is_zero(), "the move does not finish");
             if self.mover.wait(left.min(ASKS_IN_VAIN_FOR)).is_err() && self.destination.process.has_ended() {
                 // The mover queries a destination that will never answer.
                 self.mover.signal(libc::SIGTERM);
@@ -442,19 +442,26 @@ impl<'a> Move<'a> {
             let [source_is_dead, destination_is_dead] =
                 [&self.source.process, &self.destination.process].map(Process::has_ended);
             self.log.push(format!(
-                "{is:?}; ended: source {source_is_dead}, destination {destination_is_dead}"
+                "reported: {is:?}; QEMU exited: source {source_is_dead}, destination {destination_is_dead}"
             ));
             match is.as_deref() {
                 Some("moved") if fault.ends_destination() && destination_is_dead => return Ok(Place::Lost),
                 Some("moved") => {
-                    ensure!(self.runs_there()?, "it is said to have moved, and does not run there");
+                    ensure!(
+                        self.runs_there()?,
+                        "the move is reported as completed, but the guest does not run at the destination"
+                    );
                     // The mover has told QEMU to quit. QEMU 7.2 with multifd sometimes hangs if the connection breaks
                     // then.
-                    if self.mover.output().contains("was told to end and has not: kill it") {
+                    if self
+                        .mover
+                        .output()
+                        .contains("received the command to quit and still runs: kill it")
+                    {
                         self.source.process.kill();
                     }
                     let ended = self.source.process.wait(HUNG_AFTER).map(drop);
-                    ended.context("its QEMU here lives on")?;
+                    ended.context("the source's QEMU does not exit")?;
                     return Ok(Place::Destination);
                 }
                 // The source was killed before the mover began.
@@ -468,21 +475,24 @@ impl<'a> Move<'a> {
                 _ if source_is_dead && fault == Fault::KillMover && self.runs_there()? => {
                     return Ok(Place::Destination);
                 }
-                _ if source_is_dead => bail!("the source's QEMU has ended"),
+                _ if source_is_dead => bail!("the source's QEMU has exited"),
                 Some("here") => {
-                    ensure!(self.runs_here()?, "it is said to be here, and does not run");
+                    ensure!(
+                        self.runs_here()?,
+                        "the guest is reported at the source, but does not run there"
+                    );
                     // QEMU 7.2 with multifd sometimes hangs and answers no command when its incoming migration breaks
                     // off.
                     self.destination.monitor().set_patience(HUNG_AFTER)?;
                     let runs_there = !destination_is_dead && self.runs_there().unwrap_or(false);
-                    ensure!(!runs_there, "it runs there, too");
+                    ensure!(!runs_there, "the guest also runs at the destination");
                     return Ok(Place::Source);
                 }
                 // The mover was told to stop, or its destination's QEMU has exited for good.
                 Some("in doubt") if destination_is_dead => return self.take_back(fault),
                 Some("between") if destination_is_dead => return Ok(Place::Lost),
                 Some("in doubt" | "between" | "unknown") => {}
-                other => bail!("the mover says {other:?}"),
+                other => bail!("the mover reports {other:?}"),
             }
             std::thread::sleep(Duration::from_millis(500));
             self.start_mover()?;
@@ -504,7 +514,10 @@ impl<'a> Move<'a> {
         }
         // In post-copy there is no way back, and a destination's QEMU without the whole device state exits.
         let switched = self.words.contains(&"--postcopy");
-        ensure!(switched || fault.ends_destination(), "it cannot be taken back");
+        ensure!(
+            switched || fault.ends_destination(),
+            "the guest cannot be resumed at the source"
+        );
         Ok(Place::Lost)
     }
 

@@ -125,7 +125,7 @@ pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
 /// If the client noticed an error, or something is missing.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = larder_beside(arguments.larder.as_deref())?;
-    let images = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;
+    let images = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
     let sockets = tempfile::tempdir()?;
     let image = images.path().join("disk.raw");
     let mut random = Random::new(arguments.seed);
@@ -142,8 +142,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 "{} kills; the guest wrote and verified {} rounds without an error",
                 report.kills, report.rounds
             );
-            println!("{} kills met requests in flight", report.interrupted);
-            println!("from the kill until connected again, {}", report.reconnects);
+            println!("{} kills interrupted requests in flight", report.interrupted);
+            println!("time from the kill until reconnected, {}", report.reconnects);
             print_warmth(victim, &report.warmth);
         }
         Load::Boot => boot(arguments, victim, images.path(), &mut random)?,
@@ -151,10 +151,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Load::Fio => {
             let report = fio_kills::run(victim, &image, sockets.path(), arguments.count, &mut random)?;
             println!(
-                "{} kills and {} stops under fio, of which {} had written its region; it verified {} regions: nothing was lost or old",
+                "{} kills and {} stops under fio, {} of its jobs had completed; it verified {} regions: no write was lost, no data was stale",
                 report.kills, report.stops, report.completed, report.verified
             );
-            println!("from the kill until served again, {}", report.pauses);
+            println!("time from the kill until served again, {}", report.pauses);
             print_dirty(victim, report.dirty);
             print_warmth(victim, &report.warmth);
         }
@@ -170,7 +170,7 @@ impl Arguments {
         );
         ensure!(
             !self.whole || self.load != Load::Boot,
-            "larder run has no such disk here"
+            "--whole is not possible with --load boot: larder run has no such disk"
         );
         let working_set = match self.load {
             Load::Guest => guest_kills::WORKING_SET,
@@ -200,7 +200,7 @@ fn boot(arguments: &Arguments, victim: Victim<'_>, folder: &Path, random: &mut R
         report.kills,
         report.failures.len()
     );
-    ensure!(report.failures.is_empty(), "not every guest got through");
+    ensure!(report.failures.is_empty(), "some guests failed");
     Ok(())
 }
 
@@ -226,20 +226,20 @@ fn flush(
         report.add(flush_kills::run(victim, image, sockets, options, count, random)?);
     }
     println!(
-        "{} kills under {} writes, {} reads and {} flushes, {} requests interrupted: nothing acknowledged was lost, no read was old",
+        "{} kills under {} writes, {} reads and {} flushes, {} requests interrupted: no acknowledged write was lost, no read was stale",
         report.kills, report.writes, report.reads, report.flushes, report.interrupted
     );
-    println!("from the kill to the next answer, {}", report.pauses);
+    println!("time from the kill to the next completion, {}", report.pauses);
     if victim.cache.is_some() {
         println!(
-            "{} stops between them; {} times the image was changed without the cache, which was noticed",
+            "{} stops in addition; the image was changed {} times without the cache, which was detected",
             report.stops, report.without
         );
     }
     print_dirty(victim, report.dirty);
     if report.flushed > 0 {
         println!(
-            "{} caches were flushed to their disks before the next server",
+            "{} caches were flushed to their disks before the next server started",
             report.flushed
         );
     }
@@ -255,6 +255,6 @@ fn print_warmth(victim: Victim<'_>, warmth: &cached::Warmth) {
 
 fn print_dirty(victim: Victim<'_>, dirty: u32) {
     if victim.cache.is_some_and(|cache| cache.mode.keeps_dirty()) {
-        println!("{dirty} kills left what only the cache had");
+        println!("{dirty} kills left dirty lines, which only the cache held");
     }
 }

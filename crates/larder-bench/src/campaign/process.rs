@@ -28,7 +28,7 @@ pub fn install_program(from: &Path, path: &Path) {
         .status();
     assert!(
         status.as_ref().is_ok_and(std::process::ExitStatus::success),
-        "{} is not copied: {status:?}",
+        "{} was not installed: {status:?}",
         from.display()
     );
 }
@@ -39,9 +39,9 @@ pub fn install_program(from: &Path, path: &Path) {
 /// If the script cannot be written or copied.
 pub fn install_script(text: &str, path: &Path) {
     let source = path.with_extension("source");
-    std::fs::write(&source, text).expect("a script is written");
+    std::fs::write(&source, text).expect("the script can be written");
     install_program(&source, path);
-    std::fs::remove_file(source).expect("a file of ours is removed");
+    std::fs::remove_file(source).expect("the script's source can be removed");
 }
 
 const ENDING_POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -153,7 +153,7 @@ impl Process {
     /// # Errors
     /// If the process no longer reads.
     pub fn say(&mut self, line: &str) -> anyhow::Result<()> {
-        let input = self.input.as_mut().context("its input is closed")?;
+        let input = self.input.as_mut().context("the process's stdin is closed")?;
         writeln!(input, "{line}")?;
         Ok(input.flush()?)
     }
@@ -202,9 +202,9 @@ impl Process {
             }
             let left = give_up.saturating_duration_since(Instant::now());
             if state.open == 0 || left.is_zero() {
-                let why = if state.open == 0 { "ended" } else { "took too long" };
+                let why = if state.open == 0 { "exited" } else { "timed out" };
                 bail!(
-                    "{} {why} without saying '{text}':\n{}",
+                    "{} {why} without printing '{text}':\n{}",
                     self.name,
                     state.lines.join("\n")
                 );
@@ -230,7 +230,7 @@ impl Process {
         while state.open > 0 {
             let left = give_up.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                bail!("{} does not end:\n{}", self.name, state.lines.join("\n"));
+                bail!("{} does not exit:\n{}", self.name, state.lines.join("\n"));
             }
             let waited = self.output.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -240,7 +240,7 @@ impl Process {
         match self.gone_by(give_up)? {
             Some(status) => Ok(status),
             None => bail!(
-                "{} has closed its outputs, and does not end:\n{}",
+                "{} has closed its outputs, and does not exit:\n{}",
                 self.name,
                 self.output()
             ),

@@ -114,7 +114,7 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
         // A restart may come anywhere in the guest's rounds.
         std::thread::sleep(Duration::from_micros(300_000 + random.below(400_000)));
         if guest.process.output().contains("LARDER-GUEST-EXIT") {
-            bail!("the guest ended after {restart}: {}", guest.process.output());
+            bail!("the guest exited after restart {restart}: {}", guest.process.output());
         }
         servers.push(service.restart(signal)?);
     }
@@ -122,13 +122,13 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     // Waits for a whole round with the last server.
     let more = format!("ROUND {}", rounds() + 2);
     let served = guest.process.wait_for(&more, LIMIT);
-    served.with_context(|| format!("the server: {}", service.process.output()))?;
+    served.with_context(|| format!("the server's output: {}", service.process.output()))?;
     guest.process.say("stop")?;
     let console = guest.finish()?;
     let mut pauses = Pauses::default();
     let told = console.lines().find_map(|line| Some(line.split_once("PAUSES ")?.1));
     for pause in told
-        .with_context(|| format!("no PAUSES: {console}"))?
+        .with_context(|| format!("no line PAUSES on the guest's console: {console}"))?
         .split_whitespace()
     {
         pauses.push(Duration::from_nanos(pause.parse()?));
@@ -136,7 +136,7 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     let rounds = console.matches("ROUND").count();
     drop(guest);
     let ended = service.end(libc::SIGTERM)?;
-    ensure!(ended.success(), "the last server: {}", service.process.output());
+    ensure!(ended.success(), "the last server failed: {}", service.process.output());
     Ok(Report {
         rounds,
         servers,
@@ -150,7 +150,7 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
 /// If the guest noticed an error, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
     let how = if arguments.kill { How::Killed } else { How::Asked };
     let report = run(
         &larder,
@@ -160,10 +160,13 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         &mut Random::new(arguments.seed),
     )?;
     println!(
-        "{} restarts under a guest that cannot connect again; it wrote and verified {} rounds without an error",
+        "{} restarts under a guest that cannot reconnect; it wrote and verified {} rounds without an error",
         arguments.count, report.rounds
     );
-    println!("from the signal until the next one was ready, {}", report.servers);
+    println!(
+        "time from the signal until the next server was ready, {}",
+        report.servers
+    );
     println!("the guest's longest reads, {}", report.guest);
     Ok(())
 }

@@ -146,7 +146,7 @@ impl Service {
         let is_over = |heard: &Heard| heard.ready >= times || self.process.has_ended();
         let waited = self.inbox.wait(is_over);
         let is_ready = waited.is_ok() && self.inbox.lock().ready >= times;
-        ensure!(is_ready, "it is not ready:\n{}", self.process.output());
+        ensure!(is_ready, "the service is not ready:\n{}", self.process.output());
         Ok(())
     }
 }
@@ -161,7 +161,7 @@ impl Inbox {
         let mut heard = self.lock();
         while !is_so(&heard) {
             let left = give_up.saturating_duration_since(Instant::now());
-            ensure!(!left.is_zero(), "nothing was heard for {LIMIT:?}");
+            ensure!(!left.is_zero(), "the expected messages did not arrive within {LIMIT:?}");
             heard = self
                 .changed
                 .wait_timeout(heard, left.min(LOOK_AGAIN))
@@ -220,7 +220,7 @@ fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {
 /// Starts a program that receives the stored descriptors as numbers 3 and up.
 fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyhow::Result<Process> {
     let Some((program, arguments)) = words.split_first() else {
-        bail!("no program");
+        bail!("the command line is empty");
     };
     // A shell moves the descriptors to their numbers, and its PID becomes $LISTEN_PID.
     let mut script = String::new();

@@ -136,7 +136,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         "\nverified accesses={} mismatches={mismatches}",
         findings.accesses.load(Ordering::Relaxed)
     );
-    ensure!(mismatches == 0, "{mismatches} pages were not as they were written");
+    ensure!(mismatches == 0, "{mismatches} pages had wrong content");
     Ok(())
 }
 
@@ -293,7 +293,7 @@ impl Worker {
         let (at, bytes) = ((self.first + page) * PAGE, count * PAGE);
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.memory.file, how, at as u64, bytes as u64)
-            .with_context(|| format!("giving up pages of descriptor {}", self.memory.file.as_raw_fd()))?;
+            .with_context(|| format!("discarding pages of descriptor {}", self.memory.file.as_raw_fd()))?;
         // SAFETY: pages of this thread's own, whose contents it discards.
         unsafe { rustix::mm::madvise(self.memory.base.add(at).cast(), bytes, Advice::LinuxDontNeed)? };
         self.generations[page..page + count].fill(0);

@@ -55,7 +55,7 @@ impl Client {
         client.option(options::EXTENDED_HEADERS, &[])?;
         // Requests the unnamed export, and no further information.
         client.option(options::GO, &[0; 6])?;
-        ensure!(client.size > 0, "the server does not say how large its export is");
+        ensure!(client.size > 0, "the server does not report the size of its export");
         Ok(client)
     }
 
@@ -66,7 +66,7 @@ impl Client {
     }
 
     fn payload(&mut self, len: u64) -> anyhow::Result<Vec<u8>> {
-        ensure!(len <= PAYLOAD_MAX, "{len} bytes of a reply");
+        ensure!(len <= PAYLOAD_MAX, "a reply's payload of {len} bytes is too long");
         let mut bytes = vec![0; len as usize];
         self.stream.read_exact(&mut bytes)?;
         Ok(bytes)
@@ -83,8 +83,11 @@ impl Client {
         request.extend(data);
         self.stream.write_all(&request)?;
         loop {
-            ensure!(u64::from_be_bytes(self.bytes()?) == OPTION_REPLY_MAGIC, "no reply");
-            ensure!(u32::from_be_bytes(self.bytes()?) == option, "another option's reply");
+            ensure!(
+                u64::from_be_bytes(self.bytes()?) == OPTION_REPLY_MAGIC,
+                "not an option reply"
+            );
+            ensure!(u32::from_be_bytes(self.bytes()?) == option, "a reply to another option");
             let kind = u32::from_be_bytes(self.bytes()?);
             let len = u64::from(u32::from_be_bytes(self.bytes()?));
             match kind {
@@ -97,7 +100,7 @@ impl Client {
                     }
                     self.skip(len - 10)?;
                 }
-                error if error & replies::ERROR != 0 => bail!("the server refuses option {option}: {error:#x}"),
+                error if error & replies::ERROR != 0 => bail!("the server rejected option {option}: {error:#x}"),
                 _ => self.skip(len)?,
             }
         }
@@ -129,9 +132,9 @@ impl Client {
                 len: payload_len,
             } = ReplyHeader::parse(&header)?
             else {
-                bail!("no extended reply");
+                bail!("not an extended reply");
             };
-            ensure!(cookie == self.cookie, "another request's reply");
+            ensure!(cookie == self.cookie, "a reply to another request");
             let is_error = kind & chunks::ERROR_BIT != 0;
             ensure!(!is_error, "{command:?} of {len} bytes at {start} failed");
             let payload = self.payload(payload_len)?;

@@ -92,16 +92,16 @@ struct Outcome {
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!(
-        "A sparse disk of {}, {} blocks of 4 KiB anywhere on it written and read before; then one request for all of it, \
-         beside one reader and one writer of random blocks. Times in ms; the longest read and write, and in brackets those \
-         of a second before\n",
+        "A sparse disk of {}, {} blocks of 4 KiB at random offsets written and read before; then one request for the whole disk, \
+         concurrent with one reader and one writer of random blocks. Times in ms; the longest read and write, and in brackets those \
+         in one second without the request\n",
         arguments.size, arguments.blocks
     );
-    println!("| image | cache | line | mode | cached, KiB | request | took | CPU | longest read | longest write |");
+    println!("| image | cache | line | mode | cached, KiB | request | duration | CPU | longest read | longest write |");
     println!("|{}", " --- |".repeat(10));
     print_row(
         "raw file, no server | none | | ",
-        "punched, 1 GiB at a time",
+        "punched in pieces of 1 GiB",
         &measure_kernel(arguments)?,
     );
     for format in &arguments.formats {
@@ -251,7 +251,7 @@ fn is_clear(client: &mut Client, count: u64) -> anyhow::Result<()> {
         let found = client.request(Command::Read, at, BLOCK, &[])?;
         ensure!(
             !found.contains(&OLD),
-            "a block written before the discard is still at {at}"
+            "data written before the discard is still at offset {at}"
         );
     }
     Ok(())

@@ -99,7 +99,7 @@ pub(super) fn build(shape: &Shape, seed: u64, folder: &Path) -> Result<Built, Fa
 }
 
 fn text(path: &Path) -> &str {
-    path.to_str().expect("a temporary folder has a name in UTF-8")
+    path.to_str().expect("the path of a temporary directory is UTF-8")
 }
 
 fn create(shape: &Shape, files: &mut Files, dice: &mut Dice) -> Result<(), Fault> {

@@ -112,7 +112,7 @@ impl fmt::Display for Table<'_> {
             .filter(|name| !features.contains_key(*name));
         let missing: Vec<&str> = missing.map(String::as_str).collect();
         if !missing.is_empty() {
-            writeln!(f, "features never seen: {}", missing.join(", "))?;
+            writeln!(f, "features that did not occur: {}", missing.join(", "))?;
         }
         let mut rarest: Vec<_> = pairs.iter().map(|(pair, count)| (*count, pair)).collect();
         rarest.sort();
@@ -120,6 +120,11 @@ impl fmt::Display for Table<'_> {
         for (count, (left, right)) in rarest.into_iter().take(RAREST) {
             writeln!(f, "  {count:>5}  {left} + {right}")?;
         }
-        write!(f, "{} possible pairs never seen: {}", never.len(), never.join("; "))
+        write!(
+            f,
+            "{} possible pairs that did not occur: {}",
+            never.len(),
+            never.join("; ")
+        )
     }
 }

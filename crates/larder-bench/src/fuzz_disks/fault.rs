@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// Kind of a fault that is QEMU's own: the case proves nothing about Larder.
-pub(super) const QEMU_DAMAGE: &str = "QEMU's own damage";
+pub(super) const QEMU_DAMAGE: &str = "damage by QEMU";
 
 /// A violated invariant.
 #[derive(Clone, Debug)]

@@ -141,13 +141,13 @@ impl Flight {
         let over_nbd = self.pending.iter().filter(|pending| pending.request.nbd).count();
         for _ in 0..over_nbd {
             let received = live.nbd()?.receive();
-            let reply = received.map_err(|error| live.died("waiting for an answer over NBD", &error.to_string()))?;
+            let reply = received.map_err(|error| live.died("waiting for a reply over NBD", &error.to_string()))?;
             let index = self.index(&Name::Cookie(reply.cookie));
-            let index = index.ok_or_else(|| Fault::new("protocol", "an answer over NBD to nothing"))?;
+            let index = index.ok_or_else(|| Fault::new("protocol", "a reply over NBD to an unknown request"))?;
             let request = &self.pending[index].request;
             if reply.error != 0 {
                 let what = format!(
-                    "{request:?} fails over NBD with error {}: {}",
+                    "{request:?} failed over NBD with error {}: {}",
                     reply.error, reply.message
                 );
                 return Err(Fault::new("failed request", what));
@@ -156,14 +156,16 @@ impl Flight {
         }
         for _ in 0..self.pending.len() - over_nbd {
             let completed = live.guest()?.complete();
-            let done = completed.map_err(|error| live.died("waiting for an answer", &format!("{error:#}")))?;
+            let done = completed
+                .map_err(|error| live.died("waiting for a completion over vhost-user-blk", &format!("{error:#}")))?;
             let is_it = |pending: &Pending| matches!(&pending.name, Name::Id(id, _) if *id == done.id);
             let index = self.pending.iter().position(is_it);
-            let index = index.ok_or_else(|| Fault::new("protocol", "an answer over vhost-user-blk to nothing"))?;
+            let index = index
+                .ok_or_else(|| Fault::new("protocol", "a completion over vhost-user-blk of an unknown request"))?;
             let pending = &self.pending[index];
             if done.status != 0 {
                 let what = format!(
-                    "{:?} fails over vhost-user with status {}",
+                    "{:?} failed over vhost-user-blk with status {}",
                     pending.request, done.status
                 );
                 return Err(Fault::new("failed request", what));
@@ -206,7 +208,7 @@ fn send_nbd(client: &mut nbd::Client, request: &Request) -> std::io::Result<u64>
     match request.kind {
         Kind::Write(_) | Kind::Fill(_) => {
             let Some(Effect::Bytes(bytes)) = request.effect() else {
-                unreachable!("it writes")
+                unreachable!("a write has bytes")
             };
             client.send(nbd::WRITE, fua, range, &bytes)
         }
@@ -224,7 +226,7 @@ fn send_guest(guest: &mut Guest, request: &Request) -> Name {
     match request.kind {
         Kind::Write(_) | Kind::Fill(_) => {
             let Some(Effect::Bytes(bytes)) = request.effect() else {
-                unreachable!("it writes")
+                unreachable!("a write has bytes")
             };
             Name::Id(guest.write(range, &bytes), Place::new())
         }
@@ -252,7 +254,7 @@ fn compare(request: &Request, answer: &Answer, model: &mut Model, before: &Befor
             let zeros = reply.zeros(range, *one);
             for zeros in zeros.map_err(|what| Fault::new("status", format!("of {range:#x?}: {what}")))? {
                 if let Err(at) = model.may_be_zero(zeros.clone(), before) {
-                    let what = format!("{zeros:#x?} is said to be zeros, but the sector at {at:#x} is not");
+                    let what = format!("{zeros:#x?} is reported as zeros, but the sector at {at:#x} is not zero");
                     return Err(Fault::new("status", what));
                 }
             }

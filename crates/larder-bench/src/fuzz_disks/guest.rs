@@ -141,8 +141,8 @@ impl Guest {
     /// Waits for the next answer.
     pub(super) fn complete(&mut self) -> anyhow::Result<Completion> {
         let completion = self.front.queue().complete(PATIENCE);
-        let completion = completion.context("no answer over vhost-user-blk")?;
-        ensure!(completion.status != queue::UNANSWERED, "an answer without a status");
+        let completion = completion.context("no completion over vhost-user-blk")?;
+        ensure!(completion.status != queue::UNANSWERED, "a completion without a status");
         Ok(completion)
     }
 }

@@ -86,7 +86,10 @@ impl Live {
                 seed,
             })),
             Err(_) if server.has_ended() => Ok(Err(server.output())),
-            Err(error) => Err(Fault::new("hang", format!("the server does not serve: {error:#}"))),
+            Err(error) => Err(Fault::new(
+                "hang",
+                format!("the server does not start to serve: {error:#}"),
+            )),
         }
     }
 
@@ -96,7 +99,10 @@ impl Live {
             let client = nbd::Client::connect(&self.nbd_socket, EXPORT);
             let client = client.map_err(|error| self.died("connecting over NBD", &error.to_string()))?;
             if client.is_read_only != self.serve.read_only {
-                return Err(Fault::new("protocol", "the export's flag READ_ONLY is wrong"));
+                return Err(Fault::new(
+                    "protocol",
+                    "the export's flag READ_ONLY does not match --read-only",
+                ));
             }
             self.nbd = Some(client);
         }
@@ -124,7 +130,10 @@ impl Live {
     pub(super) fn died(&self, what: &str, error: &str) -> Fault {
         Fault::new(
             "request",
-            format!("{what}: {error}; the server: {}", last_lines(&self.server.output())),
+            format!(
+                "{what}: {error}; the server's output: {}",
+                last_lines(&self.server.output())
+            ),
         )
     }
 
@@ -143,7 +152,7 @@ impl Live {
         self.guest = None;
         self.server.signal(libc::SIGTERM);
         let status = self.server.wait(PATIENCE);
-        let status = status.map_err(|error| Fault::new("hang", format!("the server does not end: {error:#}")))?;
+        let status = status.map_err(|error| Fault::new("hang", format!("the server does not exit: {error:#}")))?;
         let said = self.server.output();
         self.stop_store()?;
         Ok((status.code(), said))

@@ -241,7 +241,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     };
     println!("{}", report.coverage.table(wanted));
     println!(
-        "{} images without a difference, {} with one, {} that QEMU damaged itself; {} requests in {:.1} s",
+        "{} images without a difference, {} with a difference, {} damaged by QEMU; {} requests in {:.1} s",
         report.images,
         report.findings.len(),
         report.skipped,
@@ -367,7 +367,7 @@ impl Campaign<'_> {
             false => shorten::shorten(case, fault, &self.larder, &self.arguments.folder, keep),
         };
         format!(
-            "{}\n{fault}\nrepeat with: {}\nthe whole case: {whole}\nits files: {}\n",
+            "{}\n{fault}\nrepeat with: {}\nthe full case: {whole}\nfiles of the case: {}\n",
             shorten::describe(&case),
             case.command(),
             keep.display()

@@ -293,7 +293,7 @@ fn wrong(at: usize, is: &[u8], values: &[Sector], within: Range<usize>) -> Strin
         .map(|value| show(&value[within.clone()]))
         .collect();
     format!(
-        "offset {:#x} holds {}, which is none of {}",
+        "offset {:#x} holds {}, expected one of {}",
         at + byte,
         show(is),
         may.join(", ")

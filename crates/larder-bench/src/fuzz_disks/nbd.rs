@@ -105,7 +105,7 @@ impl Client {
     fn shake_hands(&mut self, export: &str) -> io::Result<()> {
         let greeting = self.take(18)?;
         if &greeting[..16] != b"NBDMAGICIHAVEOPT" {
-            return Err(protocol("no NBD server"));
+            return Err(protocol("not an NBD server"));
         }
         self.stream.write_all(&3u32.to_be_bytes())?;
         self.option(OPT_STRUCTURED, &[])?;
@@ -117,7 +117,7 @@ impl Client {
         context.extend(b"base:allocation");
         let replies = self.option(OPT_SET_CONTEXT, &context)?;
         if !replies.iter().any(|(kind, _)| *kind == REP_CONTEXT) {
-            return Err(protocol("no base:allocation"));
+            return Err(protocol("the server does not offer base:allocation"));
         }
         name.extend(1u16.to_be_bytes());
         name.extend(INFO_BLOCK_SIZE.to_be_bytes());
@@ -148,7 +148,7 @@ impl Client {
         loop {
             let head = self.take(20)?;
             if word64(&head[..8]) != REPLY_MAGIC || word32(&head[8..12]) != option {
-                return Err(protocol("a reply to no option"));
+                return Err(protocol("a reply to another option"));
             }
             let kind = word32(&head[12..16]);
             let data = self.take(word32(&head[16..]) as usize)?;
@@ -189,14 +189,14 @@ impl Client {
                 return Ok(reply);
             }
             if magic != CHUNK_MAGIC {
-                return Err(protocol(format!("a reply that begins with {magic:#x}")));
+                return Err(protocol(format!("a reply with the unknown magic {magic:#x}")));
             }
             let head = self.take(16)?;
             let (flags, kind, len) = (word16(&head[..2]), word16(&head[2..4]), word32(&head[12..]));
             let cookie = word64(&head[4..12]);
             if reply.cookie != 0 && reply.cookie != cookie {
                 return Err(protocol(
-                    "chunks of two replies are mixed, which this client does not take",
+                    "chunks of two replies are interleaved, which this client does not support",
                 ));
             }
             reply.cookie = cookie;
@@ -246,7 +246,7 @@ impl Reply {
         for (start, bytes) in pieces {
             if *start != range.start + data.len() as u64 {
                 return Err(format!(
-                    "a read's chunk begins at {start:#x}, not at {:#x}",
+                    "a chunk of a read begins at {start:#x}, expected {:#x}",
                     range.start + data.len() as u64
                 ));
             }
@@ -255,7 +255,7 @@ impl Reply {
         match data.len() as u64 == range.end - range.start {
             true => Ok(data),
             false => Err(format!(
-                "a read of {:#x} bytes gives {:#x}",
+                "a read of {:#x} bytes returned {:#x} bytes",
                 range.end - range.start,
                 data.len()
             )),
@@ -267,7 +267,7 @@ impl Reply {
         let mut zeros = Vec::new();
         let mut at = range.start;
         if self.extents.is_empty() || (one && self.extents.len() > 1) {
-            return Err(format!("{} extents", self.extents.len()));
+            return Err(format!("the reply has {} extents", self.extents.len()));
         }
         for (index, (len, flags)) in self.extents.iter().enumerate() {
             if *len == 0 || at >= range.end {
@@ -280,7 +280,7 @@ impl Reply {
             at += len;
         }
         match one && at > range.end {
-            true => Err("an extent goes past the end although only one was asked for".to_owned()),
+            true => Err("the extent reaches past the end of the range although REQ_ONE was set".to_owned()),
             false => Ok(zeros),
         }
     }

@@ -155,7 +155,7 @@ pub(super) fn numbers(parts: &[String]) -> anyhow::Result<Option<Vec<usize>>> {
             last.parse().with_context(|| format!("'{part}'"))?,
         );
         if first > last || last > 1 << 20 {
-            bail!("'{part}' is no range");
+            bail!("'{part}' is not a range");
         }
         numbers.extend(first..=last);
     }

@@ -140,7 +140,8 @@ impl<'a> World<'a> {
         }
         self.model.set_torn_reads(self.is_in_memory || serve.buffered);
         let started = Live::start(self.larder, &self.paths, &self.shape, &serve, self.seed)?;
-        let live = started.map_err(|said| Fault::new("refused", format!("not served: {}", last_lines(&said))))?;
+        let live =
+            started.map_err(|said| Fault::new("refused", format!("the disk is not served: {}", last_lines(&said))))?;
         if serve.read_only {
             self.events.insert("read-only");
         } else if self.needs_server && self.was_killed {
@@ -262,7 +263,7 @@ impl<'a> World<'a> {
             self.check("after a kill")?;
             let bytes = contents(&self.paths.image, "qcow2", None, self.folder)?;
             let result = self.model.check_after_crash(&bytes);
-            result.map_err(|what| Fault::new("lost", format!("QEMU, after a kill: {what}")))?;
+            result.map_err(|what| Fault::new("lost", format!("read by QEMU after a kill: {what}")))?;
             self.events.insert("QEMU after kill");
         }
         Ok(())
@@ -281,7 +282,7 @@ impl<'a> World<'a> {
             if Instant::now() > give_up {
                 return Err(Fault::new(
                     "locks",
-                    format!("of a killed server: {}", last_lines(&said)),
+                    format!("a killed server's locks are not released: {}", last_lines(&said)),
                 ));
             }
         }
@@ -298,7 +299,7 @@ impl<'a> World<'a> {
             Some(0) => Ok(()),
             code => Err(Fault::new(
                 "exit",
-                format!("the server ended with {code:?}: {}", last_lines(&said)),
+                format!("the server exited with {code:?}: {}", last_lines(&said)),
             )),
         }
     }
@@ -331,7 +332,7 @@ impl<'a> World<'a> {
         if code != Some(0) {
             return Err(Fault::new(
                 "cache",
-                format!("disk cache flush ends with {code:?}: {}", last_lines(&said)),
+                format!("larder disk cache flush exited with {code:?}: {}", last_lines(&said)),
             ));
         }
         self.events.insert("cache flush");
@@ -367,7 +368,7 @@ impl<'a> World<'a> {
                 let lines: Vec<&str> = said.lines().take(6).collect();
                 Err(Fault::new(
                     "check",
-                    format!("qemu-img check {when} ends with {code:?}: {}", lines.join(" | ")),
+                    format!("qemu-img check {when} exited with {code:?}: {}", lines.join(" | ")),
                 ))
             }
         }
@@ -378,10 +379,10 @@ impl<'a> World<'a> {
         if self.needs_server || self.is_cache_dirty || self.flight.has_guest() {
             return Ok(0);
         }
-        let code = self.check("of an image at rest")?;
+        let code = self.check("without a server")?;
         let bytes = contents(&self.paths.image, "qcow2", None, self.folder)?;
         let result = self.model.check(&bytes);
-        result.map_err(|what| Fault::new("content", format!("QEMU: {what}")))?;
+        result.map_err(|what| Fault::new("content", format!("read by QEMU: {what}")))?;
         Ok(code)
     }
 
@@ -425,7 +426,7 @@ impl<'a> World<'a> {
         std::fs::remove_file(&to)?;
         bytes.resize(self.model.size() as usize, 0);
         let result = self.model.check(&bytes);
-        result.map_err(|what| Fault::new("content", format!("QEMU's reads: {what}")))
+        result.map_err(|what| Fault::new("content", format!("read by qemu-img dd: {what}")))
     }
 
     /// Compares Larder's check with QEMU's, and repairs leaks.
@@ -443,7 +444,7 @@ impl<'a> World<'a> {
         };
         if !agrees {
             let what = format!(
-                "qemu-img check ends with {code}, larder disk check with {ours:?}: {}",
+                "qemu-img check exited with {code}, larder disk check with {ours:?}: {}",
                 last_lines(&said)
             );
             return Err(Fault::new("check differs", what));
@@ -457,7 +458,7 @@ impl<'a> World<'a> {
             if repaired != Some(0) {
                 return Err(Fault::new(
                     "repair",
-                    format!("ends with {repaired:?}: {}", last_lines(&said)),
+                    format!("larder exited with {repaired:?}: {}", last_lines(&said)),
                 ));
             }
             self.check("after a repair")?;
@@ -490,7 +491,7 @@ impl<'a> World<'a> {
             code => {
                 return Err(Fault::new(
                     "resize",
-                    format!("ends with {code:?}: {}", last_lines(&said)),
+                    format!("larder exited with {code:?}: {}", last_lines(&said)),
                 ));
             }
         }
@@ -512,7 +513,7 @@ impl<'a> World<'a> {
         let steps: Vec<QemuStep> = steps.iter().filter(fits).cloned().collect();
         build::apply(&self.shape, &self.paths.image, size, &steps)?;
         self.model = Model::new(contents(&self.paths.image, "qcow2", None, self.folder)?);
-        self.events.insert("QEMU writes between");
+        self.events.insert("QEMU writes between servers");
         Ok(())
     }
 
@@ -527,7 +528,7 @@ impl<'a> World<'a> {
         qemu_must("qemu-img", &["snapshot", "-c", &name, &image])?;
         let bytes = contents(&self.paths.image, "qcow2", Some(&name), self.folder)?;
         self.built.snapshots.push((name, bytes));
-        self.events.insert("snapshot between");
+        self.events.insert("snapshot between servers");
         self.compare_stopped().map(drop)
     }
 
@@ -544,7 +545,7 @@ impl<'a> World<'a> {
             Some(0) => Ok(()),
             code => Err(Fault::new(
                 "repair",
-                format!("ends with {code:?}: {}", last_lines(&said)),
+                format!("larder exited with {code:?}: {}", last_lines(&said)),
             )),
         }
     }
@@ -553,7 +554,8 @@ impl<'a> World<'a> {
     /// disk is served.
     fn read_flagged(&mut self, cluster: u64) -> Result<(), Fault> {
         let started = Live::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?;
-        let mut live = started.map_err(|said| Fault::new("refused", format!("not served: {}", last_lines(&said))))?;
+        let mut live =
+            started.map_err(|said| Fault::new("refused", format!("the disk is not served: {}", last_lines(&said))))?;
         let at = cluster * self.shape.cluster_len();
         let range: Range<u64> = at..at + 512;
         let client = live.nbd()?;
@@ -564,13 +566,13 @@ impl<'a> World<'a> {
         if code.0 != Some(0) {
             return Err(Fault::new(
                 "exit",
-                format!("the server ended with {:?}: {}", code.0, last_lines(&code.1)),
+                format!("the server exited with {:?}: {}", code.0, last_lines(&code.1)),
             ));
         }
         match reply.error {
             0 => Err(Fault::new(
                 "zero flag",
-                format!("version 2: the cluster at {at:#x}, whose entry has the zero flag, is read"),
+                format!("version 2: the read of the cluster at {at:#x}, whose entry has the zero flag, did not fail"),
             )),
             _ => Ok(()),
         }

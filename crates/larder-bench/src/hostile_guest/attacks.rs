@@ -346,7 +346,7 @@ impl Guest {
         let mut guest = Self::connect(Attack::Usual(Transfer::Write), socket)?;
         let disk = guest.disk;
         let done = guest.usual(Transfer::Write, |done| done.bytes < disk)?;
-        ensure!(done.bytes >= disk, "{} of {disk} bytes were written", done.bytes);
+        ensure!(done.bytes >= disk, "only {} of {disk} bytes were written", done.bytes);
         Ok(())
     }
 
@@ -373,7 +373,7 @@ impl Guest {
             let completion = queue.complete(LIMIT)?;
             ensure!(completion.status == 0, "a request failed: {completion:?}");
             let at = in_flight.iter().position(|(id, _)| *id == completion.id);
-            let (_, address) = in_flight.swap_remove(at.context("an answer to nothing")?);
+            let (_, address) = in_flight.swap_remove(at.context("a completion of an unknown request")?);
             buffers.push(address);
         }
     }

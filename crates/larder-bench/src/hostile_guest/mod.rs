@@ -121,7 +121,7 @@ impl Outcome {
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let program = larder_beside(arguments.larder.as_deref())?;
     println!(
-        "A raw image of {} in {}. Memory is RssAnon beside that at rest; latencies are P50 / P99 / longest of 4 KiB over \
+        "A raw image of {} in {}. Memory is RssAnon above that of the idle server; latencies are P50 / P99 / longest of 4 KiB over \
          NBD, one request at a time.\n",
         arguments.disk,
         arguments.folder.display()
@@ -142,12 +142,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     println!();
     if broken.is_empty() {
         println!(
-            "Every limit was kept: memory at most {} more than at rest, P99 below {} ms, CPU time for each byte of a long \
+            "All limits were kept: memory at most {} above that of the idle server, P99 below {} ms, CPU time per byte of a long \
              request at most {} times that of one of 16 MiB.",
             arguments.memory_max, arguments.p99_ms, arguments.cpu_ratio
         );
     }
-    broken.iter().for_each(|limit| println!("BROKEN: {limit}"));
+    broken.iter().for_each(|limit| println!("LIMIT EXCEEDED: {limit}"));
     Ok(broken.is_empty())
 }
 
@@ -158,7 +158,7 @@ fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::
     let path = |name: &str| place.path().join(name);
     let (image, socket, nbd) = (path("image"), path("vhost"), path("nbd"));
     File::create(&image)?.set_len(arguments.disk.get())?;
-    let mut command = mortal(program.to_str().context("the program's path is no UTF-8")?);
+    let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
     command
         .args(["disk", "serve", "--format", "raw", "--nbd"])
         .arg(format!("nbd+unix:///?socket={}", nbd.display()))
@@ -175,10 +175,10 @@ fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::
     let server = Server::from_command(command, &socket)?;
     let outcomes = attack(arguments, setup, &server, &nbd);
     let said = server.process.output();
-    let outcomes = outcomes.with_context(|| format!("the server has said:\n{said}"))?;
-    ensure!(!said.contains("panicked"), "the server has panicked: {said}");
+    let outcomes = outcomes.with_context(|| format!("the server's output:\n{said}"))?;
+    ensure!(!said.contains("panicked"), "the server panicked: {said}");
     let status = server.stop()?;
-    ensure!(status == Some(0), "the server has ended with {status:?}: {said}");
+    ensure!(status == Some(0), "the server exited with {status:?}: {said}");
     Ok(outcomes)
 }
 
@@ -267,7 +267,7 @@ fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome])
         }
         if outcome.p99() >= Duration::from_millis(arguments.p99_ms) {
             broken.push(format!(
-                "{name}: P99 of {} ms; of {} ms beside an idle or a well-behaved guest; load {}",
+                "{name}: P99 of {} ms; it is {} ms with an idle or a well-behaved guest; load {}",
                 milliseconds(outcome.p99()),
                 milliseconds(without),
                 outcome.load
@@ -279,7 +279,7 @@ fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome])
         let ratio = outcome.cpu_us_per_mib() / short.cpu_us_per_mib();
         if ratio > arguments.cpu_ratio {
             broken.push(format!(
-                "{name}: {ratio:.2} times the CPU time for each byte of {}",
+                "{name}: {ratio:.2} times the CPU time per byte of {}",
                 short.attack
             ));
         }

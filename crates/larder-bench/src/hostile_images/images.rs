@@ -37,7 +37,7 @@ impl Image {
         let data = File::create(&raw)?;
         data.write_all_at(&vec![7; 2 * CLUSTER as usize], 0)?;
         data.set_len(64 << 20)?;
-        let text = |path: &Path| path.to_str().context("the path is no UTF-8").map(str::to_owned);
+        let text = |path: &Path| path.to_str().context("the path is not UTF-8").map(str::to_owned);
         qemu_img(&["convert", "-q", "-f", "raw", "-O", "qcow2", &text(&raw)?, &text(&path)?])?;
         fs::remove_file(&raw)?;
         let file = File::options().read(true).write(true).open(&path)?;
@@ -176,7 +176,7 @@ impl Image {
 
 /// All cases.
 pub(super) const CASES: &[Case] = &[
-    ("nothing is wrong", |_| Ok(())),
+    ("valid image", |_| Ok(())),
     ("dirty, 1 Mi L1 entries to one L2 table", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
@@ -188,7 +188,7 @@ pub(super) const CASES: &[Case] = &[
         image.set_size(1 << 49)?;
         image.long_l1(1 << 20, l2 | COPIED)
     }),
-    ("the same, and a file that seems cut off", |image| {
+    ("1 Mi L1 entries to one L2 table, file seems truncated", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
         image.long_l1(1 << 20, l2)?;
@@ -234,15 +234,15 @@ pub(super) const CASES: &[Case] = &[
     ("an L1 table of 2^32 - 1 entries", |image| image.put_u32(36, u32::MAX)),
     ("an L1 table at 2^64 - 512", |image| image.put_u64(40, !511)),
     ("an L1 table in the header", |image| image.put_u64(40, 0)),
-    ("an L1 entry beyond all files", |image| {
+    ("an L1 entry past the end of any file", |image| {
         let l1 = image.l1()?;
         image.put_u64(l1, COPIED | 0x00ff_ffff_ffff_0000)
     }),
-    ("an L2 table that leads to itself", |image| {
+    ("an L2 table that refers to itself", |image| {
         let l2 = image.l2()?;
         image.fill(l2, l2 | COPIED, CLUSTER / 8)
     }),
-    ("an L2 table that leads to the header", |image| {
+    ("an L2 table that refers to the header", |image| {
         let l2 = image.l2()?;
         image.fill(l2, COPIED, CLUSTER / 8)
     }),
@@ -258,16 +258,19 @@ pub(super) const CASES: &[Case] = &[
     ("a refcount table of 2^32 - 1 clusters", |image| {
         image.put_u32(56, u32::MAX)
     }),
-    ("a refcount table that leads to itself", |image| {
+    ("a refcount table that refers to itself", |image| {
         let table = image.refcount_table()?;
         image.fill(table, table, CLUSTER / 8)
     }),
-    ("dirty, a refcount table that leads to one block everywhere", |image| {
-        let table = image.refcount_table()?;
-        let block = image.u64_at(table)?;
-        image.fill(table, block, CLUSTER / 8)?;
-        image.put_u64(INCOMPATIBLE, DIRTY)
-    }),
+    (
+        "dirty, a refcount table whose entries all refer to one block",
+        |image| {
+            let table = image.refcount_table()?;
+            let block = image.u64_at(table)?;
+            image.fill(table, block, CLUSTER / 8)?;
+            image.put_u64(INCOMPATIBLE, DIRTY)
+        },
+    ),
     ("8 MiB of refcount table to one block, in a file of 256 TiB", |image| {
         let block = image.u64_at(image.refcount_table()?)?;
         let at = image.end()?;
@@ -277,14 +280,14 @@ pub(super) const CASES: &[Case] = &[
         // Not every file system supports larger files.
         Ok(image.file.set_len(8 << 40)?)
     }),
-    ("refcount blocks beyond the file", |image| {
+    ("refcount blocks past the end of the file", |image| {
         let table = image.refcount_table()?;
         image.fill(table, 1 << 55, CLUSTER / 8)
     }),
     ("refcounts of 2^255 bits", |image| image.put_u32(96, 255)),
     ("refcounts of one bit", |image| image.put_u32(96, 0)),
     ("2^32 - 1 snapshots", |image| image.put_u32(60, u32::MAX)),
-    ("snapshots beyond the file", |image| {
+    ("snapshots past the end of the file", |image| {
         image.put_u32(60, 65_536)?;
         image.put_u64(64, 1 << 50)
     }),
@@ -306,7 +309,7 @@ pub(super) const CASES: &[Case] = &[
     ("a bitmap table of 2^32 - 1 entries", |image| {
         image.bitmap(1, 32, u32::MAX, 16)
     }),
-    ("a bitmap of 2^255 bytes a bit", |image| image.bitmap(1, 32, 1, 255)),
+    ("a bitmap of 2^255 bytes per bit", |image| image.bitmap(1, 32, 1, 255)),
     ("a header extension of 4 GiB", |image| {
         image.put_u32(112, 0x1234_5678)?;
         image.put_u32(116, u32::MAX)
@@ -315,7 +318,7 @@ pub(super) const CASES: &[Case] = &[
         let all = vec![(0x1234_5678, &[][..]); 8_000];
         image.extensions(&all)
     }),
-    ("a name of features of 60 KiB", |image| {
+    ("a feature name table of 60 KiB", |image| {
         image.extensions(&[(0x6803_f857, &[b'x'; 60_000])])
     }),
     ("a header of 2^32 - 1 bytes", |image| image.put_u32(100, u32::MAX)),
@@ -372,7 +375,7 @@ pub(super) const CASES: &[Case] = &[
         image.put_u64(INCOMPATIBLE, DATA_FILE)?;
         image.extensions(&[(0x4441_5441, b"image.qcow2")])
     }),
-    ("clusters that decompress without an end", |image| {
+    ("clusters that decompress endlessly", |image| {
         // A stored zlib block of length 65,535, repeated: more data than a cluster.
         let l2 = image.l2()?;
         let at = image.end()?;
@@ -384,7 +387,7 @@ pub(super) const CASES: &[Case] = &[
         image.put(at, &bytes)?;
         image.fill(l2, COMPRESSED | at | (127 << 54), CLUSTER / 8)
     }),
-    ("compressed clusters beyond the file", |image| {
+    ("compressed clusters past the end of the file", |image| {
         let l2 = image.l2()?;
         image.fill(l2, COMPRESSED | (1 << 53) | (255 << 54), CLUSTER / 8)
     }),
@@ -392,5 +395,5 @@ pub(super) const CASES: &[Case] = &[
         image.put_u32(32, 2)?;
         image.extensions(&[(0x0537_be77, &[0xff; 16])])
     }),
-    ("a journal that there is not", |image| image.put_u64(88, u64::MAX)),
+    ("a journal that does not exist", |image| image.put_u64(88, u64::MAX)),
 ];

@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let folder = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
     let cases = CASES.iter().filter(|(name, _)| name.contains(&arguments.only));
     let mut passed = true;
-    println!("{:>9} {:>8} {:>7}  {:8} image", "open, ms", "MiB", "end, ms", "");
+    println!("{:>9} {:>8} {:>7}  {:8} image", "open, ms", "MiB", "exit, ms", "");
     for (name, change) in cases {
         let folder = tempfile::Builder::new().prefix("larder-hostile-").tempdir_in(&folder)?;
         let mut image = Image::sound(folder.path())?;
@@ -88,7 +88,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
             outcome.memory_bytes as f64 / f64::from(1 << 20),
             outcome.end.map_or_else(String::new, |end| end.as_millis().to_string()),
             if outcome.served { "served" } else { "refused" },
-            if is_well { "" } else { "  TOO MUCH" },
+            if is_well { "" } else { "  LIMIT EXCEEDED" },
         );
         if !outcome.served {
             println!("{:30}{}", "", outcome.said.trim());
@@ -114,7 +114,7 @@ fn serve(
     metadata_memory: ByteLen,
     wait: Duration,
 ) -> anyhow::Result<Outcome> {
-    let mut command = mortal(program.to_str().context("the program's path is no UTF-8")?);
+    let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
     let uri = format!("nbd+unix:///?socket={}/socket", folder.display());
     command
         .args(["disk", "serve", "--format", "qcow2", "--nbd", &uri, "--metadata-memory"])
@@ -141,16 +141,16 @@ fn serve(
         outcome.end = Some(told.elapsed());
         ensure!(
             status.code().is_some(),
-            "the program ended by a signal: {}",
+            "the program was killed by a signal: {}",
             process.output()
         );
     }
     let said = process.output();
-    ensure!(!said.contains("panicked"), "the program has panicked: {said}");
+    ensure!(!said.contains("panicked"), "the program panicked: {said}");
     outcome.said = said.lines().last().unwrap_or_default().to_owned();
     if !outcome.served {
         let status = process.wait(LIMIT)?;
-        ensure!(status.code().is_some(), "the program ended by a signal: {said}");
+        ensure!(status.code().is_some(), "the program was killed by a signal: {said}");
     }
     Ok(outcome)
 }

@@ -102,7 +102,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     println!("\nbegins {}", std::process::id());
     let lines = lines();
     // The pager attaches before the process fills its memory.
-    ensure!(lines.recv()? == "fill", "what it is told first is to fill its memory");
+    ensure!(lines.recv()? == "fill", "the first command must be \"fill\"");
     (0..memory.pages()).for_each(|page| memory.write_as_vm(page, &mut random));
     println!("\nready");
     std::io::stdout().flush()?;
@@ -145,7 +145,7 @@ impl Actor {
                         self.report(since.elapsed())?;
                         since = Instant::now();
                     }
-                    _ => bail!("{line}: report"),
+                    _ => bail!("unknown command '{line}': the only command is report"),
                 },
                 Err(RecvTimeoutError::Timeout) => {
                     self.told.turns += 1;
@@ -217,7 +217,7 @@ impl Actor {
 
     fn touch(&mut self, page: usize, writes: bool) {
         let (word, took) = self.memory.touch_to(page, writes);
-        assert_eq!(word, page as u64, "a page is not as it was written");
+        assert_eq!(word, page as u64, "a page has wrong content");
         self.told.touches += 1;
         self.told.stalled += took.saturating_sub(NO_WAIT);
         self.told.longest = self.told.longest.max(took);

@@ -23,10 +23,10 @@ impl Cgroup {
     /// Creates a group without a limit.
     pub(super) fn new(name: &str) -> anyhow::Result<Self> {
         if !Path::new(CONTROLLER).join("memory.limit_in_bytes").exists() {
-            bail!("{CONTROLLER} has no memory controller of cgroup v1, which these experiments are made with");
+            bail!("{CONTROLLER} has no memory controller of cgroup v1, which these experiments need");
         }
         let path = Path::new(CONTROLLER).join(format!("larder-bench-{}-{name}", std::process::id()));
-        fs::create_dir(&path).with_context(|| format!("making the control group {}", path.display()))?;
+        fs::create_dir(&path).with_context(|| format!("creating the control group {}", path.display()))?;
         Ok(Self {
             _undo: Undo::new(REMOVE, [&path])?,
             path,
@@ -81,7 +81,7 @@ impl Cgroup {
 pub(super) fn number(path: &Path) -> anyhow::Result<u64> {
     let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     let number = text.trim().parse();
-    number.with_context(|| format!("{} has no number: {text}", path.display()))
+    number.with_context(|| format!("{} contains no number: {text}", path.display()))
 }
 
 /// Reads the number after a name, from a file with one name on each line.
@@ -91,5 +91,5 @@ pub(super) fn named(path: &Path, name: &str) -> anyhow::Result<u64> {
         let rest = line.strip_prefix(name)?;
         rest.trim_start_matches(':').split_whitespace().next()?.parse().ok()
     });
-    number.with_context(|| format!("{} tells no {name}", path.display()))
+    number.with_context(|| format!("{} has no line {name}", path.display()))
 }

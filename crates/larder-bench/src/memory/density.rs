@@ -61,7 +61,7 @@ impl Point {
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if !rustix::process::geteuid().is_root() {
-        bail!("control groups and swap files are root's: run this as root");
+        bail!("control groups and swap files need root: run this as root");
     }
     let experiment = Experiment {
         arguments,
@@ -167,7 +167,7 @@ impl Experiment<'_> {
     /// Measures this number of VMs; `None` if there is no room for their budgets.
     fn measure(&self, variant: Variant, vms: usize) -> anyhow::Result<Option<Point>> {
         let Some(mut vms) = self.start(variant, vms)? else {
-            eprintln!("{}: {vms} VMs: there is no room for their budgets", variant.name());
+            eprintln!("{}: {vms} VMs: their minimum budgets exceed the limit", variant.name());
             return Ok(None);
         };
         let over = Arc::new(AtomicBool::new(false));
@@ -197,7 +197,7 @@ impl Experiment<'_> {
         let after = processors()?;
         over.store(true, Ordering::Relaxed);
         let Ok(used) = used.join() else {
-            bail!("looking at memory failed")
+            bail!("sampling memory use failed: a thread panicked")
         };
         let used_most = used?;
         let point = Point::new(reports, &vms, (before, after), used_most);
@@ -306,7 +306,7 @@ impl Experiment<'_> {
         loop {
             let (mut managed, mut is_kept) = (0, true);
             for (_, control) in pagers {
-                let (_, state) = fetch_memory(control).context("asking Larder")?;
+                let (_, state) = fetch_memory(control).context("querying Larder")?;
                 managed += state.used;
                 is_kept &= state.used <= state.budget;
             }
@@ -331,7 +331,7 @@ impl Experiment<'_> {
             }
             ensure!(
                 Instant::now() < give_up,
-                "{used} bytes are in use of {all} after {PATIENCE:?}"
+                "{used} bytes are in use after {PATIENCE:?}, with a limit of {all}"
             );
             thread::sleep(LOOK_EVERY * 50);
         }
@@ -340,13 +340,13 @@ impl Experiment<'_> {
     fn print(&self, rows: &[(Variant, Vec<Point>)]) {
         let arguments = self.arguments;
         println!(
-            "\nVMs of {} MiB, of four two idle, one web, one scan; {} for all; a number fits if no kind waits for pages for \
+            "\nVMs of {} MiB, two in four idle, one web, one scan; {} for all; a number fits if no kind waits for pages more than \
              {} % of the time; {} s each.\n",
             arguments.density_mib, arguments.density_ram, arguments.density_stall, arguments.density_seconds
         );
         println!(
             "| | VMs | fit | VMs / GiB | waiting, %: idle, web, scan | longest wait, ms | work done, % | processors, % busy | \
-             used at most, MiB |"
+             peak use, MiB |"
         );
         println!("|{}", " --- |".repeat(9));
         let gib = arguments.density_ram.get() as f64 / (1 << 30) as f64;
@@ -405,7 +405,7 @@ impl Vms {
                 let found = line
                     .split_whitespace()
                     .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-                Ok(found.with_context(|| format!("{name} in: {line}"))?.parse()?)
+                Ok(found.with_context(|| format!("no {name} in: {line}"))?.parse()?)
             };
             let took = number("took_us")? / 1e6;
             reports.push(Report {

@@ -47,7 +47,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     println!("\nMedians of {ROUNDS} rounds.\n");
-    println!("| --encrypt | CPU of the pager, ms for each MiB on the disk | MiB/s to the disk |");
+    println!("| --encrypt | CPU of the pager, ms per MiB written | MiB/s written |");
     println!("| --- | --- | --- |");
     for (encrypt, rounds) in ["off", "on"].into_iter().zip(&rounds) {
         let of = |figure: fn(&Round) -> f64| median(&rounds.iter().map(figure).collect::<Vec<_>>());

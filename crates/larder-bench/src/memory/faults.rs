@@ -77,7 +77,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let mut device = Vec::new();
     for _ in 0..ROUNDS {
-        add("floor: ready, spinning", floor()?);
+        add("floor: page ready, thread spinning", floor()?);
         for case in [
             case("compressed RAM", vec![], "160MiB", "200MiB", "random", RANDOM),
             case(
@@ -90,14 +90,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             ),
             case("swap cache", disk("on"), "6MiB", BUDGET, "random", RANDOM),
             case(
-                "swap cache, in order, --prefetch off",
+                "swap cache, sequential, --prefetch off",
                 disk("off"),
                 "6MiB",
                 BUDGET,
                 "sequential",
                 all,
             ),
-            case("swap cache, in order", disk("on"), "6MiB", BUDGET, "sequential", all),
+            case("swap cache, sequential", disk("on"), "6MiB", BUDGET, "sequential", all),
         ] {
             add(case.name, measure(&larder, &place, &case)?);
         }
@@ -108,7 +108,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!(
         "\nFaults, one at a time; medians of {ROUNDS} rounds. 4 KiB of a file, read with O_DIRECT: {device:.1} µs.\n"
     );
-    println!("| pages come from | pages | P50, µs | P99, µs | P50 / floor | P50 less the device, / floor | pages/s |");
+    println!("| location of the pages | pages | P50, µs | P99, µs | P50 / floor | (P50 - device) / floor | pages/s |");
     println!("|{}", " --- |".repeat(7));
     for (name, rounds) in &cases {
         let Touched {
@@ -117,7 +117,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             p99_us,
             pages_per_s,
         } = middle(rounds);
-        let beyond = match name.contains("swap") && !name.contains("in order") {
+        let beyond = match name.contains("swap") && !name.contains("sequential") {
             true => format!("{:.2}", (p50_us - device) / floor),
             false => String::new(),
         };
@@ -158,10 +158,10 @@ fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Touc
         let found = line
             .split_whitespace()
             .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        Ok(found.with_context(|| format!("{name} in: {line}"))?.parse()?)
+        Ok(found.with_context(|| format!("no {name} in: {line}"))?.parse()?)
     };
     let pages = number("pages")?;
-    ensure!(pages > 0.0, "no page was out of memory");
+    ensure!(pages > 0.0, "no page was missing from memory");
     Ok(Touched {
         pages,
         p50_us: number("p50_ns")? / 1e3,

@@ -94,7 +94,7 @@ impl Larder {
     }
 
     fn state(&self) -> anyhow::Result<MemoryState> {
-        Ok(fetch_memory(&self.control).context("asking Larder")?.1)
+        Ok(fetch_memory(&self.control).context("querying Larder")?.1)
     }
 
     fn sizes(&self, budget: u64) -> Vec<String> {
@@ -157,7 +157,7 @@ impl Pager for Larder {
                 }
             }
             if Instant::now() > give_up {
-                bail!("Larder leaves {used} bytes in use of {bytes} after {PATIENCE:?}: {state:?}");
+                bail!("with Larder, {used} bytes are in use after {PATIENCE:?}, with a limit of {bytes}: {state:?}");
             }
         }
     }

@@ -129,7 +129,9 @@ fn pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
         .round()
         .max(1.0) as u64;
     if percent * hundredth > limit / 2 {
-        bail!("a hundredth of this machine's memory, the least that zswap's pool has, is half of {limit} bytes");
+        bail!(
+            "1 % of this machine's memory, the minimum of zswap's pool, is more than half of the limit of {limit} bytes"
+        );
     }
     Ok(percent)
 }

@@ -170,7 +170,9 @@ impl Pager for Kernel {
                 return Ok(());
             }
             if Instant::now() > give_up {
-                bail!("the kernel leaves {used} bytes in use of {bytes} after {LIMIT_WITHIN:?}");
+                bail!(
+                    "with the kernel's swap, {used} bytes are in use after {LIMIT_WITHIN:?}, with a limit of {bytes}"
+                );
             }
             thread::sleep(Duration::from_millis(1));
         }

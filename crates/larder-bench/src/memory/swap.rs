@@ -25,7 +25,7 @@ impl SwapFile {
     pub(super) fn new(place: &Place, size: u64) -> anyhow::Result<Self> {
         let swaps = fs::read_to_string("/proc/swaps").context("reading /proc/swaps")?;
         if let Some(other) = swaps.lines().nth(1) {
-            bail!("this machine swaps already, and what is measured might go there: {other}");
+            bail!("this machine has another swap area, which would distort the measurement: {other}");
         }
         let path = place.raw_image(size)?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
@@ -39,7 +39,7 @@ impl SwapFile {
 
 fn command(program: &str, path: &Path) -> anyhow::Result<()> {
     let output = Command::new(program).arg(path).output();
-    let output = output.with_context(|| format!("starting {program}, of the package util-linux or mount"))?;
+    let output = output.with_context(|| format!("starting {program} (package util-linux or mount)"))?;
     if !output.status.success() {
         bail!(
             "{program} {}: {}",
@@ -98,7 +98,8 @@ impl Zswap {
         let now = fs::read_to_string(&path).context("this kernel has no zswap")?;
         let found = names.iter().find(|name| fs::write(&path, name).is_ok());
         fs::write(&path, now.trim())?;
-        let found = found.with_context(|| format!("zswap of this kernel has none of {}", names.join(", ")))?;
+        let found =
+            found.with_context(|| format!("this kernel's zswap has none of the compressors {}", names.join(", ")))?;
         Ok(found)
     }
 }

@@ -126,7 +126,9 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     println!("\nready {}", std::process::id());
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let (what, count) = line.split_once(' ').context("what, and how many pages")?;
+        let (what, count) = line
+            .split_once(' ')
+            .context("a command is a pattern and a number of pages")?;
         let count: usize = count.parse()?;
         let (mut times, took) = match what {
             "floor" => floor(count, &mut random)?,
@@ -138,7 +140,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
                 missing.truncate(count);
                 touch_all(&memory, &missing)?
             }
-            _ => bail!("{what}: floor, random or sequential"),
+            _ => bail!("unknown pattern '{what}': floor, random or sequential"),
         };
         times.sort_unstable();
         let at = |share: usize| times.get(times.len() * share / 100).map_or(0, Duration::as_nanos);
@@ -165,7 +167,7 @@ fn touch_all(memory: &Memory, pages: &[usize]) -> anyhow::Result<(Vec<Duration>,
     let started = Instant::now();
     for page in pages {
         let (word, took) = memory.touch(*page);
-        ensure!(word == *page as u64, "page {page} is not as it was written");
+        ensure!(word == *page as u64, "page {page} has wrong content");
         times.push(took);
     }
     Ok((times, started.elapsed()))
@@ -213,7 +215,7 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
     stop.store(true, Ordering::Relaxed);
     match answerer.join() {
         Ok(answered) => answered?,
-        Err(_) => bail!("the thread that answers has panicked"),
+        Err(_) => bail!("the thread that serves the faults panicked"),
     }
     touched
 }

@@ -24,7 +24,7 @@ use crate::prefetch::place::Place;
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if !rustix::process::geteuid().is_root() {
-        bail!("control groups and swap files are root's: run this as root");
+        bail!("control groups and swap files need root: run this as root");
     }
     let mut experiment = Experiment::new(arguments)?;
     let unlimited = experiment.unlimited()?;
@@ -148,7 +148,7 @@ impl<'a> Experiment<'a> {
         eprintln!("{what}: {pass}");
         let digest = self.digest.get_or_insert_with(|| pass.digest.clone());
         if *digest != pass.digest {
-            bail!("{what}: the queries' results are not those of the first pass");
+            bail!("{what}: the queries' results differ from those of the first pass");
         }
         Ok(pass)
     }
@@ -238,7 +238,7 @@ impl<'a> Experiment<'a> {
             match self.pass(&mut workload, &*pager, &what) {
                 Ok(pass) => passes.push(pass),
                 Err(_) if cgroup.killed()? > 0 => {
-                    eprintln!("{what}: the kernel has killed the program for want of memory");
+                    eprintln!("{what}: the OOM killer has killed the program");
                     break;
                 }
                 Err(error) => return Err(error),
@@ -267,7 +267,7 @@ impl<'a> Experiment<'a> {
         );
         println!(
             "| level, % | of the working set, % | limit, MiB | | unlimited, s | cold, s | warm, s: median (each) | cold / unlimited | \
-             warm / unlimited | used, MiB: mean, most | faults, cold | faults, warm | from disk, MiB: cold, warm | to disk, \
+             warm / unlimited | used, MiB: mean, peak | faults, cold | faults, warm | from disk, MiB: cold, warm | to disk, \
              MiB: cold, warm | from zswap, MiB: cold, warm |"
         );
         println!("|{}", " --- |".repeat(15));
@@ -373,7 +373,7 @@ impl Unlimited {
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         println!(
             "Without a limit: {:.0} MiB at the peak of passes ({:.0} while loading, {:.0} in the last pass); {:.1} % of \
-             what is resident is in the memfd; {:.0} MiB touched in a warm pass.",
+             the resident memory is in the memfd; {:.0} MiB accessed in a warm pass.",
             mib(self.peak),
             mib(self.loading),
             mib(self.last),
@@ -382,7 +382,7 @@ impl Unlimited {
         );
         if let Some(set) = working_set {
             println!(
-                "The warm working set: {:.0} MiB, {:.0} % of the peak; the limit is that at a level of {:.0} %.",
+                "The warm working set: {:.0} MiB, {:.0} % of the peak; the limit equals it at a level of {:.0} %.",
                 mib(set),
                 set as f64 * 100.0 / self.peak as f64,
                 self.peak as f64 * 100.0 / set as f64
@@ -409,12 +409,12 @@ fn panels(rows: &[Row]) -> [Panel; 3] {
     };
     [
         Panel {
-            title: "Cold pass, times that without a limit",
+            title: "Cold pass, time relative to no limit",
             lines: lines(Row::cold_slower),
             scale: true,
         },
         Panel {
-            title: "Warm pass, times that without a limit",
+            title: "Warm pass, time relative to no limit",
             lines: lines(Row::warm_slower),
             scale: true,
         },
@@ -437,7 +437,7 @@ fn colour(variant: Variant) -> &'static str {
 fn published() -> Panel {
     let ssd = 1.0 / 0.88;
     Panel {
-        title: "Published (Intel IT, 2016), drawn by its words, no scale",
+        title: "Published (Intel IT, 2016), drawn from its description, no scale",
         lines: vec![
             Line {
                 name: "swap to SAN",

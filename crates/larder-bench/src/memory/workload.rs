@@ -130,7 +130,7 @@ impl fmt::Display for Pass {
         } = self.done;
         write!(
             f,
-            "{:.2} s, {faults} faults; MiB: {} used, {} at most, {} read, {} written, {} unpacked, {} packed",
+            "{:.2} s, {faults} faults; MiB: {} used, {} at peak, {} read, {} written, {} decompressed, {} compressed",
             self.seconds,
             self.used_mean / MIB,
             self.used_most / MIB,
@@ -176,15 +176,17 @@ impl Workload {
         let done = pager.done()?.since(before);
         let answer = answer?;
         let Ok(used) = used else {
-            bail!("looking at memory failed")
+            bail!("sampling memory use failed: a thread panicked")
         };
         let used = used?;
         let queries = answer["queries"].as_array();
-        let queries = queries.with_context(|| format!("no times of queries: {answer}"))?;
+        let queries = queries.with_context(|| format!("no query times in the reply: {answer}"))?;
         let digest = answer["digest"].as_str();
         Ok(Pass {
             seconds: queries.iter().filter_map(Value::as_f64).sum(),
-            digest: digest.with_context(|| format!("no digest: {answer}"))?.to_owned(),
+            digest: digest
+                .with_context(|| format!("no digest in the reply: {answer}"))?
+                .to_owned(),
             done,
             used_mean: used.iter().sum::<u64>() / used.len().max(1) as u64,
             used_most: used.iter().copied().max().unwrap_or(0),
@@ -195,7 +197,7 @@ impl Workload {
         let lines = self.process.lines();
         self.process.say("pass")?;
         let line = self.process.wait_for_after(lines, "digest", PATIENCE)?;
-        serde_json::from_str(&line).with_context(|| format!("the answer {line}"))
+        serde_json::from_str(&line).with_context(|| format!("parsing the reply {line}"))
     }
 
     fn proc(&self, name: &str) -> PathBuf {

@@ -14,12 +14,13 @@ pub(crate) fn of_process(id: u32) -> anyhow::Result<f64> {
     // SAFETY: `clock` is valid for the result.
     let error = unsafe { libc::clock_getcpuclockid(id as libc::pid_t, &raw mut clock) };
     if error != 0 {
-        return Err(io::Error::from_raw_os_error(error)).with_context(|| format!("the CPU time of process {id}"));
+        return Err(io::Error::from_raw_os_error(error))
+            .with_context(|| format!("reading the CPU time of process {id}"));
     }
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the result.
     if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return Err(io::Error::last_os_error()).with_context(|| format!("the CPU time of process {id}"));
+        return Err(io::Error::last_os_error()).with_context(|| format!("reading the CPU time of process {id}"));
     }
     Ok(time.tv_sec as f64 + time.tv_nsec as f64 / 1e9)
 }
@@ -30,9 +31,9 @@ pub(super) struct Processors(Vec<u64>);
 impl Processors {
     pub(super) fn of(vm: &mut Vm) -> anyhow::Result<Self> {
         let list = vm.ask("query-cpus-fast", &json!({}))?;
-        let threads = list.as_array().context("query-cpus-fast tells no list")?;
+        let threads = list.as_array().context("query-cpus-fast returned no list")?;
         let numbers: Option<_> = threads.iter().map(|cpu| cpu["thread-id"].as_u64()).collect();
-        Ok(Self(numbers.context("query-cpus-fast tells no threads")?))
+        Ok(Self(numbers.context("query-cpus-fast returned no thread IDs")?))
     }
 
     /// Returns QEMU's CPU seconds without those of its guest's vCPUs. A missing thread is one of an aborted
@@ -48,7 +49,8 @@ impl Processors {
                 text => text.with_context(|| format!("reading {path}"))?,
             };
             let nanoseconds = text.split(' ').next().and_then(|word| word.parse::<f64>().ok());
-            seconds -= nanoseconds.with_context(|| format!("{path} says '{text}'"))? / 1e9;
+            seconds -=
+                nanoseconds.with_context(|| format!("{path} contains '{text}', not a number of nanoseconds"))? / 1e9;
         }
         Ok(seconds)
     }

@@ -184,7 +184,7 @@ impl<'a> Guest<'a> {
             self.vm.wait_for_console("TICK", 1)?;
             ensure!(
                 Instant::now() < give_up,
-                "the guest does not get on with {} MB/s",
+                "the guest makes no progress at {} MB/s",
                 self.rate
             );
         }
@@ -232,8 +232,8 @@ fn last_event(vm: &mut Vm, name: &str) -> anyhow::Result<f64> {
         .iter()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let event = parsed.rev().find(|event| event["event"] == name);
-    let time = &event.with_context(|| format!("QEMU told of no {name}"))?["timestamp"];
-    let part = |unit: &str| time[unit].as_f64().context("an event without a time");
+    let time = &event.with_context(|| format!("QEMU sent no event {name}"))?["timestamp"];
+    let part = |unit: &str| time[unit].as_f64().context("an event without a timestamp");
     Ok(part("seconds")? + part("microseconds")? / 1e6)
 }
 

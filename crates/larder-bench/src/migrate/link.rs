@@ -25,7 +25,7 @@ impl FromStr for Speed {
         match text.parse() {
             Ok(mbit @ 1..) => Ok(Self::Limited(mbit)),
             _ if text == "none" => Ok(Self::Loopback),
-            _ => Err("Mbit/s, 1 at least, or none".to_owned()),
+            _ => Err("expected a number of Mbit/s, at least 1, or none".to_owned()),
         }
     }
 }
@@ -81,7 +81,7 @@ impl Link {
     pub(super) fn new(speed: Speed) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
-            "this needs root: making network namespaces"
+            "this needs root: creating network namespaces"
         );
         let process = std::process::id();
         let name = |end: &str| format!("larder-bench-{process}-{end}");
@@ -156,7 +156,7 @@ impl Link {
             .split_whitespace()
             .map(str::parse)
             .collect::<Result<_, _>>()?;
-        ensure!(figures.len() > OUT, "{path} is not understood: {text}");
+        ensure!(figures.len() > OUT, "{path} has an unknown format: {text}");
         let back = match self.speed {
             Speed::Limited(_) => figures[IN],
             Speed::Loopback => 0,

@@ -85,10 +85,10 @@ impl ValueEnum for Load {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let help = match self {
-            Self::Constant => "Each page is one word all over",
-            Self::Sequence => "Numbers that count up",
-            Self::Random => "Nothing that could be compressed",
-            Self::Mixed => "Text, objects of a heap, few words, random pages",
+            Self::Constant => "Pages of one repeated word",
+            Self::Sequence => "Ascending numbers",
+            Self::Random => "Incompressible pages",
+            Self::Mixed => "Text, heap objects, sparse pages, random pages",
             Self::Memcached => "memcached with random values",
         };
         Some(PossibleValue::new(self.name()).help(help))
@@ -116,7 +116,9 @@ mod tests {
         );
         let machine = Machine::running(Release::Host, 512, &script)?;
         let guest = machine.boot()?;
-        let end = guest.wait_for_console("ROUND 2", 1).expect_err("its values are gone");
+        let end = guest
+            .wait_for_console("ROUND 2", 1)
+            .expect_err("the load detects the lost values");
         let said = format!("{end:#}");
         assert!(
             said.contains("MISMATCH value") && said.contains("it is not there"),

@@ -90,9 +90,9 @@ impl ValueEnum for Method {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let help = match self {
-            Self::Qemu => "QEMU, pages as they are",
-            Self::Xbzrle => "QEMU, what changed of a page since it was last sent",
-            Self::Multifd => "QEMU over several channels, pages as they are",
+            Self::Qemu => "QEMU, uncompressed pages",
+            Self::Xbzrle => "QEMU, XBZRLE: deltas to the pages sent before",
+            Self::Multifd => "QEMU over several channels, uncompressed pages",
             Self::MultifdZlib => "QEMU over several channels, zlib 1",
             Self::MultifdZstd => "QEMU over several channels, zstd 1",
             Self::Larder => "larder migrate",

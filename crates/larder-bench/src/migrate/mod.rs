@@ -142,6 +142,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             }
         }
     }
-    ensure!(broken == 0, "{broken} tables broke off: why is said above");
+    ensure!(
+        broken == 0,
+        "{broken} tables are incomplete: the errors are printed above"
+    );
     Ok(())
 }

@@ -105,7 +105,7 @@ fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carrie
             "completed" => break Outcome::Moved,
             "cancelled" | "failed" if given_up => break Outcome::DidNotEnd,
             "cancelled" | "failed" => {
-                let why = info["error-desc"].as_str().unwrap_or("and QEMU does not say why");
+                let why = info["error-desc"].as_str().unwrap_or("QEMU reports no reason");
                 break Outcome::Failed(format!("{status}: {why}"));
             }
             _ => {}
@@ -114,7 +114,7 @@ fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carrie
             source.ask("migrate_cancel", &json!({}))?;
             given_up = true;
         }
-        ensure!(begun.elapsed() < limit + LIMIT, "the migration is {status}, for good");
+        ensure!(begun.elapsed() < limit + LIMIT, "the migration remains {status}");
         std::thread::sleep(LOOK);
     };
     Ok(Carried {
@@ -137,21 +137,21 @@ fn by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: S
     let give_up = Instant::now() + Duration::from_secs(arguments.limit) + LIMIT;
     while !mover.has_ended() {
         look(source, &mut info)?;
-        ensure!(Instant::now() < give_up, "larder does not end:\n{}", mover.output());
+        ensure!(Instant::now() < give_up, "larder does not exit:\n{}", mover.output());
         std::thread::sleep(LOOK);
     }
     look(source, &mut info)?;
     let source_s = end(&mut mover)?;
     let destination_s = end(&mut receiver.process)?;
     let said = mover.output();
-    let verdict = verdict(&said).with_context(|| format!("larder says\n{said}"))?;
+    let verdict = verdict(&said).with_context(|| format!("unexpected output of larder:\n{said}"))?;
     let failed = verdict["failed"].as_str().unwrap_or_default();
     let outcome = match verdict["vm"].as_str() {
         None if verdict["moved"].is_object() => Outcome::Moved,
         Some("here") if failed.contains(TIMED_OUT) => Outcome::DidNotEnd,
         Some("here") => Outcome::Failed(failed.to_owned()),
         _ => bail!(
-            "larder says\n{said}\nand at the destination\n{}",
+            "unexpected output of larder:\n{said}\nat the destination:\n{}",
             receiver.process.output()
         ),
     };

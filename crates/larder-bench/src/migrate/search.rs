@@ -60,7 +60,7 @@ fn climb(
         unable.get_or_insert(tried.unable);
         if tried.alone < Row::SLOW * rate as f64 {
             eprintln!(
-                "the guest changes no more than {:.0} MB/s: it is no use to go up from there",
+                "the guest reaches only {:.0} MB/s: higher rates are not tried",
                 tried.alone
             );
             break;

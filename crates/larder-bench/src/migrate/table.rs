@@ -82,8 +82,8 @@ impl Move {
     fn outcome(&self) -> &str {
         match &self.outcome {
             Outcome::Moved => "moved",
-            Outcome::DidNotEnd => "did not end",
-            Outcome::TooLate => "ended too late",
+            Outcome::DidNotEnd => "timed out",
+            Outcome::TooLate => "completed after its timeout",
             Outcome::Failed(why) => why,
         }
     }
@@ -92,9 +92,9 @@ impl Move {
     pub(super) fn line(&self) -> String {
         let stood = self
             .downtime_ms
-            .map_or(String::new(), |ms| format!(", stood still {ms:.0} ms"));
+            .map_or(String::new(), |ms| format!(", downtime {ms:.0} ms"));
         format!(
-            "{} in {:.2} s{stood}; {} rounds, {:.1} MB there",
+            "{} in {:.2} s{stood}; {} rounds, {:.1} MB sent",
             self.outcome(),
             self.total_s,
             self.rounds,
@@ -193,7 +193,7 @@ pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
     let arguments = bench.arguments;
     let qemu = if arguments.debian13 { "10" } else { "7.2" };
     println!(
-        "\n{}, {}; QEMU {qemu}, {} MiB, of which {} change; {} ms of downtime asked for, {} s at most\n",
+        "\n{}, {}; QEMU {qemu}, {} MiB, of which {} change; downtime limit {} ms, time limit {} s\n",
         bench.load.name(),
         bench.link.speed.words(),
         arguments.memory,
@@ -202,7 +202,7 @@ pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
         arguments.limit
     );
     println!(
-        "| method | rate set, MB/s | kept | moved | total, s | stood still, ms | rounds | pages/s | MB there | back | ratio | CPU s source | destination | per GiB sent |"
+        "| method | rate set, MB/s | rate during moves | moved | total, s | downtime, ms | rounds | pages/s | MB sent | MB returned | ratio | CPU s source | destination | per GiB sent |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for row in rows.iter().filter(|row| !row.moves.is_empty()) {
@@ -217,11 +217,11 @@ pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
 /// Prints the result of the search.
 fn largest(bench: &Bench<'_>, rows: &[Row]) {
     println!(
-        "\nIt moves if it stands still for {:.0} ms at most.",
+        "\nA move succeeds if the downtime is at most {:.0} ms.",
         bench.arguments.accept_ms()
     );
     println!(
-        "\n| method | largest rate set at which it moves, MB/s | kept | most kept at any rate | the next one |\n|---|---|---|---|---|"
+        "\n| method | largest rate set at which moves succeed, MB/s | rate during moves | highest rate during moves at any rate set | next rate |\n|---|---|---|---|---|"
     );
     for &method in &bench.arguments.modes {
         let of_method = |good: bool| {
@@ -231,13 +231,13 @@ fn largest(bench: &Bench<'_>, rows: &[Row]) {
         let best = of_method(true).next_back();
         let set = match best {
             // The configured rate is higher than the actual one then.
-            Some(row) if row.is_too_fast() => format!("{}, and the guest alone comes to {:.0}", row.rate, row.alone),
+            Some(row) if row.is_too_fast() => format!("{}, but the guest alone reaches {:.0}", row.rate, row.alone),
             Some(row) => row.rate.to_string(),
             None => "none".to_owned(),
         };
         let next = match of_method(false).next_back() {
             Some(row) => format!("{}: no", row.rate),
-            None if best.is_some_and(Row::is_too_fast) => "the guest is no faster".to_owned(),
+            None if best.is_some_and(Row::is_too_fast) => "the guest reaches no higher rate".to_owned(),
             None => "not tried".to_owned(),
         };
         let shown = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"));

@@ -173,7 +173,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (Store::Disk, "a new qcow2 overlay on this machine's disk"),
         (
             Store::Remote,
-            "an NBD server (nbdkit) that answers each read 1 ms later",
+            "an NBD server (nbdkit) with 1 ms of additional read latency",
         ),
     ] {
         let mut grid = vec![vec![Vec::new(); JOBS.len() + 1]; CONTENDERS.len()];
@@ -281,7 +281,7 @@ impl Running {
             ms_end,
         ] = numbers[..]
         else {
-            anyhow::bail!("the guest says '{line}', which is not two times seconds, reads, sectors and ms");
+            anyhow::bail!("the guest printed '{line}', which is not seconds, reads, sectors and ms, twice");
         };
         let after = self.counts()?;
         Ok(Figures {
@@ -336,7 +336,7 @@ impl Figures {
 
 fn print_head() {
     println!(
-        "| job | read-ahead | seconds | gain | ms of reads | gain | KiB a read | found or under way | found a part | too long | wasted of read |"
+        "| job | read-ahead | seconds | gain | read latency, ms | gain | KiB per read | hit or in flight | partial hit | too long | wasted, % of read |"
     );
     println!("|{}", " --- |".repeat(11));
 }
@@ -400,7 +400,7 @@ fn pair(place: &Place, system: &Path, rounds: usize) -> anyhow::Result<()> {
             row.push(first.boot()?.and(&second.boot()?));
         }
     }
-    println!("Two guests boot at a time, each from a new qcow2 overlay of one system on this machine's disk\n");
+    println!("Two guests boot at the same time, each from a new qcow2 overlay of one system on this machine's disk\n");
     print_head();
     for (contender, row) in contenders.iter().zip(&grid) {
         print_row("two boots", contender.name, row, &grid[0]);

@@ -154,7 +154,7 @@ impl Costs {
             println!("| `{function}` | {cost:+.0} |");
         }
         let rest = self.total() - shown.iter().map(|(_, cost)| cost).sum::<f64>();
-        println!("| all others | {rest:+.0} |");
+        println!("| all other functions | {rest:+.0} |");
     }
 
     /// Prints a row for each function that costs much, or not what it costs in `others`; the largest difference is first.
@@ -190,7 +190,7 @@ impl Costs {
         }
         ensure!(
             output.status.success() && costs.total() > 0.0,
-            "callgrind_annotate shows no function of {}: {}{said}",
+            "callgrind_annotate lists no function of {}: {}{said}",
             profile.display(),
             String::from_utf8_lossy(&output.stderr)
         );
@@ -244,10 +244,10 @@ impl Served<'_> {
 fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], other: &Path) -> anyhow::Result<()> {
     let (own, count) = (larder()?, arguments.count.unwrap_or(COUNT));
     println!(
-        "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests\n"
+        "User-space instructions of the server per request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests\n"
     );
     println!(
-        "| | {} | this one | ratio |\n| --- | --- | --- | --- |",
+        "| | {} | this program | ratio |\n| --- | --- | --- | --- |",
         other.display()
     );
     let mut differences = Vec::new();
@@ -294,7 +294,9 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
         }
     }
     for (name, (theirs, own)) in &differences {
-        println!("\n| {name}, by function | the other | this one | difference |\n| --- | --- | --- | --- |");
+        println!(
+            "\n| {name}, by function | the other program | this program | difference |\n| --- | --- | --- | --- |"
+        );
         own.print_beside(theirs);
     }
     ensure!(failures.is_empty(), "not measured: {}", failures.join("; "));
@@ -311,9 +313,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         return compare(arguments, &place, &images, other);
     }
     let (program, count) = (larder()?, arguments.count.unwrap_or(COUNT));
-    println!(
-        "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests"
-    );
+    println!("User-space instructions of the server per request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests");
     for (format, image) in &images {
         for requests in REQUESTS.iter().filter(|requests| requests.order != Order::Hits) {
             let (mut off, mut on) = (Vec::new(), Vec::new());
@@ -339,7 +339,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             println!("| read-ahead off | {:.0} |", median(&off));
             println!("| on | {:.0} |", median(&on));
             println!("| on / off | {:.3} ({}) |", median(&ratios), spread(&ratios, 3));
-            println!("| on less off | {:+.0} |", last.total());
+            println!("| on - off | {:+.0} |", last.total());
             println!("| of that, read-ahead's own code | {:+.0} |", last.of_read_ahead());
             last.print();
         }

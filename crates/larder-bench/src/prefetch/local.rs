@@ -43,9 +43,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let (ceiling, random) = (median(&in_order), median(&at_random));
     println!(
-        "fio over NBD, a raw image of {} GiB, each job its own part of it. The disk by itself: {:.0} MB/s of reads of \
-         {} KiB in order, which is {:.0} of 4 KiB a second, and {random:.0} a second at random. *Bound*: the gain of a \
-         read-ahead that has every read in memory, and no more than the disk is good for\n",
+        "fio over NBD, a raw image of {} GiB, each job on its own part. The disk alone: {:.0} MB/s with sequential reads of \
+         {} KiB, which is {:.0} reads of 4 KiB per second, and {random:.0} random reads per second. *Bound*: the gain of a \
+         read-ahead that has every read in memory, limited by the disk's bandwidth\n",
         DISK_BYTES / GIB,
         ceiling / 1e6,
         LONG_READ >> 10,

@@ -53,7 +53,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let far = SlowStore::start(&place, IMAGE_BYTES, LATENCY)?;
     for (image, what) in [
         (text(&image)?, "this machine's disk"),
-        (far.uri(), "an NBD server that answers each request 1 ms later"),
+        (far.uri(), "an NBD server with 1 ms of latency"),
     ] {
         let mut grid = vec![vec![Series::default(); LARGEST.len() + 1]; READS.len()];
         for _ in 0..arguments.rounds(3) {
@@ -65,7 +65,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 }
             }
         }
-        println!("Long reads over vhost-user-blk, a raw image on {what}: MB/s (CPU of the server for each read, us)\n");
+        println!("Long reads over vhost-user-blk, a raw image on {what}: MB/s (CPU of the server per read, us)\n");
         print(&grid);
     }
     Ok(())
@@ -134,7 +134,7 @@ fn print(grid: &[Vec<Series>]) {
     }
     println!("\n|{}", " --- |".repeat(2 + 2 * LARGEST.len()));
     for (reads, row) in READS.iter().zip(grid) {
-        let order = if reads.random { "random" } else { "in order" };
+        let order = if reads.random { "random" } else { "sequential" };
         print!("| {order}, {} KiB, depth {} |", reads.block >> 10, reads.depth);
         for (index, series) in row.iter().enumerate() {
             let speed = median(&series.bytes_per_second) / 1e6;

@@ -49,12 +49,12 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     println!(
-        "Memory of its own (`RssAnon`), the most that was seen, looking every {LOOK_EVERY:?}, while {} jobs read in order \
+        "Peak anonymous memory of the server (`RssAnon`), sampled every {LOOK_EVERY:?}, while {} jobs read sequentially \
          at depth {}; KiB\n",
         job.jobs, job.depth
     );
     println!(
-        "| `--prefetch` | memory | more than without read-ahead | part of the option | `memory` of `larder status` |"
+        "| `--prefetch` | memory | increase over no read-ahead | share of the option | `memory` of `larder status` |"
     );
     println!("|{}", " --- |".repeat(5));
     println!("| off | {:.0} ({}) | | | |", median(&without), spread(&without, 0));

@@ -85,11 +85,11 @@ const PATTERNS: [Pattern; 15] = [
         reads: mixed,
     },
     Pattern {
-        name: "forward, 5 % passed by",
+        name: "forward, 5 % skipped",
         reads: |disk| with_holes(disk, 20, 1),
     },
     Pattern {
-        name: "forward, 20 % passed by",
+        name: "forward, 20 % skipped",
         reads: |disk| with_holes(disk, 10, 4),
     },
     Pattern {
@@ -198,7 +198,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     all_patterns(arguments, &place, local)?;
     let store = SlowStore::start(&place, DISK_BYTES, DELAY)?;
-    println!("\nA raw image of 1 GiB behind NBD, {DELAY:?} for each request\n");
+    println!("\nA raw image of 1 GiB behind NBD, {DELAY:?} of latency per request\n");
     let far = Disk {
         image: store.uri(),
         format: "raw",
@@ -243,9 +243,7 @@ fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow:
             }
         }
     }
-    println!(
-        "| pattern | depth | IOPS, off | on | gain | in memory | waited for | in part | fetched | wasted | left |"
-    );
+    println!("| pattern | depth | IOPS, off | on | gain | hits | waits | partial hits | fetched | wasted | unread |");
     println!("|{}", " --- |".repeat(11));
     for ((pattern, depth), figures) in cases.iter().zip(&rows) {
         let shares = median_of(&figures.shares);

@@ -88,7 +88,7 @@ impl Drop for Place {
 fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
     let context = || format!("writing {}", path.display());
     if !size.is_multiple_of(PIECE_BYTES as u64) {
-        bail!("the size of an image, {size} bytes, is no multiple of 1 MiB");
+        bail!("the size of an image, {size} bytes, is not a multiple of 1 MiB");
     }
     let mut file = File::options()
         .create(true)

@@ -108,5 +108,5 @@ fn bench(reader: Reader, image: &str, socket: Option<&Path>, count: u64, depth: 
         let rest = line.strip_prefix("Run completed in ")?;
         rest.split_whitespace().next()?.parse().ok()
     });
-    seconds.with_context(|| format!("qemu-img bench does not say how long it took: {said}"))
+    seconds.with_context(|| format!("qemu-img bench reports no duration: {said}"))
 }

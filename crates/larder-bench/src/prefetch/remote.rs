@@ -52,9 +52,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let ceiling = median(&long);
     let alone = rows.first().map_or(f64::NAN, |row| median(&row.off));
     println!(
-        "fio over NBD, a raw disk of {} GiB behind an NBD server that takes {LATENCY:?} longer for each request, {:.2} ms \
-         for one at a time. Long reads get {:.0} MB/s from it. *Bound*: as above; and no more than that, and than \
-         {} MiB for each reader, {} MiB for all, in that time\n",
+        "fio over NBD, a raw disk of {} GiB behind an NBD server with {LATENCY:?} of additional latency, {:.2} ms \
+         per request one at a time. Long reads reach {:.0} MB/s. *Bound*: as above, limited by that bandwidth, and by \
+         {} MiB per reader and {} MiB in total in flight\n",
         DISK_BYTES / GIB,
         1e3 / alone,
         ceiling / 1e6,

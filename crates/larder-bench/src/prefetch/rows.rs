@@ -141,7 +141,7 @@ impl<'a> Servers<'a> {
 
 /// Prints the rows. `ceiling` returns the reads per second that the disk can deliver for a sequential row.
 pub(super) fn print(rows: &[Row], ceiling: impl Fn(&Row) -> f64) {
-    println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | wanted | bound | wasted, % of read |");
+    println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | target | bound | wasted, % of read |");
     println!("|{}", " --- |".repeat(8));
     for row in rows {
         let (off, on) = (median(&row.off), median(&row.on));
@@ -150,7 +150,7 @@ pub(super) fn print(rows: &[Row], ceiling: impl Fn(&Row) -> f64) {
             true => String::new(),
             false => {
                 let bound = ceiling(row).min(median(&row.bound)) / off;
-                let note = if bound < row.wanted { ", no room" } else { "" };
+                let note = if bound < row.wanted { ", below target" } else { "" };
                 format!("{bound:.2}{note}")
             }
         };

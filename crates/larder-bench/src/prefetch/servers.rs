@@ -103,7 +103,7 @@ impl Larder {
         if !output.status.success() {
             bail!("larder status: {}", String::from_utf8_lossy(&output.stderr));
         }
-        serde_json::from_slice(&output.stdout).context("the answer of larder status")
+        serde_json::from_slice(&output.stdout).context("parsing the output of larder status")
     }
 
     /// Returns the read-ahead statistics from `larder status`.
@@ -112,7 +112,7 @@ impl Larder {
     /// If read-ahead is off, or the server does not answer.
     pub(crate) fn statistics(&self) -> anyhow::Result<Statistics> {
         let answer = self.status()?;
-        statistics(&answer).with_context(|| format!("larder status tells nothing of read-ahead: {answer}"))
+        statistics(&answer).with_context(|| format!("larder status does not report read-ahead: {answer}"))
     }
 
     /// Returns the process, for its memory and its CPU time.
@@ -149,7 +149,7 @@ fn statistics(answer: &Value) -> Option<Statistics> {
 pub(crate) fn text(path: &Path) -> anyhow::Result<&str> {
     let text = path.to_str().context("a path that is not UTF-8")?;
     if text.contains(char::is_whitespace) {
-        bail!("the path '{text}' has blanks in it, which these experiments cannot do with");
+        bail!("the path '{text}' contains blanks, which these experiments do not support");
     }
     Ok(text)
 }

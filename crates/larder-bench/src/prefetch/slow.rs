@@ -43,7 +43,7 @@ impl SlowStore {
         let serve = move || match serve(listener, &stopped, size, delay) {
             Ok(()) => {}
             // The client fails too: it waits for the connection and reports that.
-            Err(error) => eprintln!("the slow store: {error:#}"),
+            Err(error) => eprintln!("the slow store failed: {error:#}"),
         };
         Ok(Self {
             uri: uri(&path)?,

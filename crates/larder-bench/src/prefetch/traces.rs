@@ -62,7 +62,7 @@ struct Figures {
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let Some(folder) = &arguments.traces else {
-        println!("Traces are not replayed without --traces FOLDER");
+        println!("No traces are replayed without --traces DIRECTORY");
         return Ok(());
     };
     let place = arguments.place()?;
@@ -92,13 +92,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         closed("OLTP", "arc-OLTP.lis.zst", 4096)?,
     ];
     println!(
-        "CloudPhysics: the {timed_count} requests in a row with the most reads, each at its time, {} times as fast. \
-         P6, OLTP: {count} reads in {PIECES} pieces of the whole, as fast as they are answered. \
+        "CloudPhysics: the window of {timed_count} requests with the most reads, with their timestamps, {} times as fast. \
+         P6, OLTP: {count} reads in {PIECES} pieces of the whole trace, as fast as they complete. \
          A disk behind NBD. Latencies of reads in us.\n",
         arguments.speed_up
     );
     println!(
-        "| trace | depth | disk | reads | in memory | waited for | in part | fetched | wasted | left \
+        "| trace | depth | disk | reads | hits | waits | partial hits | fetched | wasted | unread \
          | mean, off | on | off / on | P99, off | on | off / on |"
     );
     println!("|{}", " --- |".repeat(16));

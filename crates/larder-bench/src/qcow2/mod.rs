@@ -217,7 +217,9 @@ fn allocations() -> Vec<Allocation> {
 }
 
 fn allocating(arguments: &Arguments) -> anyhow::Result<()> {
-    println!("Writes that allocate clusters of 64 KiB, each another one, the final flush included, page cache\n");
+    println!(
+        "Writes that allocate clusters of 64 KiB, each write another cluster, including the final flush, page cache\n"
+    );
     let folder = folder(arguments, "/dev/shm")?;
     let (backing, image) = (folder.path().join("backing"), folder.path().join("image"));
     fill_backing(&backing)?;
@@ -337,7 +339,7 @@ fn read_everywhere(
     }
     let workloads: Vec<String> = depths.iter().map(|depth| format!("read, depth {depth}")).collect();
     report::print(&names(contenders), &workloads, &grid, references);
-    println!("| server | memory MiB | socket after ms | first read, ms after that | idle after ms |");
+    println!("| server | memory MiB | socket after, ms | first read, ms later | idle after, ms |");
     println!("| --- | --- | --- | --- | --- |");
     for (contender, starts) in contenders.iter().zip(&starts) {
         println!(
@@ -360,14 +362,14 @@ fn chroot_ms() -> anyhow::Result<f64> {
     let begin = Instant::now();
     let status = Command::new(debian13()?).arg("true").status()?;
     if !status.success() {
-        bail!("entering the chroot: {status}");
+        bail!("entering the chroot failed: {status}");
     }
     Ok(begin.elapsed().as_secs_f64() * 1e3)
 }
 
 fn cliff(arguments: &Arguments) -> anyhow::Result<()> {
     println!(
-        "Entering the chroot takes {:.0} ms, which is in the time until QEMU's socket is there\n",
+        "Entering the chroot takes {:.0} ms, which is part of the time until QEMU's socket exists\n",
         chroot_ms()?
     );
     for order in [Order::Contiguous, Order::Shuffled] {

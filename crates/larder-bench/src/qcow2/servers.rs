@@ -63,7 +63,7 @@ impl L2Cache {
         let advice: serde_json::Value = serde_json::from_slice(&output.stdout)?;
         let bytes = advice["l2-cache-size"]
             .as_u64()
-            .context("`disk tune` names no l2-cache-size")?;
+            .context("larder disk tune reports no l2-cache-size")?;
         Ok(Self::Advised { bytes })
     }
 
@@ -122,7 +122,7 @@ pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Resu
     let name = match cache {
         L2Cache::Default => "QEMU".to_owned(),
         L2Cache::Of(bytes) => format!("QEMU {}", size(bytes)),
-        L2Cache::Advised { bytes } => format!("QEMU {}, as `disk tune` advises", size(bytes)),
+        L2Cache::Advised { bytes } => format!("QEMU {}, as `disk tune` recommends", size(bytes)),
         L2Cache::Old { .. } => "QEMU, old default".to_owned(),
     };
     Ok(Contender {
@@ -156,7 +156,7 @@ pub(super) fn wait_until_idle(server: &Server) -> anyhow::Result<Duration> {
     let mut idle = 0;
     while idle < IDLE_LOOKS {
         if Instant::now() > give_up {
-            bail!("the server does not come to rest");
+            bail!("the server does not become idle");
         }
         std::thread::sleep(LOOK_EVERY);
         let now = server.cpu_time()?.0;

@@ -95,8 +95,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         images.push(Image::of_file(path, bytes)?);
     }
     println!(
-        "Guests of {} MiB, full of {} MiB of each kind, {} threads that encode; of each link: 10^6 bytes of \
-         memory a second by choice, what of the best method alone that is, and which\n",
+        "Guests of {} MiB, filled with {} MiB of each kind, {} encoding threads; per link: 10^6 bytes of \
+         memory per second with the selector, its ratio to the best single method, and that method\n",
         arguments.guest, arguments.size, arguments.lanes
     );
     let links: Vec<String> = arguments.link.iter().map(|link| format!("{link} Mbit/s")).collect();
@@ -104,11 +104,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!("|---|{}", "---|".repeat(links.len()));
     let mut all = Vec::new();
     for image in &images {
-        ensure!(
-            !image.pages.is_empty(),
-            "{} has no page of more than one word",
-            image.name
-        );
+        ensure!(!image.pages.is_empty(), "{} has only uniform pages", image.name);
         let batches = batches_of(image);
         let guest = Guest {
             batches: &batches,
@@ -127,7 +123,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         println!("| {} | {} |", image.name, cells.collect::<Vec<_>>().join(" | "));
         all.extend(sent);
     }
-    println!("\n| always | of the best, on average | at worst |\n|---|---|---|");
+    println!("\n| method | share of the best, mean | minimum |\n|---|---|---|");
     let of_the_best = |of: &dyn Fn(&Sent) -> f64| {
         let shares: Vec<f64> = all.iter().map(|sent| of(sent) / sent.best().1).collect();
         let mean = shares.iter().map(|share| share.ln()).sum::<f64>() / shares.len() as f64;
@@ -137,7 +133,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for (at, method) in methods().enumerate() {
         row(name(method), of_the_best(&|sent: &Sent| sent.alone[at]));
     }
-    row("what is chosen", of_the_best(&|sent: &Sent| sent.chosen));
+    row("the selector", of_the_best(&|sent: &Sent| sent.chosen));
     Ok(())
 }
 

@@ -137,7 +137,7 @@ impl Place {
             settling,
         };
         let opening = on.upgrade().map(|on| Cache::open(&on, self.lower, self.fast, options));
-        Ok(opening.ok_or("the loop is gone")?.await?)
+        Ok(opening.ok_or("the event loop has ended")?.await?)
     }
 
     /// Reopens a working cache while its disk is in use, as the program does when a new cache replaces it.
@@ -167,8 +167,11 @@ impl Place {
             _ => {
                 // The old cache must not be trusted later: the program records that the disk is used without it.
                 let (noted, whole) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
-                noted.detach().await.expect("never fails");
-                noted.supersede(whole).await.expect("never fails");
+                noted.detach().await.expect("the failure log's disk never fails");
+                noted
+                    .supersede(whole)
+                    .await
+                    .expect("the failure log's disk never fails");
                 held.exchange(Rc::clone(&self.lower));
             }
         }
@@ -269,7 +272,11 @@ impl Stack for Cached {
                     // The mode has changed even if this fails.
                     let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
                     if is_clean && pokes.get() == number {
-                        assert_eq!(cache.statistics().dirty_lines, 0, "{mode:?} has dirty lines");
+                        assert_eq!(
+                            cache.statistics().dirty_lines,
+                            0,
+                            "the cache still has dirty lines in mode {mode:?}"
+                        );
                     }
                 });
             });

@@ -263,8 +263,8 @@ impl Campaign {
     fn report(&self, elapsed: Duration) -> bool {
         let (seeds, total) = *lock(&self.total);
         println!(
-            "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {} L1 and {} refcount tables moved, {} pages of memory \
-            taken out and {} lost, {:.0} s of virtual time in {:.1} s",
+            "{seeds} seeds without a violation, {} with one; {} requests, {} stops, {} L1 and {} refcount tables moved, {} pages of memory \
+            evicted and {} lost, {:.0} s of virtual time in {:.1} s",
             self.findings(),
             total.requests,
             total.stops,

@@ -173,7 +173,7 @@ impl Life {
     pub(super) fn count_failure(&self, number: u32, failure: Failure) {
         self.failed.set(self.failed.get() + 1);
         if self.expectations.fails_only_with_a_disk && self.failed.get() > self.failures_below() {
-            self.fail(format!("#{number} failed ({failure}), but no disk did"));
+            self.fail(format!("#{number} failed ({failure}), but no disk request failed"));
         }
     }
 
@@ -191,12 +191,12 @@ impl Life {
         let expected = Geometry { size: to, ..before };
         if device.geometry() != expected {
             self.fail(format!(
-                "after a change of size {:?}, not {expected:?}",
+                "after a change of size the geometry is {:?}, not {expected:?}",
                 device.geometry()
             ));
         }
         if device.size_changes().generation() == announced {
-            self.fail("a change of size was not announced".to_owned());
+            self.fail("a change of size was not reported to observers".to_owned());
         }
         let mut oracle = self.record.oracle.borrow_mut();
         oracle.resize(from.get() / SECTOR, to.get() / SECTOR);
@@ -212,7 +212,7 @@ impl Life {
             self.fail(why);
         }
         if let Some(to) = grown.filter(|to| size < *to) {
-            self.fail(format!("the disk has {size} after it has grown to {to}"));
+            self.fail(format!("the disk has a size of {size} after it was grown to {to}"));
         }
         let now = self.record.oracle.borrow().now();
         self.sizes.borrow_mut().push((now, size));

@@ -91,18 +91,18 @@ impl fmt::Display for Event {
             Self::Started { number, request } => write!(f, "#{number} {request}"),
             Self::Done { number } => write!(f, "    #{number} done"),
             Self::Failed { number, failure } => write!(f, "    #{number} failed: {failure}"),
-            Self::GivenUp { number } => write!(f, "    #{number} given up"),
+            Self::GivenUp { number } => write!(f, "    #{number} abandoned"),
             Self::Resized { to } => write!(f, "disk 0 resized to {to}"),
             Self::Poked => write!(f, "settings changed"),
             Self::Fault { disk, fault } => write!(f, "disk {disk}: fault set: {fault:?}"),
-            Self::Failures { per_mille } => write!(f, "of 1000 requests to the disks, {per_mille} fail"),
-            Self::Room { room } => write!(f, "each disk has room for {room} more"),
-            Self::Verified => write!(f, "all read and verified"),
+            Self::Failures { per_mille } => write!(f, "{per_mille} of 1000 requests to the disks fail"),
+            Self::Room { room } => write!(f, "each disk has space for {room} more"),
+            Self::Verified => write!(f, "the whole disk is read and verified"),
             Self::Stopped { how: Stop::PowerLoss } => write!(f, "--- power lost"),
             Self::Stopped { how: Stop::Kill } => write!(f, "--- killed"),
             Self::Stopped {
                 how: Stop::KillAndForget,
-            } => write!(f, "--- killed, and what it kept in the host's memory is lost"),
+            } => write!(f, "--- killed, and its state in the host's memory is lost"),
         }
     }
 }

@@ -111,7 +111,7 @@ impl fmt::Display for Allowed {
             let or = if index > 0 { " or " } else { "" };
             match effect {
                 Effect::Holds(stamp) => write!(f, "{or}{}", Shown(*stamp))?,
-                Effect::Forgets => write!(f, "{or}anything that it once was")?,
+                Effect::Forgets => write!(f, "{or}any former content")?,
             }
         }
         Ok(())

@@ -169,7 +169,10 @@ impl ImageBytes {
         for tree in self.trees() {
             let mut seen = HashMap::new();
             let mut see = |offset: u64, what: String| match seen.insert(offset >> bits, what.clone()) {
-                Some(other) => Err(format!("cluster {} is both {other} and {what}", offset >> bits)),
+                Some(other) => Err(format!(
+                    "cluster {} is used both by {other} and by {what}",
+                    offset >> bits
+                )),
                 None => Ok(()),
             };
             count(tree.l1, tree.entries * 8);
@@ -195,7 +198,7 @@ impl ImageBytes {
                 let id = self.long(self.long(64) + 56);
                 let sum = self.checksum(tree);
                 if sum != id {
-                    return Err("an internal snapshot does not hold what it did".to_owned());
+                    return Err("the content of an internal snapshot has changed".to_owned());
                 }
             }
         }
@@ -203,12 +206,15 @@ impl ImageBytes {
             let refcount = self.refcount(*cluster);
             if refcount < *references {
                 return Err(format!(
-                    "cluster {cluster} is referred to {references} times, but its refcount is {refcount}"
+                    "cluster {cluster} has {references} references, but its refcount is {refcount}"
                 ));
             }
         }
         match own.iter().find(|offset| counts.get(&(**offset >> bits)) != Some(&1)) {
-            Some(offset) => Err(format!("cluster {} is marked as used once, but is not", offset >> bits)),
+            Some(offset) => Err(format!(
+                "cluster {} has the COPIED flag, but more than one reference",
+                offset >> bits
+            )),
             None => Ok(()),
         }
     }

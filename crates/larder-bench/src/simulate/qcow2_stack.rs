@@ -132,7 +132,7 @@ impl Qcow2Stack {
                 files[1].set_len(0)?;
             }
         }
-        Ok(top.ok_or("no image")?)
+        Ok(top.ok_or("there is no image on the disks")?)
     }
 }
 

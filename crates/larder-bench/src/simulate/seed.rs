@@ -104,7 +104,7 @@ impl<'a> Run<'a> {
         let disks = self.open_disks(&on, media);
         if life == 1 {
             let formatted = on.block_on(self.stack.format(&on, &disks));
-            formatted.map_err(|error| format!("cannot be formatted: {error}"))?;
+            formatted.map_err(|error| format!("the stack cannot be formatted: {error}"))?;
         }
         let left = match self.open(&on, life, &disks)? {
             Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
@@ -115,7 +115,7 @@ impl<'a> Run<'a> {
         };
         self.stack
             .check(&left)
-            .map_err(|why| format!("what the stop has left: {why}"))?;
+            .map_err(|why| format!("checking the disks after the stop: {why}"))?;
         self.count_moves(&tables, &self.stack.tables(&left));
         self.summary.virtual_time += on.now().since(LoopTime::default());
         drop(disks);
@@ -164,7 +164,7 @@ impl<'a> Run<'a> {
         };
         let Some(opened) = opened
             .transpose()
-            .map_err(|error| format!("cannot be opened: {error}"))?
+            .map_err(|error| format!("the stack cannot be opened: {error}"))?
         else {
             self.log_at(on.now(), Event::OpenCutShort { life });
             return Ok(None);
@@ -187,7 +187,7 @@ impl<'a> Run<'a> {
         sizes.open(size)?;
         if !oracle.cut_off(size.get() / SECTOR) {
             return Err(format!(
-                "the disk has {size} only, and lacks what was durable behind that"
+                "the disk has a size of only {size}, and lacks durable data past that"
             ));
         }
         oracle.grow(size.get() / SECTOR);
@@ -325,7 +325,7 @@ impl<'a> Run<'a> {
         let opening = self.stack.open(&on, &disks, self.random.fork());
         let opened = on
             .block_on(opening)
-            .map_err(|error| format!("cannot be opened: {error}"))?;
+            .map_err(|error| format!("the stack cannot be opened: {error}"))?;
         self.log_at(on.now(), Event::Opened { life });
         self.see_opened(life, &opened)?;
         for _ in 0..2 {
@@ -368,7 +368,7 @@ fn broken(life: &Life) -> Result<(), Broken> {
 }
 
 fn simulated_loop() -> Result<Loop, Broken> {
-    Loop::simulated().map_err(|error| format!("no loop: {error}"))
+    Loop::simulated().map_err(|error| format!("creating the event loop: {error}"))
 }
 
 /// Drops a loop with all its tasks.
@@ -376,7 +376,7 @@ fn forget_loop(on: Loop) -> Result<(), Broken> {
     let weak = on.downgrade();
     drop(on);
     match weak.upgrade() {
-        Some(_) => Err("a layer or one of its tasks keeps the loop alive".to_owned()),
+        Some(_) => Err("a layer or one of its tasks keeps the event loop alive".to_owned()),
         None => Ok(()),
     }
 }

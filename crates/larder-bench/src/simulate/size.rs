@@ -50,7 +50,7 @@ impl Sizes {
         let Self { now, possible, .. } = &self;
         if size < *now || !possible.contains(&size) {
             return Err(format!(
-                "the disk has {size}; it may be one of {possible:?}, at least {now}"
+                "the disk has a size of {size}; allowed are {possible:?}, at least {now}"
             ));
         }
         self.now = size;
@@ -108,7 +108,7 @@ mod tests {
             let mut sizes = Sizes::new(SMALL);
             sizes.start_growth(LARGE);
             let before = sizes.start_flush();
-            sizes.see(LARGE).expect("it was asked for");
+            sizes.see(LARGE).expect("the growth was requested");
             let after = sizes.start_flush();
             sizes.end_flush(if flushed { after } else { before });
             sizes.stop(how);

@@ -19,7 +19,7 @@ impl Stamp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unreadable {
     /// The bytes are from several sectors, or from none.
-    #[error("it is torn inside the sector, or was never written by anyone")]
+    #[error("it is torn inside the sector, or was never written")]
     Torn,
     /// The bytes are a whole other sector.
     #[error("it belongs to sector {sector} (change {})", stamp.0)]

@@ -366,7 +366,7 @@ impl Worker {
         match error.failure() {
             Failure::OutOfRange if end > least.get() => {}
             Failure::OutOfRange | Failure::Misaligned => {
-                self.life.fail(format!("#{number} was refused: {error}"));
+                self.life.fail(format!("#{number} was rejected: {error}"));
             }
             Failure::Unsupported if matches!(request, Request::Zero { fast: true, .. }) => {}
             // A version 2 image with a snapshot cannot grow.
@@ -414,7 +414,7 @@ impl Worker {
             && life.expectations.room_is_short
             && error.failure() == Failure::NoSpace
         {
-            life.fail(format!("#{number}: what was acknowledged has no room: {error}"));
+            life.fail(format!("#{number}: there is no space for acknowledged data: {error}"));
         }
         result.and_then(Result::err)
     }
@@ -429,7 +429,7 @@ impl Worker {
         let grown = matches!(result, Some(Ok(())));
         life.see_size(grown.then_some(to));
         if grown && before < to && device.size_changes().generation() == announced {
-            life.fail(format!("#{number}: a growth was not announced"));
+            life.fail(format!("#{number}: a growth was not reported to observers"));
         }
         result.and_then(Result::err)
     }
@@ -483,7 +483,7 @@ impl Worker {
         let mut at = range.start;
         for extent in result.as_deref().unwrap_or_default() {
             if extent.range.start != at || extent.range.is_empty() || !range.contains(extent.range) {
-                life.fail(format!("#{number}: extent {} does not follow on {at}", extent.range));
+                life.fail(format!("#{number}: extent {} does not begin at {at}", extent.range));
                 break;
             }
             at = extent.range.end();
@@ -497,7 +497,7 @@ impl Worker {
         oracle.end_read(start);
         match &result {
             Ok(found) if found.is_empty() || found.len() > limit => {
-                life.fail(format!("#{number}: {} extents, of at most {limit}", found.len()));
+                life.fail(format!("#{number}: {} extents, expected 1 to {limit}", found.len()));
             }
             Ok(_) => life.log(Event::Done { number }),
             Err(error) => life.log(Event::Failed {
@@ -550,7 +550,9 @@ impl Worker {
             None => {}
             Some(_) if expected == Failure::OutOfRange && end <= most => {}
             Some(Err(error)) if error.failure() == expected => {}
-            Some(result) => life.fail(format!("#{number} should be refused as {expected:?}, but: {result:?}")),
+            Some(result) => life.fail(format!(
+                "#{number} should fail with {expected:?}, but returned {result:?}"
+            )),
         }
     }
 }

@@ -132,7 +132,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let folder = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
     println!(
         "{:>8} {:>8}  {:7} {:>10} {:>8} {:>9} {:>10} {:>10}  program",
-        "disk", "cluster", "begins", "allocated", "refused", "CPU us", "first ms", "longest ms"
+        "disk", "cluster", "start", "allocated", "refused", "CPU us", "first ms", "longest ms"
     );
     let mut passed = true;
     for size in &arguments.sizes {
@@ -175,7 +175,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
         let grown = growth(program, &folder, 8 << 30, 65536, arguments.starts)?;
         let starts = arguments.starts;
         println!(
-            "growth of a file over {starts} starts: {grown} bytes  {}",
+            "growth of an image file over {starts} server starts: {grown} bytes  {}",
             program.display()
         );
         passed &= grown == 0;
@@ -224,13 +224,13 @@ fn measured(case: Case) -> anyhow::Result<u64> {
     let measured: serde_json::Value = serde_json::from_str(&output)?;
     measured["fully-allocated"]
         .as_u64()
-        .context("qemu-img measure gives no size")
+        .context("qemu-img measure reports no size")
 }
 
 fn make(image: &Path, case: Case, mapped: bool) -> anyhow::Result<()> {
     let preallocation = if mapped { "metadata" } else { "off" };
     let options = format!("cluster_size={},preallocation={preallocation}", case.cluster_len);
-    let image = image.to_str().context("the path is no UTF-8")?;
+    let image = image.to_str().context("the path is not UTF-8")?;
     let size = case.size.to_string();
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, image, &size]).map(drop)
 }
@@ -309,7 +309,11 @@ impl Filling<'_> {
         });
         for steps in steps.collect::<Vec<_>>().chunks(1 << 16) {
             let outcome = served.run(steps, DEPTH)?;
-            ensure!(outcome.refused == 0, "{} discards found no room", outcome.refused);
+            ensure!(
+                outcome.refused == 0,
+                "{} discards failed for lack of space",
+                outcome.refused
+            );
         }
         served.stop()
     }
@@ -375,7 +379,7 @@ impl Filling<'_> {
         for cluster in &self.stamped {
             let found = served.stamp(cluster * self.case.cluster_len)?;
             if found != cluster + 1 {
-                bail!("cluster {cluster} holds {found}, not its number");
+                bail!("cluster {cluster} holds {found}, not its number plus 1");
             }
         }
         served.stop()
@@ -418,7 +422,7 @@ pub fn growth(program: &Path, folder: &Path, size: u64, cluster_len: u64, starts
         };
         ensure!(
             served.run(&[write], 1)?.refused == 0,
-            "start {start}: no room in a file"
+            "server start {start}: no space in the image file"
         );
         served.stop()?;
     }

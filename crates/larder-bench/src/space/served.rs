@@ -50,14 +50,14 @@ pub(super) struct Served {
 impl Served {
     pub(super) fn start(program: &Path, image: &Path, folder: &Path) -> anyhow::Result<Self> {
         let uri = format!("nbd+unix:///?socket={}/socket", folder.display());
-        let mut command = mortal(program.to_str().context("the program's path is no UTF-8")?);
+        let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
         command
             .args(["disk", "serve", "--format", "qcow2", "--nbd", &uri])
             .arg(image);
         let process = Process::start(command)?;
         process.wait_for("serving", LIMIT)?;
         let on = Loop::new(Duration::ZERO)?;
-        let uri: NbdUri = uri.parse().context("the server's address")?;
+        let uri: NbdUri = uri.parse().context("parsing the server's URI")?;
         let options = NbdOptions {
             replay_log: larder_block::ByteLen::ZERO,
             ..NbdOptions::default()
@@ -119,7 +119,11 @@ impl Served {
         self.on.block_on(self.disk.close()).map_err(plain)?;
         self.process.signal(libc::SIGTERM);
         let status = self.process.wait(LIMIT)?;
-        ensure!(status.success(), "the server: {status}: {}", self.process.output());
+        ensure!(
+            status.success(),
+            "the server exited with {status}: {}",
+            self.process.output()
+        );
         Ok(())
     }
 }

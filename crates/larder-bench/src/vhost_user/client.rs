@@ -89,12 +89,12 @@ impl Client {
 
     fn connect_as(socket: &Path, polling: bool, memory_len: usize, read_only: bool) -> anyhow::Result<Self> {
         let fail = |what: &'static str| move |error: blkio::Error| anyhow::anyhow!("{what}: {}", error.message());
-        let mut device = Blkio::new("virtio-blk-vhost-user").map_err(fail("making the client"))?;
-        let path = socket.to_str().context("a socket path in UTF-8")?;
+        let mut device = Blkio::new("virtio-blk-vhost-user").map_err(fail("creating the client"))?;
+        let path = socket.to_str().context("the socket's path is not UTF-8")?;
         device.set_str("path", path).map_err(fail("setting the path"))?;
         device
             .set_bool("read-only", read_only)
-            .map_err(fail("setting what is allowed"))?;
+            .map_err(fail("setting read-only"))?;
         // The socket may exist before the server listens.
         let give_up = Instant::now() + CONNECT_MAX;
         while let Err(error) = device.connect() {
@@ -103,13 +103,13 @@ impl Client {
             }
             std::thread::sleep(Duration::from_micros(200));
         }
-        let capacity = device.get_u64("capacity").map_err(fail("asking for the capacity"))?;
+        let capacity = device.get_u64("capacity").map_err(fail("querying the capacity"))?;
         device
             .set_i32("num-queues", i32::from(!polling))
-            .map_err(fail("setting queues"))?;
+            .map_err(fail("setting the number of queues"))?;
         device
             .set_i32("num-poll-queues", i32::from(polling))
-            .map_err(fail("setting polled queues"))?;
+            .map_err(fail("setting the number of polled queues"))?;
         let mut started = device.start().map_err(fail("starting"))?;
         let region = device.alloc_mem_region(memory_len).map_err(fail("allocating memory"))?;
         device.map_mem_region(&region).map_err(fail("sharing memory"))?;
@@ -238,7 +238,7 @@ impl Client {
                     break;
                 }
                 if request.len > largest {
-                    bail!("a request of {} bytes, more than {largest}", request.len);
+                    bail!("a request of {} bytes exceeds the maximum of {largest}", request.len);
                 }
                 let (slot, buffer) = (*slot, self.memory.wrapping_add(slot * largest));
                 match request.write {

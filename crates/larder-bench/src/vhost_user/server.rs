@@ -28,7 +28,7 @@ impl Server {
                 .replace("{socket}", &socket.display().to_string())
         };
         let mut words = command.split_whitespace().map(fill);
-        let program = words.next().context("an empty server command")?;
+        let program = words.next().context("the server command is empty")?;
         let mut command = mortal(&program);
         if std::env::var_os("LARDER_LOG").is_none() {
             command.env("LARDER_LOG", "warn");
@@ -51,7 +51,7 @@ impl Server {
         let give_up = Instant::now() + Duration::from_secs(20);
         while !self.socket.exists() {
             if let Some(status) = self.child.try_wait()? {
-                bail!("the server ended before it listened: {status}");
+                bail!("the server exited before it listened: {status}");
             }
             if Instant::now() > give_up {
                 bail!("the server does not listen on {}", self.socket.display());
@@ -66,7 +66,7 @@ impl Server {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
         let kib = line.and_then(|line| line.split_whitespace().next());
-        Ok(kib.context("no RssAnon in its status")?.parse::<u64>()? << 10)
+        Ok(kib.context("no RssAnon in the server's status")?.parse::<u64>()? << 10)
     }
 
     /// Returns the CPU time of all threads so far, to the nanosecond.

@@ -168,14 +168,14 @@ impl FileDevice {
             if let (true, Role::CacheOf(disk)) = (to < from, &self.role) {
                 tracing::warn!(
                     image = %disk, cache = %image,
-                    "its cache has shrunk from {from} to {to} bytes while it is in use: what was behind its new end is lost; \
-                     `larder disk cache replace {image} --control PATH --with FILE` has the disk get what is left that only the cache has, and another one used"
+                    "the disk's cache has shrunk from {from} to {to} bytes while in use: the data past its new end is lost; \
+                     `larder disk cache replace {image} --control PATH --with FILE` writes the remaining dirty data to the disk and switches to another cache"
                 );
             } else if to < from {
                 tracing::warn!(
                     %image,
-                    "the image has shrunk from {from} to {to} bytes while it is in use: what was behind its new end is lost, and requests there fail; \
-                     if this was not meant, stop the guest before it writes more"
+                    "the image has shrunk from {from} to {to} bytes while in use: the data past its new end is lost, and requests there fail; \
+                     if this was not intended, stop the guest before it writes more"
                 );
             } else if !self.container {
                 // The file of a container grows as it is used; its content does not.
@@ -186,8 +186,8 @@ impl FileDevice {
                 let unit = geometry.block_size;
                 tracing::warn!(
                     %image,
-                    "the image's last {cut} bytes are out of reach: it is used by direct I/O, in blocks of {unit} bytes; \
-                     truncate -s %{unit} makes it larger by what is missing"
+                    "the image's last {cut} bytes are not accessible: direct I/O uses blocks of {unit} bytes; \
+                     truncate -s %{unit} extends it to whole blocks"
                 );
             }
             geometry.size = visible;

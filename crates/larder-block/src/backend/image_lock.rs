@@ -97,19 +97,19 @@ pub enum LockError {
         holders: Vec<String>,
     },
     /// This process has the image open already, in a way that conflicts with this use.
-    #[error("already in use here, as another disk or behind one: {conflict}")]
+    #[error("already in use by this process, as another disk or in the backing chain of one: {conflict}")]
     InUseHere {
         /// The permissions that conflict.
         conflict: String,
     },
     /// A server that was killed has writes in flight.
-    #[error("the writes of a server that was killed have not ended")]
+    #[error("writes of a killed server are still in flight")]
     StillWritten,
     /// The parent process holds QEMU's locks on another file, or on none.
-    #[error("this is not the file that the process which started this server has locked: was it replaced just now?")]
+    #[error("this is not the file that the parent process has locked; was it replaced just now?")]
     NotInherited,
     /// The file system cannot lock.
-    #[error("its file system cannot lock files: {0}")]
+    #[error("its file system does not support file locks: {0}")]
     Os(io::Error),
 }
 
@@ -187,7 +187,7 @@ fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     for (bit, name) in BITS {
         let index = i64::from(bit.trailing_zeros());
         if sharing.uses() & bit != 0 && is_held(file, UNSHARED_BASE + index).map_err(LockError::Os)? {
-            return Err(in_use(file, format!("it does not let others {name}")));
+            return Err(in_use(file, format!("it does not allow others to {name}")));
         }
         if sharing.unshared() & bit != 0 && is_held(file, PERMISSION_BASE + index).map_err(LockError::Os)? {
             return Err(in_use(file, format!("it may {name}")));
@@ -273,8 +273,8 @@ mod tests {
         let try_to = |file: &File, claim| lock(file.as_fd(), Sharing::Exclusive, claim);
         let (holder, first, second, stranger) = (open(), open(), open(), open());
         assert!(matches!(try_to(&first, Claim::Inherited), Err(LockError::NotInherited)));
-        try_to(&holder, Claim::ForOthers).expect("nobody has it");
-        try_to(&first, Claim::Inherited).expect("it is kept for us");
+        try_to(&holder, Claim::ForOthers).expect("it is unlocked");
+        try_to(&first, Claim::Inherited).expect("the parent process has locked it");
         assert!(matches!(
             try_to(&second, Claim::Inherited),
             Err(LockError::StillWritten)
@@ -282,10 +282,10 @@ mod tests {
         assert!(try_to(&stranger, Claim::Own).is_err());
         drop(first);
         assert!(try_to(&stranger, Claim::Own).is_err());
-        try_to(&second, Claim::Inherited).expect("the first has ended");
+        try_to(&second, Claim::Inherited).expect("the first server has released its lock");
         drop(holder);
         assert!(try_to(&stranger, Claim::Own).is_err());
         unlock(second.as_fd());
-        try_to(&stranger, Claim::Own).expect("nobody has it any more");
+        try_to(&stranger, Claim::Own).expect("it is unlocked again");
     }
 }

@@ -686,7 +686,7 @@ impl<'a> Idle<'a> {
         match self.core.timers.borrow().next() {
             Some(deadline) => now.set(now.get().max(deadline.as_nanos())),
             None => {
-                panic!("simulation: nothing can ever run again, but the awaited task has not ended")
+                panic!("simulation: no task is ready and no timer is set, but the awaited future has not completed")
             }
         }
     }

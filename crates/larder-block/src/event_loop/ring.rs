@@ -515,6 +515,6 @@ mod tests {
         drop(submits);
         let (_ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let poll = opcode::PollAdd::new(Fd(std::os::fd::AsRawFd::as_raw_fd(&theirs)), libc::POLLOUT as u32).build();
-        assert!(result_of(&ring, poll) > 0, "what the loop needs is allowed");
+        assert!(result_of(&ring, poll) > 0, "operations that the loop needs are allowed");
     }
 }

@@ -69,10 +69,12 @@ fn would_block(error: Errno) -> bool {
 
 impl Loop {
     fn ring(&self) -> io::Result<&Ring> {
-        self.0
-            .ring
-            .as_ref()
-            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "a simulated loop has no kernel behind it"))
+        self.0.ring.as_ref().ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::Unsupported,
+                "a simulated loop cannot use io_uring or sockets",
+            )
+        })
     }
 
     /// Returns the ring of this loop, for backends.

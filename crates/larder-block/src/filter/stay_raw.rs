@@ -78,8 +78,8 @@ impl StayRaw {
     fn tell(&self, format: &str) {
         if !self.is_told.replace(true) {
             tracing::warn!(
-                "{}: a write that would make the disk begin like a {format} image was refused, since its format was not \
-                 given; if it is to hold such an image, give its format: raw",
+                "{}: a write that would give the disk the header of a {format} image was refused, because its format was not \
+                 specified; if the disk is to contain such an image, specify its format: raw",
                 self.lower.name()
             );
         }

@@ -84,17 +84,17 @@ pub fn option_name(option: u32) -> &'static str {
 /// Returns the meaning of an error reply to an option.
 pub fn reply_error_name(kind: u32) -> &'static str {
     match kind {
-        replies::ERR_UNSUP => "it does not know that option",
+        replies::ERR_UNSUP => "it does not support that option",
         replies::ERR_POLICY => "its configuration forbids that",
-        replies::ERR_INVALID => "it finds the request invalid",
+        replies::ERR_INVALID => "it considers the request invalid",
         replies::ERR_PLATFORM => "it was built without that",
         replies::ERR_TLS_REQD => "it requires TLS",
         replies::ERR_UNKNOWN => "it has no such export",
         replies::ERR_SHUTDOWN => "it is shutting down",
-        replies::ERR_BLOCK_SIZE_REQD => "it requires the client to ask for block sizes",
-        replies::ERR_TOO_BIG => "the request or its answer is too large",
+        replies::ERR_BLOCK_SIZE_REQD => "it requires the client to request block sizes",
+        replies::ERR_TOO_BIG => "the request or its reply is too large",
         replies::ERR_EXT_HEADER_REQD => "it requires extended headers",
-        _ => "an error that is not in the specification",
+        _ => "it reports an error that is not in the specification",
     }
 }
 

@@ -34,9 +34,9 @@ pub struct ExportDescription(String);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ExportDescriptionError {
-    #[error("the description of an export has at most {STRING_LEN_MAX} bytes; this one has {0}")]
+    #[error("the description of an export may have at most {STRING_LEN_MAX} bytes; this one has {0}")]
     Long(usize),
-    #[error("the description of an export has no NUL in it")]
+    #[error("the description of an export must not contain a NUL")]
     Nul,
 }
 
@@ -93,7 +93,7 @@ pub enum Malformed {
     Truncated { what: &'static str, field: &'static str },
     #[error("{what} is not UTF-8")]
     NotUtf8 { what: &'static str },
-    #[error("{what} has a NUL in it")]
+    #[error("{what} contains a NUL")]
     Nul { what: &'static str },
 }
 
@@ -178,7 +178,7 @@ impl<'a> Fields<'a> {
         Err(Malformed::Length {
             what: self.what,
             len: self.rest.len() as u64,
-            allowed: "nothing behind its last field is",
+            allowed: "no bytes after its last field are",
         })
     }
 

@@ -350,7 +350,7 @@ impl StatusLayout {
             return Err(Malformed::Length {
                 what: "the list in a block status chunk",
                 len: u64::from(self.count),
-                allowed: "as many descriptors as it says are",
+                allowed: "only as many descriptors as its header states are",
             });
         }
         Ok(context)

@@ -34,7 +34,7 @@ pub struct UriTls {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NbdUriError {
-    #[error("'{uri}': a name of this kind has a port, as in nbd:HOST:{PORT}:exportname=EXPORT")]
+    #[error("'{uri}': an address of this form needs a port, as in nbd:HOST:{PORT}:exportname=EXPORT")]
     NoPort { uri: String },
     #[error("'{uri}' does not begin with nbd://, nbds://, nbd+unix:// or nbds+unix://")]
     Scheme { uri: String },
@@ -50,19 +50,19 @@ pub enum NbdUriError {
     Port { uri: String, port: String },
     #[error("'{uri}': the address after '[' has no ']', as in nbd://[::1]/EXPORT")]
     Bracket { uri: String },
-    #[error("'{uri}': a user name makes no sense for NBD with certificates; leave out '{user}@'")]
+    #[error("'{uri}': NBD with certificates has no user names; omit '{user}@'")]
     User { uri: String, user: String },
-    #[error("'{uri}' has a '%' that is not followed by two hexadecimal digits, or does not spell UTF-8")]
+    #[error("'{uri}' has a '%' that is not followed by two hexadecimal digits, or does not decode to UTF-8")]
     Percent { uri: String },
-    #[error("'{uri}': '{key}' is not known here; known are socket, tls-certificates and tls-hostname")]
+    #[error("'{uri}': '{key}' is not known; the known keys are socket, tls-certificates and tls-hostname")]
     UnknownKey { uri: String, key: String },
-    #[error("'{uri}': '{key}' makes sense only with {scheme}")]
+    #[error("'{uri}': '{key}' is valid only with {scheme}")]
     KeyOfOther {
         uri: String,
         key: &'static str,
         scheme: &'static str,
     },
-    #[error("'{uri}': nothing after '#' has a meaning for NBD; write %23 for a '#' in a name")]
+    #[error("'{uri}': an NBD URI has no part after '#'; write %23 for a '#' in a name")]
     Fragment { uri: String },
     #[error("'{uri}': an export's name has at most 4096 bytes")]
     LongName { uri: String },
@@ -390,9 +390,9 @@ mod tests {
             ("nbd://h/%zz", "two hexadecimal digits"),
             ("nbd://h/%ff", "UTF-8"),
             ("nbd://h/x?tls-psk-file=y", "'tls-psk-file' is not known"),
-            ("nbd://h/x?socket=y", "'socket' makes sense only with nbd+unix"),
-            ("nbd://h/x?tls-hostname=y", "'tls-hostname' makes sense only with nbds"),
-            ("nbd:h", "has a port"),
+            ("nbd://h/x?socket=y", "'socket' is valid only with nbd+unix"),
+            ("nbd://h/x?tls-hostname=y", "'tls-hostname' is valid only with nbds"),
+            ("nbd:h", "needs a port"),
             ("nbd:", "names no host"),
             ("nbd::10809", "names no host"),
             ("nbd:::1:10809", "names no host"),

@@ -30,7 +30,7 @@ pub(super) fn ask(file: &File) -> io::Result<Blkid> {
         .stderr(Stdio::piped())
         .spawn();
     let mut child = started.map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => io::Error::other("there is no program blkid; install util-linux"),
+        io::ErrorKind::NotFound => io::Error::other("the program blkid was not found; install util-linux"),
         _ => io::Error::other(format!("blkid: {error}")),
     })?;
     let status = wait(&mut child)?;
@@ -58,7 +58,7 @@ fn wait(child: &mut Child) -> io::Result<Option<i32>> {
                 // A `blkid` that waits for its device exits once the device answers, and is not waited for.
                 let _ = child.kill();
                 return Err(io::Error::other(format!(
-                    "it has not answered blkid for {} s",
+                    "blkid has not completed within {} s",
                     PATIENCE.as_secs()
                 )));
             }

@@ -39,8 +39,8 @@ pub fn locate(path: &Path) -> io::Result<File> {
         Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!(
-                "{}: the link {} on the way belongs to user {}, who could lead it to any file of this host; write the path \
-                 that it leads to",
+                "{}: the symbolic link {} on the way belongs to user {}, who could redirect it to any file of this host; give the path \
+                 of its target instead",
                 std::path::absolute(path)?.display(),
                 place.file_name().unwrap_or_default().display(),
                 found.st_uid
@@ -118,9 +118,9 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let at = |name: &str| folder.path().join(name);
-        fs::create_dir(at("d")).expect("a folder");
+        fs::create_dir(at("d")).expect("a directory");
         fs::write(at("d/file"), "").expect("a file");
         symlink(at("d"), at("ours")).expect("a link");
         symlink("../ours/./file", at("d/up")).expect("a link");
@@ -138,7 +138,10 @@ mod tests {
         }
         let refused = inode("theirs").expect_err("is refused");
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
-        assert_eq!(inode("loop").expect_err("has no end").raw_os_error(), Some(libc::ELOOP));
+        assert_eq!(
+            inode("loop").expect_err("is an endless chain").raw_os_error(),
+            Some(libc::ELOOP)
+        );
         assert_eq!(inode("none").expect_err("is not there").kind(), io::ErrorKind::NotFound);
     }
 

@@ -30,18 +30,20 @@ pub enum TlsError {
         path: PathBuf,
         source: rustls::pki_types::pem::Error,
     },
-    #[error("{} holds no certificate; it should be a PEM file", path.display())]
+    #[error("{} contains no certificate; it should be a PEM file", path.display())]
     NoCertificate { path: PathBuf },
-    #[error("no list of trusted authorities of this host was found ({tried}); name a directory with a ca-cert.pem")]
+    #[error(
+        "no list of trusted certificate authorities was found on this host ({tried}); specify a directory that contains ca-cert.pem"
+    )]
     NoAuthorities { tried: String },
     #[error("the certificate in {} is not usable: {source}", path.display())]
     Certificate { path: PathBuf, source: rustls::Error },
-    #[error("the authorities in {} are not usable: {source}", path.display())]
+    #[error("the certificate authorities in {} are not usable: {source}", path.display())]
     Authorities {
         path: PathBuf,
         source: rustls::server::VerifierBuilderError,
     },
-    #[error("'{name}' is neither a host name nor an address, so no certificate can be for it")]
+    #[error("'{name}' is neither a host name nor an address, so no certificate can be valid for it")]
     Name { name: String },
     #[error("TLS: {0}")]
     Setup(rustls::Error),

@@ -282,7 +282,7 @@ impl Job {
     /// Starts the job. If it runs, both slices must stay unchanged until [`Self::check`] or [`Self::wait`] returns
     /// the outcome, or this job is dropped.
     fn start(&mut self, input: &[u8], out: &mut [u8]) -> Started {
-        assert!(!self.is_running, "a job is started once at a time");
+        assert!(!self.is_running, "the job is already running");
         let (Ok(wanted), Ok(available_out)) = (u32::try_from(input.len()), u32::try_from(out.len())) else {
             return Started::Ended(Outcome::Failed);
         };
@@ -343,7 +343,7 @@ impl Job {
 
 /// Returns the job at the start of the memory.
 fn head_of(room: &mut [Line]) -> NonNull<JobHead> {
-    NonNull::new(room.as_mut_ptr().cast()).expect("a box is somewhere")
+    NonNull::new(room.as_mut_ptr().cast()).expect("a box pointer is never null")
 }
 
 impl Drop for Job {

@@ -214,7 +214,7 @@ impl QatInstance {
             if !is_default(&room.params) {
                 return Err(OpenError::Layout {
                     library: LIBRARY,
-                    why: "its defaults are not where those of version 1.3 are",
+                    why: "its default parameters differ from those of version 1.3",
                 });
             }
             room.params.direction = DIRECTION_COMPRESS;

@@ -209,7 +209,7 @@ impl Request {
 
 /// Pool of requests that are created once, for one thread.
 pub struct Pool {
-    #[expect(clippy::vec_box, reason = "they go from hand to hand as pointers, and come back so")]
+    #[expect(clippy::vec_box, reason = "requests are passed around and returned as boxes")]
     free: Vec<Box<Request>>,
     requests: usize,
 }
@@ -234,7 +234,10 @@ impl Pool {
     /// # Panics
     /// All requests of the pool are free already.
     pub fn give(&mut self, mut request: Box<Request>) {
-        assert!(self.free.len() < self.requests, "a request that is none of the pool's");
+        assert!(
+            self.free.len() < self.requests,
+            "the request does not belong to this pool"
+        );
         request.buffer = None;
         self.free.push(request);
     }
@@ -259,19 +262,19 @@ pub(super) fn trial(mut compress: impl FnMut(&[u8], &mut [u8]) -> Outcome) -> Re
     // Twice, because the second run starts from the state that the first has left.
     for _ in 0..2 {
         let Outcome::Made(len) = compress(&pages, &mut out) else {
-            return Err("known pages are not encoded");
+            return Err("self-test: known pages are not encoded");
         };
         let mut back = vec![0; pages.len()];
         let mut zlib = flate2::Decompress::new(false);
         let data = out
             .get(..len)
-            .ok_or("known pages are encoded into more than there is room for")?;
+            .ok_or("self-test: the encoded length exceeds the buffer")?;
         let ended = zlib.decompress(data, &mut back, flate2::FlushDecompress::Finish);
         if ended.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || back != pages {
-            return Err("known pages are encoded wrongly");
+            return Err("self-test: known pages are encoded incorrectly");
         }
         if compress(&pages, &mut out[..len / 2]) != Outcome::Misfit {
-            return Err("what does not fit is not refused");
+            return Err("self-test: output that exceeds the limit is not refused");
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use crate::PAGE;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The bytes are not valid for this method, or decode to more than expected.
-    #[error("{method}: {len} bytes that should make {wanted} are damaged: {why}")]
+    #[error("{method}: {len} encoded bytes of a batch of {wanted} bytes are damaged: {why}")]
     Damaged {
         /// Method of the data.
         method: Method,
@@ -21,7 +21,7 @@ pub enum DecodeError {
         why: String,
     },
     /// The bytes end before the pages do.
-    #[error("{method}: {len} bytes make {decoded} bytes and not the {wanted} of the batch")]
+    #[error("{method}: {len} encoded bytes decode to {decoded} bytes instead of the {wanted} of the batch")]
     Short {
         /// Method of the data.
         method: Method,
@@ -64,7 +64,7 @@ impl Decoder {
         let wanted = out.len();
         assert!(
             (PAGE..=BATCH_BYTES).contains(&wanted) && wanted.is_multiple_of(PAGE),
-            "a batch of {wanted} bytes"
+            "invalid batch length: {wanted} bytes"
         );
         let decoded = match method {
             Method::Lz4 | Method::Lz4Fast => lz4::decode(data, out),

@@ -66,11 +66,11 @@ impl Decoder {
                 zlib.reset(false);
                 match zlib.decompress(data, out, FlushDecompress::Finish) {
                     Ok(Status::StreamEnd) if zlib.total_in() == data.len() as u64 => Ok(zlib.total_out() as usize),
-                    Ok(Status::StreamEnd) => Err("the stream ends before the bytes do"),
+                    Ok(Status::StreamEnd) => Err("the stream ends before the end of the data"),
                     Ok(Status::Ok | Status::BufError) => {
-                        Err("the stream does not end where the bytes and the pages do")
+                        Err("the stream does not end at the end of the data and the pages")
                     }
-                    Err(_) => Err("it is no stream"),
+                    Err(_) => Err("the data is not a deflate stream"),
                 }
             }
         }

@@ -73,9 +73,12 @@ impl Default for Encoder {
 /// See [`Encoder::encode`].
 fn bytes_of<R: AsRef<[u8]>>(runs: &[R]) -> usize {
     let bytes = runs.iter().map(|run| run.as_ref().len()).sum();
-    assert!((PAGE..=BATCH_BYTES).contains(&bytes), "a batch of {bytes} bytes");
+    assert!(
+        (PAGE..=BATCH_BYTES).contains(&bytes),
+        "invalid batch length: {bytes} bytes"
+    );
     let whole = runs.iter().all(|run| run.as_ref().len().is_multiple_of(PAGE));
-    assert!(whole, "a run that is not of whole pages");
+    assert!(whole, "a run does not consist of whole pages");
     bytes
 }
 

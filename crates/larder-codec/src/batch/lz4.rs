@@ -50,7 +50,7 @@ pub(super) fn decode(data: &[u8], out: &mut [u8]) -> Result<usize, &'static str>
     let len = unsafe {
         lz4_sys::LZ4_decompress_safe(data.as_ptr().cast(), out.as_mut_ptr().cast(), len_of(data), len_of(out))
     };
-    usize::try_from(len).map_err(|_| "it is no block of at most that length")
+    usize::try_from(len).map_err(|_| "the data is not an LZ4 block of at most the expected length")
 }
 
 /// Returns the length of a slice, of which no more than `c_int::MAX` bytes are used.

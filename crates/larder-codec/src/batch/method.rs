@@ -25,7 +25,7 @@ pub enum Method {
 
 /// Error for a number that no method of this version has: the data is damaged, or was sent by a later version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("no way to encode a batch has the number {0}")]
+#[error("unknown batch encoding number {0}")]
 pub struct UnknownMethod(pub u8);
 
 impl Method {

@@ -80,7 +80,7 @@ fn sort_block<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, before: &
         transpose(&mut rows);
         for (significance, row) in rows.iter().enumerate() {
             let at = significance * words + index * GROUP;
-            let place: &mut [u8; GROUP] = (&mut block[at..at + GROUP]).try_into().expect("as long");
+            let place: &mut [u8; GROUP] = (&mut block[at..at + GROUP]).try_into().expect("same length");
             *place = bytes_of(row);
         }
     }
@@ -92,7 +92,7 @@ fn restore_block(block: &[u8], before: &mut u64, out: &mut [u8]) {
     for (index, group) in out.as_chunks_mut::<GROUP_BYTES>().0.iter_mut().enumerate() {
         let mut rows: [Lanes; 8] = std::array::from_fn(|significance| {
             let at = significance * words + index * GROUP;
-            lanes_of(block[at..at + GROUP].try_into().expect("as long"))
+            lanes_of(block[at..at + GROUP].try_into().expect("same length"))
         });
         transpose(&mut rows);
         for (place, difference) in group.as_chunks_mut::<8>().0.iter_mut().zip(rows.as_flattened()) {
@@ -143,7 +143,7 @@ fn bytes_of(lanes: &Lanes) -> [u8; GROUP] {
 
 #[inline(always)]
 fn lanes_of(bytes: &[u8; GROUP]) -> Lanes {
-    std::array::from_fn(|lane| u64::from_le_bytes(*bytes[8 * lane..].first_chunk().expect("as long")))
+    std::array::from_fn(|lane| u64::from_le_bytes(*bytes[8 * lane..].first_chunk().expect("8 bytes")))
 }
 
 #[cfg(test)]

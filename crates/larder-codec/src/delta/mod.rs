@@ -44,7 +44,7 @@ pub const DELTA_BYTES_MAX: usize = 1 + 8 + WORDS / 8 + PAGE - WORD;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ApplyError {
     /// The bytes end too early.
-    #[error("a page's delta needs {needed} bytes, of which there are {len}")]
+    #[error("a page delta needs {needed} bytes but has only {len}")]
     Short {
         /// Length of the delta, as far as the present bytes determine it.
         needed: usize,
@@ -52,10 +52,10 @@ pub enum ApplyError {
         len: usize,
     },
     /// The first byte has no meaning in this version.
-    #[error("a page's delta begins with {0:#04x}, which has no meaning")]
+    #[error("a page delta begins with {0:#04x}, which is undefined")]
     Unknown(u8),
     /// A byte of the map that is marked as present is 0.
-    #[error("byte {0} of a page's map of changes is there and 0")]
+    #[error("byte {0} of a page's change map is marked as present but is 0")]
     Map(usize),
 }
 
@@ -89,7 +89,7 @@ pub fn encode(new: &[u8; PAGE], old: &[u8; PAGE], out: &mut [u8]) -> Option<usiz
     let differences = &mut out[before..end];
     match how {
         ONE_DIFFERENCE => {
-            let word = changed.words().next().expect("a word has changed");
+            let word = changed.words().next().expect("at least one word has changed");
             differences.copy_from_slice(&difference(new, old, word).to_le_bytes());
         }
         2 => write::<1>(&changed, new, old, differences),
@@ -124,7 +124,7 @@ pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
     let differences = data.get(from..to).ok_or(ApplyError::Short { needed: to, len })?;
     match how {
         ONE_DIFFERENCE => {
-            let difference = u64::from_le_bytes(differences.try_into().expect("as long as one difference"));
+            let difference = u64::from_le_bytes(differences.try_into().expect("the length of one difference"));
             for word in changed.words() {
                 add(page, word, difference);
             }
@@ -202,7 +202,7 @@ fn write<const WIDTH: usize>(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAG
         *place = *difference(new, old, word)
             .to_le_bytes()
             .first_chunk()
-            .expect("no wider than a word");
+            .expect("at most the width of a word");
     }
 }
 

@@ -23,7 +23,7 @@ pub(super) struct Line {
 impl Line {
     pub(super) fn new(accelerator: &dyn Accelerator, method: Method, memory: &[u8]) -> Result<Self, OpenError> {
         let instance = accelerator.open()?;
-        assert!(instance.makes(method), "{} does not make {method}", instance.name());
+        assert!(instance.makes(method), "{} does not support {method}", instance.name());
         let mut buffer = Buffer::new(memory.len().div_ceil(PAGE));
         buffer[..memory.len()].copy_from_slice(memory);
         Ok(Self {

@@ -80,7 +80,7 @@ pub enum MeasureError {
         at: usize,
     },
     /// Encoded data does not decode.
-    #[error("what was encoded from byte {at} of the memory on does not decode: {why}")]
+    #[error("the data encoded from byte {at} of the memory does not decode: {why}")]
     Decode {
         /// Offset of the batch in the memory.
         at: usize,
@@ -96,7 +96,7 @@ pub enum MeasureError {
         why: ApplyError,
     },
     /// Encoded data decodes to something else.
-    #[error("{reduction} does not give the memory back: byte {at} is {found:#04x} and was {wanted:#04x}")]
+    #[error("{reduction} does not restore the memory: byte {at} is {found:#04x} instead of {wanted:#04x}")]
     Differs {
         /// Reduction that was measured.
         reduction: &'static str,
@@ -192,7 +192,7 @@ pub fn measure(
     batch_pages: usize,
     time: Duration,
 ) -> Result<Measured, MeasureError> {
-    assert_eq!(older.len(), memory.len(), "the older memory is of another length");
+    assert_eq!(older.len(), memory.len(), "the older memory has a different length");
     let mut encoder = Encoder::new();
     passes_of(reduction, memory, older, batch_pages, time, |pipe| {
         pipe.encode(&mut encoder, memory, older);
@@ -233,10 +233,13 @@ fn passes_of(
     time: Duration,
     mut encode: impl FnMut(&mut Pipe) -> Result<(), MeasureError>,
 ) -> Result<Measured, MeasureError> {
-    assert!(memory.len().is_multiple_of(PAGE), "not of whole pages");
+    assert!(
+        memory.len().is_multiple_of(PAGE),
+        "the memory does not consist of whole pages"
+    );
     assert!(
         (1..=BATCH_PAGES).contains(&batch_pages),
-        "{batch_pages} pages in a batch"
+        "a batch cannot have {batch_pages} pages"
     );
     let piece_bytes = piece_bytes(reduction, batch_pages);
     let mut pipe = Pipe {
@@ -417,7 +420,7 @@ mod tests {
             let memory = kind.memory(100 * PAGE, 1);
             let older = older(&memory);
             let once = |reduction, batch_pages| {
-                measure(reduction, &memory, &older, batch_pages, Duration::ZERO).expect("comes back")
+                measure(reduction, &memory, &older, batch_pages, Duration::ZERO).expect("round trip")
             };
             for reduction in Reduction::all() {
                 for batch_pages in [1, 7, 64] {
@@ -441,7 +444,7 @@ mod tests {
         for accelerator in crate::accelerator::find(crate::accelerator::Software::No).there {
             for &method in accelerator.methods() {
                 let alone =
-                    measure(Reduction::Method(method), &memory, &memory, 60, Duration::ZERO).expect("comes back");
+                    measure(Reduction::Method(method), &memory, &memory, 60, Duration::ZERO).expect("round trip");
                 let measured = measure_accelerator(&*accelerator, method, &memory, 60, Duration::ZERO);
                 assert_eq!(measured.map(|one| one.bytes_left), Ok(alone.bytes_left), "{method}");
             }

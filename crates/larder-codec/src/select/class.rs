@@ -45,12 +45,12 @@ impl Class {
     #[must_use]
     pub fn words(self) -> String {
         let bits = self.0 % SPREADS;
-        let spread = format!("{bits} to {} bits to a byte", bits + 1);
+        let spread = format!("{bits} to {} bits per byte", bits + 1);
         match self.0 / SPREADS {
             0 => spread,
-            1 => format!("words that grow, {spread}"),
-            2 => format!("words that count, {spread}"),
-            _ => format!("words that repeat, {spread}"),
+            1 => format!("growing words, {spread}"),
+            2 => format!("counting words, {spread}"),
+            _ => format!("repeated words, {spread}"),
         }
     }
 

@@ -233,9 +233,9 @@ mod tests {
         let admission = Admission::new(4);
         let silent_ones: Vec<_> = (0..4).filter_map(|second| silent(&admission, 1, second)).collect();
         assert!(silent(&admission, 1, 9).is_none(), "none is silent for long enough");
-        let other = busy(&admission, 2, 9).expect("its peer has nothing yet");
+        let other = busy(&admission, 2, 9).expect("its peer has no client yet");
         assert_eq!(evicted(&silent_ones), [0]);
-        assert!(silent(&admission, 1, 9).is_some(), "the other one waits no more");
+        assert!(silent(&admission, 1, 9).is_some(), "the other client has a slot now");
         assert!(silent(&admission, 1, 11).is_some());
         assert_eq!(evicted(&silent_ones), [0, 1]);
         assert!(!other.is_evicted());
@@ -273,7 +273,7 @@ mod tests {
         let greedy: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 0)).collect();
         let active = |(index, one): (usize, &Rc<Member>)| one.note_activity(at(10 - index as u64));
         greedy.iter().enumerate().for_each(active);
-        let other = busy(&admission, 2, 10).expect("it has nothing yet");
+        let other = busy(&admission, 2, 10).expect("its peer has no client yet");
         assert_eq!(evicted(&greedy), [3], "the longest idle one");
         assert!(busy(&admission, 2, 10).is_some());
         assert!(busy(&admission, 2, 10).is_none(), "it has its share");

@@ -38,15 +38,15 @@ enum Ended {
     Stopping,
     #[error("the connection broke: {0}")]
     Io(#[from] io::Error),
-    #[error("the client breaks the protocol: {0}")]
+    #[error("the client violates the protocol: {0}")]
     Malformed(#[from] Malformed),
     #[error("the client sent a payload of {0} bytes; {PAYLOAD_LEN_MAX} are allowed")]
     LongPayload(u64),
-    #[error("it was idle, or its host had the most clients, and another client needed its place")]
+    #[error("the client was idle, or its host had the most clients, and another client needed its slot")]
     Evicted,
-    #[error("as many other clients as there may be are at work")]
+    #[error("all slots are taken by active clients")]
     NoRoom,
-    #[error("the client has kept the server waiting for {0:?}, with memory that others wait for")]
+    #[error("the client has kept the server waiting for {0:?}, with memory that other clients wait for")]
     GivenUp(Duration),
 }
 
@@ -71,7 +71,7 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input
     match first_of(handshake, stopped).await {
         Some(Ok(agreed)) => agreed,
         Some(Err(error)) => {
-            tracing::info!(export = shared.options.export, %error, "an NBD client did not get in");
+            tracing::info!(export = shared.options.export, %error, "an NBD client was refused in the handshake");
             None
         }
         None => {
@@ -86,7 +86,11 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input
 }
 
 async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input, member: &Rc<Member>) {
-    tracing::debug!(export = shared.options.export, ?agreed, "an NBD client is in");
+    tracing::debug!(
+        export = shared.options.export,
+        ?agreed,
+        "an NBD client has finished the handshake"
+    );
     shared.counters.agreed(agreed.framing);
     let options = &shared.options;
     let connection = Rc::new(Connection {
@@ -116,9 +120,9 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
     connection.outgoing.close();
     match why {
         Ended::Politely | Ended::Stopping => {
-            tracing::debug!(export = shared.options.export, %why, "an NBD client is gone");
+            tracing::debug!(export = shared.options.export, %why, "an NBD client was disconnected");
         }
-        why => tracing::info!(export = shared.options.export, %why, "an NBD client is gone"),
+        why => tracing::info!(export = shared.options.export, %why, "an NBD client was disconnected"),
     }
 }
 
@@ -249,7 +253,7 @@ pub(super) async fn accept_all(shared: Rc<Shared>, listener: larder_block::event
             None => return,
             Some(Ok(socket)) => shared.admit(socket),
             Some(Err(error)) => {
-                tracing::error!(export = shared.options.export, %error, "the NBD socket is broken; no more clients get in");
+                tracing::error!(export = shared.options.export, %error, "the NBD socket is broken; no more clients are accepted");
                 return;
             }
         }

@@ -31,9 +31,9 @@ pub(super) struct Agreed {
 /// Reason why a client did not reach the transmission phase.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
-    #[error("the client left during the handshake: {0}")]
+    #[error("the client disconnected during the handshake: {0}")]
     Io(#[from] io::Error),
-    #[error("the client breaks the protocol: {0}")]
+    #[error("the client violates the protocol: {0}")]
     Malformed(#[from] Malformed),
     #[error("the client's flags {0:#x} are not among those offered")]
     Flags(u32),
@@ -43,9 +43,11 @@ pub(super) enum HandshakeError {
     Injected(usize),
     #[error("the client sent {name} of {len} bytes; {OPTION_LEN_MAX} are allowed")]
     LongOption { name: &'static str, len: u32 },
-    #[error("the client asked for '{0}', which is not here, in the old way that has no answer for it")]
+    #[error(
+        "the client requested export '{0}', which does not exist, by NBD_OPT_EXPORT_NAME, which has no error reply"
+    )]
     UnknownExport(String),
-    #[error("the client asked for the export without TLS, in the old way that has no answer for it")]
+    #[error("the client requested the export without TLS, by NBD_OPT_EXPORT_NAME, which has no error reply")]
     TlsRequired,
 }
 
@@ -197,7 +199,11 @@ impl<'a> Handshake<'a> {
         let tls = match &self.shared.options.tls {
             Some(tls) if self.fixed && data.is_empty() && !self.stream.is_encrypted() => tls,
             Some(_) => {
-                self.refuse(option, replies::ERR_INVALID, "not here, or not again");
+                self.refuse(
+                    option,
+                    replies::ERR_INVALID,
+                    "STARTTLS has data, is not the first one, or comes without fixed newstyle",
+                );
                 return Ok(Step::Next);
             }
             None => {
@@ -265,7 +271,7 @@ impl<'a> Handshake<'a> {
             self.allocation = false;
         }
         if self.framing == Framing::Simple {
-            let text = "structured replies or extended headers first";
+            let text = "negotiate structured replies or extended headers first";
             return self.refuse(option, replies::ERR_INVALID, text);
         }
         let request = match MetaContextRequest::parse(data) {

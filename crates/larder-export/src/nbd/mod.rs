@@ -307,7 +307,7 @@ impl Shared {
         tracing::warn!(
             export = self.options.export,
             limit = self.options.connections_max,
-            "too many NBD clients: one was turned away"
+            "too many NBD clients: one was refused"
         );
         let (on, shared) = (self.on.clone(), Rc::downgrade(self));
         self.on.spawn(async move {
@@ -325,7 +325,7 @@ impl Shared {
             tracing::warn!(
                 export = self.options.export,
                 limit = self.options.connections_max,
-                "too many NBD clients: {more} more were turned away"
+                "too many NBD clients: {more} more were refused"
             );
         }
     }

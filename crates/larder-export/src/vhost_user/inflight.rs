@@ -95,7 +95,7 @@ impl InflightRegion {
         let memo_at = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
         let bytes = memo_at + MEMO_BYTES as u64;
         let failed = |error: rustix::io::Errno| MemoryError::Map {
-            what: "the region of requests in flight",
+            what: "the in-flight region",
             bytes,
             source: error.into(),
         };
@@ -125,14 +125,14 @@ impl InflightRegion {
         let needed = bytes_for(queue_size);
         if info.bytes < needed {
             return Err(MemoryError::Map {
-                what: "the region of requests in flight",
+                what: "the in-flight region",
                 bytes: info.bytes,
                 source: std::io::Error::other(format!("its queues need {needed} bytes")),
             });
         }
         if !info.file_offset.is_multiple_of(REGION_ALIGNMENT as u64) {
             return Err(MemoryError::Map {
-                what: "the region of requests in flight",
+                what: "the in-flight region",
                 bytes: info.bytes,
                 source: std::io::Error::other(format!(
                     "it begins at byte {} of its file, which is no multiple of {REGION_ALIGNMENT}",
@@ -140,7 +140,7 @@ impl InflightRegion {
                 )),
             });
         }
-        let what = "the region of requests in flight";
+        let what = "the in-flight region";
         let mapping = Rc::new(Mapping::new(file, info.file_offset, info.bytes, what)?);
         Ok(Self {
             memo: Memo::find(&mapping, needed as usize),

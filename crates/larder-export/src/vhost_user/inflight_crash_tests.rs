@@ -145,7 +145,7 @@ impl World {
     /// Collects the used requests on behalf of the driver.
     fn collect(&mut self) {
         while let Some((id, _)) = self.driver.take_used() {
-            assert!(self.waiting.remove(&id).is_some(), "{id} came back twice");
+            assert!(self.waiting.remove(&id).is_some(), "chain {id} was used twice");
         }
     }
 
@@ -167,7 +167,7 @@ impl World {
         let mut taken = Vec::new();
         for left in &found {
             let mut chain = Chain::default();
-            notes.chain_of(&ring, memory, left, &mut chain).expect("a sound chain");
+            notes.chain_of(&ring, memory, left, &mut chain).expect("a valid chain");
             self.check_name(memory, left.head, &chain);
             assert!(
                 taken.iter().all(|(head, _): &(Head, u16)| head.id != left.head.id),
@@ -180,16 +180,22 @@ impl World {
 
     fn check_name(&self, memory: &GuestMemory, head: Head, chain: &Chain) {
         let name = self.waiting.get(&head.id);
-        let name = *name.unwrap_or_else(|| panic!("chain {} was taken up, but nobody waits for it", head.id));
+        let name =
+            *name.unwrap_or_else(|| panic!("chain {} was resubmitted, but the driver does not wait for it", head.id));
         let base = memory.contiguous(name, 1).expect("in memory");
-        assert_eq!(chain.readable()[0].base(), base, "chain {} is another one's", head.id);
+        assert_eq!(
+            chain.readable()[0].base(),
+            base,
+            "chain {} belongs to another request",
+            head.id
+        );
     }
 }
 
 impl Server {
     fn take(&mut self, world: &World, memory: &GuestMemory) -> Option<bool> {
         let mut chain = Chain::default();
-        let Some(head) = self.ring.take(memory, &mut chain).expect("a sound ring") else {
+        let Some(head) = self.ring.take(memory, &mut chain).expect("a valid ring") else {
             return Some(false);
         };
         world.check_name(memory, head, &chain);
@@ -217,7 +223,7 @@ fn run(seed: u64, packed: bool) {
     let mut world = World::new(packed, size);
     let memory = world.guest_memory();
     LIFE.set(None);
-    let mut server = world.start(&memory).expect("immortal");
+    let mut server = world.start(&memory).expect("no crash is due");
     for _ in 0..300 {
         if random.below(20) == 0 && LIFE.get().is_none() {
             LIFE.set(Some(random.below(30) as u32));
@@ -251,22 +257,22 @@ fn run(seed: u64, packed: bool) {
             }
         };
         LIFE.set(None);
-        while server.take(&world, &memory).expect("immortal") {}
+        while server.take(&world, &memory).expect("no crash is due") {}
         let mut known: Vec<u16> = server.taken.iter().map(|(head, _)| head.id).collect();
         known.sort_unstable();
         assert!(
             world.waiting.keys().copied().eq(known),
-            "seed {seed}: what the driver waits for is not under way"
+            "seed {seed}: the requests that the driver waits for are not those in flight"
         );
     }
     LIFE.set(None);
-    while server.take(&world, &memory).expect("immortal") || !server.taken.is_empty() {
+    while server.take(&world, &memory).expect("no crash is due") || !server.taken.is_empty() {
         server.give_back(&mut random);
     }
     world.collect();
     assert!(
         world.waiting.is_empty(),
-        "seed {seed}: {:?} were never answered",
+        "seed {seed}: {:?} were never pushed as used",
         world.waiting
     );
 }

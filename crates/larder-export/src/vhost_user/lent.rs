@@ -38,7 +38,7 @@ impl Lent {
     pub(super) fn keep_in(&self, file: File) -> io::Result<()> {
         let mut bytes = [0; BYTES];
         let queues = match file.read_exact_at(&mut bytes, 0) {
-            Ok(()) => Self::parse(bytes).ok_or_else(|| io::Error::other("it is something else"))?,
+            Ok(()) => Self::parse(bytes).ok_or_else(|| io::Error::other("the file has other contents"))?,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => 0,
             Err(error) => return Err(error),
         };
@@ -87,7 +87,7 @@ impl Lent {
         }
         let Some(file) = self.file.get() else { return };
         if let Err(error) = file.write_all_at(&Self::text(queues), 0) {
-            tracing::warn!("which queues run cannot be noted for the next process: {error}");
+            tracing::warn!("cannot record the active queues for the next process: {error}");
         }
     }
 }
@@ -103,7 +103,7 @@ mod tests {
     fn kept_in(file: &File) -> Lent {
         let lent = Lent::default();
         lent.keep_in(file.try_clone().expect("a descriptor"))
-            .expect("it is ours");
+            .expect("the file is empty or has a set");
         lent
     }
 
@@ -131,6 +131,6 @@ mod tests {
         let file = tempfile::tempfile().expect("a file");
         file.write_all_at(b"of something else, and long enough", 0)
             .expect("writes");
-        Lent::default().keep_in(file).expect_err("it is not ours");
+        Lent::default().keep_in(file).expect_err("the file has other contents");
     }
 }

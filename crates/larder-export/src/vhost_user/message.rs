@@ -37,10 +37,10 @@ pub enum MessageError {
     #[error("message flags {0:#x} are not those of a version 1 request; is the client a vhost-user front-end?")]
     Flags(u32),
     /// A payload longer than any request has.
-    #[error("a payload of {0} bytes, the most is {PAYLOAD_BYTES_MAX}")]
+    #[error("a payload of {0} bytes; at most {PAYLOAD_BYTES_MAX} are allowed")]
     TooLong(usize),
     /// A request that is unknown, or was not offered.
-    #[error("request {0} is not known")]
+    #[error("unknown request {0}")]
     UnknownRequest(u32),
     /// A payload of the wrong size.
     #[error("request {request} with a payload of {got} bytes, at least {expected} expected")]
@@ -63,10 +63,10 @@ pub enum MessageError {
         got: usize,
     },
     /// More descriptors than any request has.
-    #[error("{0} descriptors with one message, the most is {TABLE_REGIONS_MAX}")]
+    #[error("{0} descriptors with one message; at most {TABLE_REGIONS_MAX} are allowed")]
     TooManyDescriptors(usize),
     /// More memory regions than a table holds.
-    #[error("a memory table of {0} regions, the most is {TABLE_REGIONS_MAX}")]
+    #[error("a memory table of {0} regions; at most {TABLE_REGIONS_MAX} are allowed")]
     TooManyRegions(u32),
 }
 

@@ -113,12 +113,12 @@ impl VhostUserOptions {
 pub enum OptionsError {
     #[error("queues {0}: a disk has 1 to {QUEUES_MAX} virtqueues")]
     Queues(u16),
-    #[error("queues of {0} descriptors; a queue has a power of two of them, from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
+    #[error("queue-size {0}: a queue has a power of two of descriptors, from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
     QueueSize(u16),
     #[error("block-size {0}: a disk has sectors of 512 or 4096 bytes")]
     BlockSize(u32),
     #[error(
-        "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest is to see: it could not reach \
+        "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest sees: the guest could not reach \
          the last {rest} bytes; make the image larger (truncate -s %{block_size}), or the sectors smaller"
     )]
     PartOfSector {
@@ -127,7 +127,7 @@ pub enum OptionsError {
         block_size: u32,
         rest: u64,
     },
-    #[error("there is no memory for counting what is under way in guest memory: {0}")]
+    #[error("cannot allocate the memory shared with the pager: {0}")]
     View(std::io::ErrorKind),
 }
 
@@ -238,7 +238,10 @@ impl VhostUserServer {
     pub fn keep_in(&self, keeping: &Keeping) {
         match Kept::take_up(keeping) {
             Ok(left) => *self.left.borrow_mut() = left,
-            Err(error) => tracing::warn!(disk = keeping.disk, "the front-end has to connect again: {error}"),
+            Err(error) => tracing::warn!(
+                disk = keeping.disk,
+                "cannot continue the front-end's connection, so the front-end has to reconnect: {error}"
+            ),
         }
         let _ = self.keeping.set(keeping.clone());
     }
@@ -323,7 +326,7 @@ impl VhostUserServer {
                 Ok(()) => return Ok(socket),
                 Err(why) => tracing::warn!(
                     disk = %self.shared.device.name(),
-                    "a connection was closed: {why}"
+                    "refused a connection: {why}"
                 ),
             }
         }
@@ -358,7 +361,7 @@ impl VhostUserServer {
     fn tell_of_next(&self) {
         tracing::warn!(
             disk = %self.shared.device.name(),
-            "another front-end waits: the disk is served to one at a time, and {} is connected",
+            "another front-end waits: the disk serves one client at a time, and {} is connected",
             self.front_end()
         );
     }
@@ -406,7 +409,7 @@ impl VhostUserServer {
         }
         match session.run().await {
             Ok(End::Closed) => tracing::info!(%disk, "front-end disconnected"),
-            Ok(End::Left) => tracing::info!(%disk, "the front-end's connection is left to the next process"),
+            Ok(End::Left) => tracing::info!(%disk, "the front-end's connection is handed over to the next process"),
             Err(_) if self.stopping.get() => {}
             Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
         }
@@ -426,7 +429,7 @@ impl VhostUserServer {
         if self.on.timeout(QUIET, speaks.as_mut()).await.is_none() {
             tracing::warn!(
                 disk = %self.shared.device.name(),
-                "{} has connected, says nothing, and keeps other front-ends out; is it a client of something else, as of NBD?",
+                "{} has connected, sends nothing, and blocks other front-ends; is it a client of another protocol, such as NBD?",
                 self.front_end()
             );
             speaks.await;
@@ -437,7 +440,7 @@ impl VhostUserServer {
     fn front_end(&self) -> String {
         let current = self.current.borrow();
         let named = current.as_ref().and_then(|socket| socket.peer_process());
-        named.map_or_else(|| "one".to_owned(), |process| format!("one ({process})"))
+        named.map_or_else(|| "a client".to_owned(), |process| format!("a client ({process})"))
     }
 
     /// Accepts no more requests. The requests in flight finish, then the present connection ends as `how` says.

@@ -199,7 +199,7 @@ impl Drop for Request {
     fn drop(&mut self) {
         assert!(
             self.answered || std::thread::panicking(),
-            "a request of queue {} was dropped unanswered",
+            "a request of queue {} was dropped before it was pushed as used",
             self.queue.index
         );
     }
@@ -291,7 +291,7 @@ impl Queue {
         tracing::info!(
             queue = self.index,
             requests = found.len(),
-            "taking up requests that were in flight"
+            "resubmitting requests that were in flight"
         );
         let memory = Rc::clone(&self.memory.borrow());
         let mut requests = Vec::new();
@@ -392,7 +392,7 @@ impl Queue {
         if !self.broken.replace(true) {
             tracing::error!(
                 queue = self.index,
-                "the guest has corrupted its virtqueue: {error}; it stops until the guest resets it"
+                "the guest has corrupted its virtqueue: {error}; the queue is stopped until the guest resets it"
             );
         }
     }

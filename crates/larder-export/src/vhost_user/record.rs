@@ -279,7 +279,7 @@ mod tests {
         say(&mut record, number::SET_MEM_TABLE, &[2]);
         say(&mut record, number::ADD_MEM_REG, &region(1));
         say(&mut record, number::REM_MEM_REG, &region(1));
-        assert_eq!(told(&record).len(), 1, "it came and went");
+        assert_eq!(told(&record).len(), 1, "the removal cancels the addition");
         // A region of the table is removed, and added again.
         say(&mut record, number::REM_MEM_REG, &region(2));
         say(&mut record, number::ADD_MEM_REG, &region(2));

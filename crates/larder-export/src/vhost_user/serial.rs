@@ -80,7 +80,7 @@ mod tests {
             assert_eq!(Serial::note_on(given).is_some(), given != shown, "{given}");
             assert_eq!(serial.bytes().len(), 20);
         }
-        let note = Serial::note_on("f9160a20-70c7-38f4-a980-29f0c16f0155").expect("is cut");
+        let note = Serial::note_on("f9160a20-70c7-38f4-a980-29f0c16f0155").expect("a warning");
         assert!(
             note.contains("has 36 bytes") && note.ends_with("'f9160a20-70c7-38f4-a'"),
             "{note}"

@@ -67,12 +67,12 @@ pub enum SessionError {
     Message(#[from] MessageError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("{0}; the front-end may connect again, and its requests in flight are then carried out anew")]
+    #[error("{0}; the front-end may reconnect, and its requests in flight are then resubmitted")]
     Lost(LostMapping),
-    #[error("queue {ring} of {queues}")]
+    #[error("there is no queue {ring}; the disk has {queues}")]
     NoSuchQueue { ring: u32, queues: u16 },
     #[error(
-        "queue {ring} with {size} descriptors; a ring has {} to {RING_SIZE_MAX}, and a split one a power of two",
+        "queue {ring} with {size} descriptors; a ring has {} to {RING_SIZE_MAX}, and a split ring a power of two",
         1
     )]
     RingSize { ring: u32, size: u32 },
@@ -80,7 +80,7 @@ pub enum SessionError {
     Features { wanted: u64, offered: u64 },
     #[error("queue {0} was changed while it runs")]
     Running(u32),
-    #[error("{0} queues of {1} descriptors in flight")]
+    #[error("an in-flight region for {0} queues of {1} descriptors is not possible")]
     InflightSize(u16, u16),
 }
 
@@ -233,7 +233,7 @@ impl Session {
         }
         self.repeats = false;
         if goes_on {
-            tracing::info!(disk = %self.shared.device.name(), "the front-end's connection goes on");
+            tracing::info!(disk = %self.shared.device.name(), "the front-end's connection continues");
         }
         loop {
             if !self.speaks().await? {
@@ -695,7 +695,7 @@ impl Session {
                 size = setup.size,
                 packed = layout.packed,
                 region = inflight.as_ref().map(|region| region.to_string()),
-                "the region of requests in flight has no room for this queue"
+                "the in-flight region has no space for this queue"
             );
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
@@ -728,7 +728,7 @@ impl Session {
     async fn wait_for_pager(&self, files: &[OwnedFd]) {
         let is_managed = |file: &&OwnedFd| {
             view::is_managed(file.as_fd()).unwrap_or_else(|error| {
-                tracing::warn!("whether guest memory is managed is not known: {error}");
+                tracing::warn!("cannot find out whether guest memory is managed: {error}");
                 false
             })
         };
@@ -742,15 +742,15 @@ impl Session {
             if !told && self.on.now().since(since) > PAGER_TELL_AFTER {
                 told = true;
                 tracing::warn!(
-                    "larder memory keeps the guest's memory within a budget, and does not answer: the guest's requests wait \
-                     until it does, or is started again"
+                    "larder memory manages the guest's memory, and does not respond: the guest's requests wait \
+                     until it responds or is restarted"
                 );
             }
             self.on.sleep(pause).await;
             pause = (pause * 2).min(PAGER_PAUSE_MAX);
         }
         if told {
-            tracing::info!("larder memory answers: the guest's requests go on");
+            tracing::info!("larder memory responds: the guest's requests continue");
         }
     }
 
@@ -790,7 +790,7 @@ impl Session {
 /// Logs that the connection is not kept for the next process.
 pub(super) fn not_kept(error: &io::Error) {
     tracing::warn!(
-        "the connection to the front-end is not kept for the next process, and is made again after a restart: {error}"
+        "the connection to the front-end is not stored for the next process, so the front-end reconnects after a restart: {error}"
     );
 }
 
@@ -799,7 +799,7 @@ pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
     let taken = channel.borrow_mut().take();
     let Some(socket) = taken else { return };
     if let Err(error) = socket.write_all(&message::config_change()).await {
-        tracing::warn!("cannot tell the front-end of the new size: {error}");
+        tracing::warn!("cannot notify the front-end of the new size: {error}");
     }
     channel.borrow_mut().get_or_insert(socket);
 }

@@ -82,15 +82,15 @@ pub struct Keeping {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TakeoverError {
-    #[error("the process before this one ended while it answered a message")]
+    #[error("the previous process ended while it was answering a message")]
     InHand,
-    #[error("requests were under way, and the front-end keeps no notes of them (INFLIGHT_SHMFD)")]
+    #[error("requests were in flight, and the front-end keeps no record of them (INFLIGHT_SHMFD)")]
     NoNotes,
-    #[error("the service manager has not kept {0}; FileDescriptorStoreMax= may be too low")]
+    #[error("the service manager has not stored {0}; FileDescriptorStoreMax= may be too low")]
     Missing(String),
-    #[error("what was written of it makes no sense")]
+    #[error("the stored state of the connection is invalid")]
     Ledger,
-    #[error("its disk was {before} then, and is another one now")]
+    #[error("the image of the disk was {before} then, and is another one now")]
     OtherImage { before: String },
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -302,7 +302,10 @@ impl Kept {
             text.extend(message.bytes());
         }
         if text.len() as u64 > TEXT_BYTES_MAX {
-            return Err(io::Error::other(format!("{} bytes to be noted", text.len())));
+            return Err(io::Error::other(format!(
+                "{} bytes of messages are too many to be stored",
+                text.len()
+            )));
         }
         let bytes = text.len() as u64 - 8;
         text[..8].copy_from_slice(&bytes.to_le_bytes());

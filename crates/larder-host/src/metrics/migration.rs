@@ -62,21 +62,21 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration",
         Kind::Info,
         None,
-        "A VM that is moved, or was lately",
+        "VM that is being migrated, or was migrated recently",
         Of::Migration(info),
     ),
     family(
         "larder_migration_up",
         Kind::Gauge,
         None,
-        "Whether the process that moves it answers, or has ended in order (1), or was killed or is stuck (0)",
+        "Whether the migration process answers or has ended normally (1), or was killed or is stuck (0)",
         Of::Migration(|of, put| put.flag(matches!(of.health, Health::Up | Health::Stopped | Health::New))),
     ),
     family(
         "larder_migration_phase",
         Kind::Gauge,
         None,
-        "How far it is: 1 for the phase that it is in",
+        "Phase of the migration: 1 for the current phase",
         Of::Migration(|of, put| {
             for phase in MigrationPhase::ALL {
                 put.value_of(&[("phase", phase.name())], u8::from(of.state.phase == phase));
@@ -87,77 +87,77 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_in_doubt",
         Kind::Gauge,
         None,
-        "Whether it has failed so that the VM does not simply go on where it was",
+        "Whether the migration failed, and the VM does not simply continue on its source host",
         Of::Migration(|of, put| put.flag(of.is_in_doubt())),
     ),
     family(
         "larder_migration_start_time_seconds",
         Kind::Gauge,
         Some("seconds"),
-        "When the process was started that moves it, since 1970 (UTC)",
+        "Start time of the migration process, in seconds since 1970 (UTC)",
         Of::Migration(|of, put| put.value(of.state.started_ms as f64 / 1e3)),
     ),
     family(
         "larder_migration_converges",
         Kind::Gauge,
         None,
-        "Whether it may end as it goes (1), or will not (0)",
+        "Whether the migration can complete at the current rates (1) or not (0)",
         Of::Migration(|of, put| course(of, put, |course| Some(u8::from(course.verdict.is_none()).into()))),
     ),
     family(
         "larder_migration_round",
         Kind::Gauge,
         None,
-        "The round of QEMU's; the first sends all memory",
+        "Current round of QEMU; the first round sends all memory",
         Of::Migration(|of, put| course(of, put, |course| Some(course.round as f64))),
     ),
     family(
         "larder_migration_memory_bytes",
         Kind::Gauge,
         Some("bytes"),
-        "All of the guest's memory",
+        "Size of the guest's memory",
         Of::Migration(|of, put| course(of, put, |course| Some(course.total_bytes as f64))),
     ),
     family(
         "larder_migration_remaining_bytes",
         Kind::Gauge,
         Some("bytes"),
-        "What of it is still to be sent in this round",
+        "Memory that remains to be sent in this round",
         Of::Migration(|of, put| course(of, put, |course| Some(course.remaining_bytes as f64))),
     ),
     family(
         "larder_migration_dirty_bytes_per_second",
         Kind::Gauge,
         None,
-        "What the guest changes of it in a second",
+        "Memory that the guest changes per second",
         Of::Migration(|of, put| course(of, put, |course| Some(course.dirty_bytes_per_s as f64))),
     ),
     family(
         "larder_migration_expected_seconds",
         Kind::Gauge,
         Some("seconds"),
-        "How long it will take yet, if it goes on so",
+        "Expected remaining time at the current rates",
         Of::Migration(|of, put| course(of, put, |course| course.expected_seconds)),
     ),
     family(
         "larder_migration_expected_downtime_seconds",
         Kind::Gauge,
         Some("seconds"),
-        "How long the guest would stand still now",
+        "Expected downtime if the guest were paused now",
         Of::Migration(|of, put| course(of, put, |course| Some(course.expected_downtime_ms? as f64 / 1e3))),
     ),
     family(
         "larder_migration_downtime_seconds",
         Kind::Gauge,
         Some("seconds"),
-        "How long the guest stood still",
+        "Downtime of the guest",
         Of::Migration(|of, put| of.state.downtime_ms.iter().for_each(|ms| put.value(*ms as f64 / 1e3))),
     ),
     family(
         "larder_migration_stream_bytes",
         Kind::Counter,
         Some("bytes"),
-        "Bytes of QEMU's stream that were sent, or handed to QEMU",
+        "Bytes of QEMU's stream that were sent, or delivered to QEMU",
         Of::Migration(|of, put| both(of, put, |sent| sent.raw_bytes, |delivered| delivered.0)),
     ),
     family(
@@ -171,14 +171,14 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_delivered_bytes",
         Kind::Counter,
         Some("bytes"),
-        "Bytes of QEMU's stream that the destination's QEMU has taken",
+        "Bytes of QEMU's stream that the destination's QEMU has received",
         Of::Migration(|of, put| both(of, put, |sent| sent.delivered_bytes, |delivered| delivered.0)),
     ),
     family(
         "larder_migration_link_up",
         Kind::Gauge,
         None,
-        "Whether the connections between the hosts are there (1), or were lost and are tried to be made again (0)",
+        "Whether the connections between the hosts are up (1), or were lost and are being re-established (0)",
         Of::Migration(|of, put| {
             if of.health == Health::Up && !of.state.phase.is_over() {
                 put.flag(of.state.link.lost_seconds.is_none());
@@ -189,14 +189,14 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_link_losses",
         Kind::Counter,
         None,
-        "How often they were lost",
+        "Number of times that the connections were lost",
         Of::Migration(|of, put| put.value(of.state.link.losses as f64)),
     ),
     family(
         "larder_migration_pages",
         Kind::Counter,
         None,
-        "Pages sent, by how they went",
+        "Pages sent, by method",
         Of::Migration(|of, put| {
             for way in of.sent().iter().flat_map(|sent| &sent.methods) {
                 put.value_of(&[("method", &way.method)], way.pages);
@@ -218,7 +218,7 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_cpu_seconds",
         Kind::Counter,
         Some("seconds"),
-        "CPU time of those who send: encoding, and all else; or of those who take it in: decoding, and all else",
+        "CPU time of the sender (encoding, other) or of the receiver (decoding, other)",
         Of::Migration(|of, put| {
             let sent = of.sent().map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
             let taken_in = of.state.delivered.as_ref();
@@ -233,7 +233,7 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_limit",
         Kind::Gauge,
         None,
-        "What it may take",
+        "Limits of the migration",
         Of::Migration(limits),
     ),
 ];

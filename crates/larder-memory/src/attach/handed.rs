@@ -84,10 +84,10 @@ pub(super) fn hand_marks(
 /// descriptor and closes it; a claim without a mark would not be found.
 fn mark(pid: Pid, file: BorrowedFd<'_>) -> Result<(), AttachError> {
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
-    if !mark_managed(file).map_err(failed("mark its memory as managed"))? {
+    if !mark_managed(file).map_err(failed("cannot mark its memory as managed"))? {
         return Err(AttachError::Marked { pid });
     }
-    if !claim_faults(file).map_err(failed("claim its page faults"))? {
+    if !claim_faults(file).map_err(failed("cannot claim its page faults"))? {
         return Err(AttachError::Claimed { pid });
     }
     Ok(())
@@ -106,7 +106,7 @@ pub(super) fn hand_over(
     let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
         let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
         let [pages, compressed, device] = numbers[..] else {
-            unreachable!("as many as were given");
+            unreachable!("one number for each descriptor");
         };
         // From here on no disk server uses the memory before the pager has registered it.
         if let Err(error) = hand_marks(thread, pid, files)? {
@@ -166,13 +166,13 @@ fn lock_up(
     let in_memory = |error| InjectError::Request {
         pid,
         tid: pid,
-        tried: "open the memory of its ring for it",
+        tried: "open the memory of its ring read-only",
         errno: Errno::from_io_error(&error).unwrap_or(Errno::IO),
     };
     let read_only = ring.memory().read_only().map_err(in_memory)?;
     let numbers = thread.give_descriptors(&[read_only.as_fd(), ring.memory().as_fd()])?;
     let [memory, writable] = numbers[..] else {
-        unreachable!("as many as were given");
+        unreachable!("one number for each descriptor");
     };
     let made = ring.make_in(thread, writable);
     thread.close(writable)?;
@@ -209,8 +209,8 @@ fn lock_up(
 /// Logs why the process keeps a descriptor of its userfaultfd.
 pub(super) fn warn_unlocked(pid: Pid, why: &dyn std::fmt::Display) {
     tracing::warn!(
-        "process {} keeps a userfaultfd that it could use itself, because an io_uring cannot hold it ({why}): code that takes \
-        the process over can use it against the host's kernel (docs/guide/memory.md)",
+        "process {} keeps a userfaultfd that it could use itself, because an io_uring cannot hold it ({why}): code that has taken \
+        over the process can use it against the host's kernel (docs/guide/memory.md)",
         pid.as_raw_pid()
     );
 }
@@ -226,7 +226,7 @@ pub(super) fn close(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> 
 /// Closes the descriptors that were handed over, and returns `error`.
 pub(super) fn undo(pid: Pid, given: Given, error: AttachError) -> AttachError {
     if let Err(left) = close(pid, &given.all(pid)) {
-        tracing::warn!("descriptors that the process does not need stay open in it: {left}");
+        tracing::warn!("unused descriptors stay open in the process: {left}");
     }
     error
 }

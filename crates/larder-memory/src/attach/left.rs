@@ -70,14 +70,14 @@ pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, Attac
     let compressed_number = left.compressed.ok_or(foreign("compressed memory"))?;
     let compressed = left_memory(target, compressed_number, "compressed memory")?;
     let userfaultfd = match ring_memory {
-        None => take(target, userfaultfd_number, "take its userfaultfd")?,
+        None => take(target, userfaultfd_number, "cannot fetch its userfaultfd")?,
         Some(memory) => {
             let memory = left_memory(target, memory, "the memory of a ring")?;
-            let ring = take(target, userfaultfd_number, "take its ring")?;
+            let ring = take(target, userfaultfd_number, "cannot fetch its ring")?;
             let taken = LockedRing::open(memory, ring).and_then(|ring| ring.take());
             taken.map_err(|source| AttachError::Failed {
                 pid,
-                what: "take its userfaultfd out of its ring",
+                what: "cannot fetch its userfaultfd from its ring",
                 source,
             })?
         }
@@ -111,10 +111,14 @@ pub(super) fn is_all_back(state: &State) -> bool {
 /// content decides what is put into the process's memory.
 pub(super) fn left_memory(target: &Target, number: i32, what: &'static str) -> Result<SharedMemory, AttachError> {
     let pid = target.pid();
-    let file = File::from(take(target, number, "take what a pager has left")?);
+    let file = File::from(take(
+        target,
+        number,
+        "cannot fetch a descriptor that an earlier pager has left",
+    )?);
     let failed = |source| AttachError::Failed {
         pid,
-        what: "open what a pager has left",
+        what: "cannot open memory that an earlier pager has left",
         source,
     };
     if file.metadata().map_err(failed)?.uid() != rustix::process::geteuid().as_raw() {
@@ -137,7 +141,7 @@ pub(super) fn lock(pid: Pid, state: &State) -> Result<(), AttachError> {
         Ok(false) => Err(AttachError::Managed { pid }),
         Err(source) => Err(AttachError::Failed {
             pid,
-            what: "lock its state",
+            what: "cannot lock its state",
             source,
         }),
     }

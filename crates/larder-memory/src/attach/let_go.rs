@@ -62,14 +62,14 @@ impl Attached {
             Err(InjectError::Gone { .. }) => None,
             Err(error) if !has_begun.load(Ordering::Relaxed) => return Err(error),
             Err(error) => {
-                tracing::warn!("detached, but the process keeps descriptors that do nothing: {error}");
+                tracing::warn!("detached, but unused descriptors stay open in the process: {error}");
                 None
             }
         };
         views.close();
         if lost > 0 {
             tracing::warn!(
-                "{lost} pages that were lost stay unreadable; process {} keeps the list of them, and cannot be managed again",
+                "{lost} lost pages stay unreadable; process {} keeps the list of them, and cannot be managed again",
                 self.pid
             );
         }
@@ -91,7 +91,7 @@ fn unregister_all(userfaultfd: &Userfaultfd, ranges: &[Range]) {
             Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error),
             _ => Ok(()),
         }) {
-            tracing::warn!("memory at {:#x} is not let go of: {error}", range.start);
+            tracing::warn!("memory at {:#x} cannot be unregistered: {error}", range.start);
         }
     }
 }

@@ -12,12 +12,12 @@ use rustix::process::Pid;
 pub enum InjectError {
     /// The processor architecture is not supported.
     #[error(
-        "system calls in another process are made on x86_64 only, this is {}",
+        "system calls in another process are supported only on x86_64, and this is {}",
         std::env::consts::ARCH
     )]
     NotOnThisArchitecture,
     /// The process has ended, or is exiting.
-    #[error("process {pid} is gone", pid = .pid.as_raw_pid())]
+    #[error("process {pid} has ended", pid = .pid.as_raw_pid())]
     Gone {
         /// The process.
         pid: Pid,
@@ -44,7 +44,7 @@ pub enum InjectError {
         by_pid: i32,
     },
     /// The kernel denies access.
-    #[error("process {pid}, thread {tid}: no right to {tried}: this takes {takes}",
+    #[error("process {pid}, thread {tid}: no permission to {tried}: this requires {takes}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     NoRights {
         /// The process.
@@ -57,8 +57,8 @@ pub enum InjectError {
         takes: String,
     },
     /// No thread has stopped in time.
-    #[error("process {pid}: none of its {threads} threads could be stopped within {limit:?}: each is in a wait that \
-        cannot be interrupted (state D in /proc/{pid}/task/*/stat), or has no processor: try again",
+    #[error("process {pid}: none of its {threads} threads could be stopped within {limit:?}: each is in an \
+        uninterruptible wait (state D in /proc/{pid}/task/*/stat), or gets no CPU time: try again",
         pid = .pid.as_raw_pid())]
     NotStopped {
         /// The process.
@@ -75,8 +75,8 @@ pub enum InjectError {
         pid: Pid,
     },
     /// A system-call filter might kill the process for an unexpected call.
-    #[error("process {pid}, thread {tid}: {program} filters its system calls (seccomp), and may be killed for one that \
-        it does not expect: this is done to QEMU and to Larder's own only, whose filters are known. Start it without the filter",
+    #[error("process {pid}, thread {tid}: {program} filters its system calls (seccomp), and may be killed for a call that \
+        its filter forbids: calls are made only in QEMU and in Larder's own processes, whose filters are known. Start it without the filter",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Filtered {
         /// The process.
@@ -96,7 +96,7 @@ pub enum InjectError {
         tid: Pid,
     },
     /// Machine code is missing, without which the thread could not make a call, or not restore itself.
-    #[error("process {pid}: {what} was not found in its code (in its libc, as a rule)", pid = .pid.as_raw_pid())]
+    #[error("process {pid}: {what} was not found in its code (usually it is in its libc)", pid = .pid.as_raw_pid())]
     NoInstruction {
         /// The process.
         pid: Pid,
@@ -104,7 +104,7 @@ pub enum InjectError {
         what: &'static str,
     },
     /// The thread's stack has too little space, or its mapping is unsuitable.
-    #[error("process {pid}, thread {tid}: no {bytes} bytes of private memory to write below its stack pointer {at:#x}",
+    #[error("process {pid}, thread {tid}: there are no {bytes} bytes of private writable memory below its stack pointer {at:#x}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     NoStack {
         /// The process.
@@ -126,7 +126,7 @@ pub enum InjectError {
         tid: Pid,
     },
     /// The call was made in the other process, and failed.
-    #[error("process {pid}, thread {tid}: {call} made in it: {errno}",
+    #[error("process {pid}, thread {tid}: injected call {call} failed: {errno}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     SystemCall {
         /// The process.
@@ -139,8 +139,8 @@ pub enum InjectError {
         errno: Errno,
     },
     /// The call has not returned. It is interrupted if possible; if not, the thread restores itself afterwards.
-    #[error("process {pid}, thread {tid}: {call} made in it has not returned within {limit:?} (is the process frozen by \
-        a cgroup?); the thread goes on by itself when it does", pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
+    #[error("process {pid}, thread {tid}: injected call {call} has not returned within {limit:?} (is the process frozen by \
+        a cgroup?); the thread continues by itself once it does", pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Hangs {
         /// The process.
         pid: Pid,
@@ -152,7 +152,7 @@ pub enum InjectError {
         limit: Duration,
     },
     /// The code that makes the call has changed.
-    #[error("process {pid}, thread {tid}: signal {signal} instead of {call}: its code has changed",
+    #[error("process {pid}, thread {tid}: signal {signal} instead of the injected call {call}: its code has changed",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Fault {
         /// The process.
@@ -165,7 +165,7 @@ pub enum InjectError {
         signal: i32,
     },
     /// Not all descriptors were received. Those that were have been closed again.
-    #[error("process {pid}, thread {tid} received {received} of {given} descriptors: it may have no more open (see \
+    #[error("process {pid}, thread {tid} received {received} of {given} descriptors: it may have reached its limit (see \
         \"Max open files\" in /proc/{pid}/limits), or a security module (SELinux, AppArmor) forbids them",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     NotReceived {
@@ -179,7 +179,7 @@ pub enum InjectError {
         received: usize,
     },
     /// There are more descriptors than the kernel transfers at once.
-    #[error("{given} descriptors to give at once; the kernel takes up to {max}")]
+    #[error("{given} descriptors are too many to send at once; the kernel accepts up to {max}")]
     TooMany {
         /// Number of descriptors.
         given: usize,

@@ -201,11 +201,11 @@ pub(super) fn rights_needed() -> String {
         .and_then(|scope| scope.trim().parse::<u8>().ok())
         .unwrap_or(0);
     match scope {
-        0 => "CAP_SYS_PTRACE, or the same user and a process that may be dumped".into(),
+        0 => "CAP_SYS_PTRACE, or the same user and a dumpable process".into(),
         1 | 2 => format!("CAP_SYS_PTRACE, because /proc/sys/kernel/yama/ptrace_scope is {scope}"),
         _ => format!(
-            "another /proc/sys/kernel/yama/ptrace_scope: it is {scope}, which forbids tracing to all until the host is \
-             started again"
+            "a lower /proc/sys/kernel/yama/ptrace_scope: it is {scope}, which forbids all tracing until the host is \
+             rebooted"
         ),
     }
 }
@@ -217,7 +217,7 @@ fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
     let by_pid = tgid.and_then(|tgid| tgid.trim().parse().ok()).unwrap_or(tracer);
     let name = fs::read_to_string(format!("/proc/{by_pid}/comm")).unwrap_or_default();
     let by = if name.is_empty() {
-        "somebody".into()
+        "an unknown process".into()
     } else {
         name.trim_end().to_owned()
     };

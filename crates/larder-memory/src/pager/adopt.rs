@@ -82,7 +82,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if !is_sound {
             tracing::error!(
                 ?page,
-                "where it is stored makes no sense: {:#x}; whoever touches it gets a memory error",
+                "invalid page entry {:#x}: a thread that touches the page gets a memory error",
                 word.0
             );
             self.set_word(page, Word::of(Location::Lost));

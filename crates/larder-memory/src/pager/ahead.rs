@@ -377,7 +377,7 @@ mod tests {
         assert_eq!(streams.take(page, Word(0x13)).as_deref(), Some(&content));
         streams.keep(page, Word(0x13), &content);
         assert_eq!(streams.take(page, Word(0x23)), None);
-        assert_eq!(streams.bytes(), 0, "it will never be good again");
+        assert_eq!(streams.bytes(), 0, "a stale page is dropped");
     }
 
     #[test]
@@ -397,6 +397,6 @@ mod tests {
         assert_eq!(see(false, 1), (false, 1));
         assert_eq!(see(true, SAMPLES_MIN), (true, 8));
         assert_eq!(see(false, 100 * SAMPLES_HALVED), (false, 1));
-        assert_eq!(see(true, SAMPLES_HALVED), (true, 8), "it was long ago");
+        assert_eq!(see(true, SAMPLES_HALVED), (true, 8), "old samples expire");
     }
 }

@@ -186,13 +186,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 "{}: memory stays {} MiB over its limit",
                 match why {
                     Stuck::TiersFull => {
-                        "there is no room left for evicted pages (a larger swap cache or budget would help)"
+                        "there is no space left for evicted pages (a larger swap cache or budget would help)"
                     }
                     Stuck::DiskFailed => {
-                        "there is no room left for evicted pages, as the disk for them fails or cannot be reached"
+                        "there is no space left for evicted pages, because the disk for them fails or is unreachable"
                     }
                     Stuck::Memory => "pages cannot be evicted",
-                    Stuck::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
+                    Stuck::Incompressible => "the pages in memory cannot be compressed, and there is no swap cache",
                 },
                 over >> 20
             );

@@ -29,17 +29,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             let has_copy = !matches!(word.decode(), Some(Location::Nowhere | Location::Lost));
             if has_copy && word.is_clean() && phase != Phase::Resident {
-                return Err(format!("{page:?} is {phase:?}, and its copy said to be in memory too"));
+                return Err(format!("{page:?} is {phase:?}, but its entry is marked as clean"));
             }
             if has_copy && !word.is_clean() && matches!(phase, Phase::Resident | Phase::Leaving(_)) {
-                return Err(format!("{page:?} is {phase:?}, and its entry {:#x}", word.0));
+                return Err(format!("{page:?} is {phase:?}, but its entry is {:#x}", word.0));
             }
             if let Some(Location::In { tier, stored, .. }) = word.decode() {
                 let log = match tier {
                     Tier::Ram => Some(0),
                     Tier::Ssd | Tier::Slow => self.disks.index_of(tier).map(|disk| disk + 1),
                 };
-                let log = log.ok_or_else(|| format!("{page:?} is in {tier:?}, which there is not"))?;
+                let log = log.ok_or_else(|| format!("{page:?} is in {tier:?}, which does not exist"))?;
                 logs[log][Segments::index_of(stored)] += Segments::bytes_of(stored);
             }
         }
@@ -47,7 +47,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         same("pages in memory", &self.present, &present)?;
         same("pages being read", &self.reading, &reading)?;
         if punching > self.punching {
-            return Err(format!("{punching} pages are taken out, {} counted", self.punching));
+            return Err(format!(
+                "{punching} pages are being removed, but {} are counted",
+                self.punching
+            ));
         }
         let all = std::iter::once(&self.ram).chain(self.disks.all.iter().map(|disk| &disk.log));
         all.zip(&logs).try_for_each(|(log, live)| log.check(live))

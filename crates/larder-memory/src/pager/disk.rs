@@ -142,7 +142,7 @@ impl Disk {
             let name = self.store.name();
             match is_unreachable {
                 true => {
-                    tracing::error!("{name} cannot be reached: whoever wants a page that is there waits until it can")
+                    tracing::error!("{name} cannot be reached: threads that need a page from it wait until it can")
                 }
                 false => tracing::info!("{name} can be reached again"),
             }
@@ -379,7 +379,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         };
         let disk = &mut self.disks.all[index];
         let Some((origin, at)) = disk.queue.remove(next) else {
-            unreachable!("looked at above");
+            unreachable!("the index was found above");
         };
         disk.with_worker = Some(filling);
         self.give(Job::Demote { origin, at, into });
@@ -395,7 +395,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         is_full: bool,
     ) {
         let Some(index) = self.disks.index_of(into.tier) else {
-            unreachable!("a job of a disk that there is");
+            unreachable!("the job belongs to an existing disk");
         };
         let disk = &mut self.disks.all[index];
         let mut filling = disk.with_worker.take().unwrap_or_default();
@@ -442,8 +442,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             disk.failures += 1;
             disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
             let what = match disk.has_failed() {
-                true => "it is not written to any more; what is there is read on",
-                false => "nothing is lost; another place of it is tried",
+                true => "the disk is not written to any more; its pages can still be read",
+                false => "nothing is lost; another segment is tried",
             };
             tracing::error!("{error}: {what}");
         } else {

@@ -114,7 +114,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
         }
         if let Some(error) = failed {
-            tracing::debug!("writes cannot be stopped now: {error}");
+            tracing::debug!("pages cannot be write-protected now: {error}");
             self.no_eviction_until = Some(now + NO_EVICTION_FOR);
         }
         let count = protected.len();
@@ -436,7 +436,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         match failed {
             Some(error) => {
-                tracing::error!("pages to evict cannot be read, and stay: {error}");
+                tracing::error!("pages to evict cannot be read, and stay in memory: {error}");
                 self.stay(slot, rest.into_iter());
                 self.is_stuck(Stuck::Memory);
             }
@@ -454,7 +454,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn punched(&mut self, pages: Vec<PageIndex>, failed: Option<io::Error>) {
         if let Some(error) = failed {
             // A later fault finds the pages that are still in memory.
-            tracing::error!("pages cannot be taken out of memory: {error}");
+            tracing::error!("pages cannot be removed from memory: {error}");
             self.is_stuck(Stuck::Memory);
         }
         self.punching -= pages.len();

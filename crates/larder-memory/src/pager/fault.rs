@@ -42,7 +42,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         match self.page_at(address) {
             Some(page) => self.fault(page, cause, write, now),
             // The memory was unmapped after the fault, so no thread waits there.
-            None => tracing::debug!("a fault at {address:#x}, where no memory is"),
+            None => tracing::debug!("a fault at {address:#x}, where no memory is mapped"),
         }
     }
 
@@ -224,12 +224,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return self.was_there(page, queue);
         }
         if !is_read || found != [0; PAGE] {
-            self.report_found(page, "with other content: that counts, and its stored copy is dropped");
+            self.report_found(page, "with other content, which replaces its stored copy");
             return self.was_there(page, queue);
         }
-        self.report_found(page, "of zeros: its stored copy is put back");
+        self.report_found(page, "filled with zeros, which its stored copy replaces");
         if let Err(error) = self.guest.take_out(PageRun::one(page)) {
-            tracing::error!("it cannot be put back now: {error}");
+            tracing::error!("its stored copy cannot be restored now: {error}");
             return Put::Changing;
         }
         match self.guest.fill(page, copy, false).1 {
@@ -252,8 +252,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if count.is_power_of_two() {
             let address = self.address_of(page);
             tracing::error!(
-                "page {:#x} (at {address:#x} of the process) was evicted, and found in memory, {what}; another process uses the \
-                 file of this memory, which none may while it is managed ({count} such pages so far)",
+                "page {:#x} (at {address:#x} of the process) was evicted, but found in memory, {what}; another process uses the \
+                 file of this memory, which is not allowed while it is managed ({count} such pages so far)",
                 page.get()
             );
         }
@@ -280,8 +280,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if !self.no_memory_logged.is_some_and(was_logged) {
             self.no_memory_logged = Some(self.now);
             tracing::warn!(
-                "there is no memory for a page that is wanted (of the host, a control group, or the tmpfs that the memory is a \
-                 file of): who wants it waits; it is tried again, and this is logged at most every {} minutes",
+                "there is no free memory for a page that is paged in (of the host, a control group, or the tmpfs of the memory's \
+                 file): threads that need the page wait; the allocation is retried, and this is logged at most every {} minutes",
                 LOG_AGAIN_AFTER.as_secs() / 60
             );
         }
@@ -336,7 +336,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if word != lost {
             let address = self.address_of(page);
             tracing::error!(
-                "page {:#x} (at {address:#x} of the process) is lost, {why}: whoever touches it gets a memory error",
+                "page {:#x} (at {address:#x} of the process) is lost, because {why}: a thread that touches it gets a memory error",
                 page.get()
             );
             self.forget_copy(word);
@@ -351,7 +351,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.guest.wake(PageRun::one(page));
             }
             Filled::Gone => tracing::error!(
-                "page {:#x} cannot be made unreadable: who waits for it waits on",
+                "page {:#x} cannot be poisoned: threads that wait for it keep waiting",
                 page.get()
             ),
         }
@@ -444,7 +444,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let looked = self.guest.present(run, &mut |found| there.push(found));
         let gone = looked.and_then(|()| there.into_iter().try_for_each(|found| self.guest.take_out(found)));
         if let Err(error) = gone {
-            tracing::warn!("pages that were given up stay as they were: {error}");
+            tracing::warn!("discarded pages cannot be removed from memory: {error}");
         }
     }
 

@@ -74,7 +74,7 @@ impl Bell {
             Ok(bell)
         });
         if let Err(error) = &watched {
-            tracing::debug!("it is not told when a server of the VM's disks begins: {error}");
+            tracing::debug!("new disk servers of the VM are not reported by inotify: {error}");
         }
         Self(watched.ok())
     }
@@ -121,7 +121,9 @@ pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
         }
         for (pid, obstacle) in look(&on, &of, all_processes || hunt.is_some()).await {
             if told.insert(pid) {
-                tracing::error!("{obstacle}. It has begun to while Larder manages it: end it, or detach");
+                tracing::error!(
+                    "{obstacle}. It has mapped the memory while Larder manages it: end that process, or detach"
+                );
             }
         }
         hunt = hunt.and_then(|(until, pause)| {
@@ -188,7 +190,7 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
         if let Err(error) = added {
             is_complete = false;
             // The server still waits, and is found again.
-            tracing::warn!("a server of the VM's disks is not served, and its requests wait: {error}");
+            tracing::warn!("a disk server of the VM is not registered, and its requests wait: {error}");
         }
     }
     if is_complete {

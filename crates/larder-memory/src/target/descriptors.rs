@@ -134,7 +134,7 @@ impl Descriptors {
                     Some(0) => {}
                     Some(count) => found.push(Obstacle::RegisteredBuffers { descriptor, count }),
                     None => cautions.push(format!(
-                        "descriptor {descriptor} is an io_uring of which the kernel does not tell whether it has \
+                        "descriptor {descriptor} is an io_uring, and the kernel does not report whether it has \
                          registered buffers (UserBufs): it must have none (QEMU itself has none)"
                     )),
                 }
@@ -144,8 +144,8 @@ impl Descriptors {
         match self.left_state() {
             None => found.extend(userfaultfd.map(|descriptor| Obstacle::Userfaultfd { descriptor })),
             Some(left) if !self.has_userfaultfd() => cautions.push(format!(
-                "an earlier pager has left its state (descriptor {}) but no userfaultfd: it ended while it attached, or \
-                 somebody closed that",
+                "an earlier pager has left its state (descriptor {}) but no userfaultfd: it ended during the attach, or \
+                 the userfaultfd was closed",
                 left.pages
             )),
             Some(_) => {}

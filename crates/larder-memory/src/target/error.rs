@@ -11,7 +11,7 @@ use super::Place;
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// There is no such process.
-    #[error("there is no process {pid}: is the PID of another namespace (a container's), or has it ended?")]
+    #[error("there is no process {pid}: is the PID from another namespace (a container), or has the process ended?")]
     NoSuchProcess {
         /// The PID, as given.
         pid: Pid,
@@ -23,15 +23,15 @@ pub enum TargetError {
         pid: Pid,
     },
     /// The process is a kernel thread, which has no memory of its own.
-    #[error("process {pid} is a thread of the kernel, which has no memory of its own: give the PID of the VM's QEMU")]
+    #[error("process {pid} is a kernel thread, which has no memory of its own: give the PID of the VM's QEMU")]
     KernelThread {
         /// The PID, as given.
         pid: Pid,
     },
     /// The kernel denies access to the process.
     #[error(
-        "process {pid}: no right to {tried}: be root, or have CAP_SYS_PTRACE, or be the same user as a process that \
-        may be dumped"
+        "process {pid}: no permission to {tried}: run as root, with CAP_SYS_PTRACE, or as the same user as a process that \
+        is dumpable"
     )]
     NoRights {
         /// The process.
@@ -75,8 +75,8 @@ impl fmt::Display for Listed<'_> {
 pub enum Obstacle {
     /// The kernel has no userfaultfd, or denies it to this process.
     #[error(
-        "Linux {kernel} gives no userfaultfd: {error}: it takes a kernel built with CONFIG_USERFAULTFD, and no \
-        filter of system calls (seccomp) around Larder that forbids it"
+        "Linux {kernel} provides no userfaultfd: {error}: this requires a kernel built with CONFIG_USERFAULTFD, and no \
+        seccomp filter around Larder that forbids it"
     )]
     NoUserfaultfd {
         /// The running kernel's version.
@@ -85,7 +85,7 @@ pub enum Obstacle {
         error: io::Error,
     },
     /// The kernel's userfaultfd lacks features.
-    #[error("the userfaultfd of Linux {kernel} lacks {missing}: it takes Linux 5.19 or later, on x86_64 or arm64")]
+    #[error("the userfaultfd of Linux {kernel} lacks {missing}: Linux 5.19 or later on x86_64 or arm64 is required")]
     KernelLacks {
         /// The running kernel's version.
         kernel: String,
@@ -93,14 +93,14 @@ pub enum Obstacle {
         missing: String,
     },
     /// The page size is not 4 KiB.
-    #[error("this kernel has pages of {bytes} bytes: it takes one with pages of 4096")]
+    #[error("this kernel has pages of {bytes} bytes: a kernel with pages of 4096 bytes is required")]
     PageSize {
         /// The kernel's page size, in bytes.
         bytes: u64,
     },
     /// A setting allows huge pages in shared memory.
     #[error(
-        "shared memory may be in huge pages ({path} is '{mode}'), of which no part can be taken out safely: write \
+        "shared memory may be in huge pages ({path} is '{mode}'), of which no part can be removed safely: write \
         'never' to that file, and restart the VM"
     )]
     LargePages {
@@ -110,7 +110,7 @@ pub enum Obstacle {
         mode: String,
     },
     /// The file system that contains the memory's file allows huge pages.
-    #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be taken out safely: its tmpfs {at} is \
+    #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be removed safely: its tmpfs {at} is \
         mounted with huge={mode}; mount that with huge=never, and restart the VM", .place.address, Size(.place.bytes))]
     LargePagesOfMount {
         /// Location of the memory.
@@ -123,8 +123,8 @@ pub enum Obstacle {
         mode: String,
     },
     /// Some of the memory is in huge pages.
-    #[error("{} of its memory at {:#x} ({name}, {}) are in huge pages, of which no part can be taken out safely: restart the \
-        VM, which gets none any more", Size(*.bytes), .place.address, Size(.place.bytes))]
+    #[error("{} of its memory at {:#x} ({name}, {}) are in huge pages, of which no part can be removed safely: restart the \
+        VM, which then gets no huge pages", Size(*.bytes), .place.address, Size(.place.bytes))]
     LargePagesInUse {
         /// Location of the memory.
         place: Place,
@@ -135,7 +135,7 @@ pub enum Obstacle {
     },
     /// The guest's memory is private.
     #[error("its memory is private, {} at {:#x}{}: it must be shared, so start QEMU with -object \
-        memory-backend-memfd,id=m,size=SIZE,share=on -machine TYPE,memory-backend=m (SIZE as of -m), or have in \
+        memory-backend-memfd,id=m,size=SIZE,share=on -machine TYPE,memory-backend=m (SIZE as with -m), or set in \
         libvirt's domain <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>",
         Size(.place.bytes), .place.address, Of(.name))]
     Private {
@@ -152,7 +152,7 @@ pub enum Obstacle {
         bytes_min: u64,
     },
     /// The memory's file is on a disk or in persistent memory.
-    #[error("its memory, {} at {:#x}, is the file {name} of a file system that is not tmpfs: pages taken out of it \
+    #[error("its memory, {} at {:#x}, is the file {name} of a file system that is not tmpfs: evicted pages \
         would be lost from the file, so put it into tmpfs (mem-path=/dev/shm/NAME), or use memory-backend-memfd",
         Size(.place.bytes), .place.address)]
     OnDisk {
@@ -163,8 +163,8 @@ pub enum Obstacle {
     },
     /// The memory is not known to be guest RAM, and other programs may use it.
     #[error("its memory, {} at {:#x} ({name}), is not among the guest's RAM in QEMU's command line (-machine \
-        memory-backend, -numa memdev, pc-dimm, virtio-mem): other programs may map it (ivshmem), and would find zeros where \
-        pages were taken out", Size(.place.bytes), .place.address)]
+        memory-backend, -numa memdev, pc-dimm, virtio-mem): other programs may map it (ivshmem), and would read zeros where \
+        pages are evicted", Size(.place.bytes), .place.address)]
     NotRam {
         /// Location of the memory.
         place: Place,
@@ -172,9 +172,9 @@ pub enum Obstacle {
         name: String,
     },
     /// The memory is in hugetlbfs.
-    #[error("its memory, {} at {:#x} ({name}), has huge pages of hugetlbfs, which cannot be taken out one by one: start \
+    #[error("its memory, {} at {:#x} ({name}), is in huge pages of hugetlbfs, which cannot be evicted one by one: start \
         QEMU without hugetlb=on (memory-backend-memfd), mem-path on hugetlbfs, or libvirt's <hugepages/>; transparent \
-        huge pages serve instead", Size(.place.bytes), .place.address)]
+        huge pages can be used instead", Size(.place.bytes), .place.address)]
     HugePages {
         /// Location of the memory.
         place: Place,
@@ -182,8 +182,8 @@ pub enum Obstacle {
         name: String,
     },
     /// The process has mapped the same pages twice, and accesses through one mapping would not be reported.
-    #[error("its memory at {:#x} ({name}, {}) is mapped a second time at {again:#x} ({rights}), where touches of it \
-        would go unseen: have each part of memory mapped once", .place.address, Size(.place.bytes))]
+    #[error("its memory at {:#x} ({name}, {}) is mapped a second time at {again:#x} ({rights}), where accesses to it \
+        would not be detected: map each part of memory only once", .place.address, Size(.place.bytes))]
     MappedTwice {
         /// Location of the memory.
         place: Place,
@@ -195,8 +195,8 @@ pub enum Obstacle {
         rights: String,
     },
     /// Another process has the memory mapped.
-    #[error("its memory at {:#x} ({name}, {}) is mapped by process {pid} ({by}) too, which would find zeros where pages \
-        were taken out: end that (a vhost-user device, as virtiofsd), and have its device within QEMU",
+    #[error("its memory at {:#x} ({name}, {}) is also mapped by process {pid} ({by}), which would read zeros where pages \
+        are evicted: end that process (a vhost-user device, such as virtiofsd), and use a device within QEMU",
         .place.address, Size(.place.bytes))]
     MappedByOther {
         /// Location of the memory in the target.
@@ -209,7 +209,7 @@ pub enum Obstacle {
         by: String,
     },
     /// The memory's file cannot be opened.
-    #[error("its memory at {:#x} ({name}, {}) cannot be opened: {error}: be root, or let Larder's user write to the \
+    #[error("its memory at {:#x} ({name}, {}) cannot be opened: {error}: run as root, or let Larder's user write to the \
         file", .place.address, Size(.place.bytes))]
     NotOpened {
         /// Location of the memory.
@@ -220,8 +220,8 @@ pub enum Obstacle {
         error: io::Error,
     },
     /// The file ends within the mapping.
-    #[error("its memory at {:#x} ({name}, {}) goes past the end of its file, which has {file_bytes} bytes: let the \
-        file be as long as size= says", .place.address, Size(.place.bytes))]
+    #[error("its memory at {:#x} ({name}, {}) extends past the end of its file, which has {file_bytes} bytes: make the \
+        file as long as size= specifies", .place.address, Size(.place.bytes))]
     PastEnd {
         /// Location of the memory.
         place: Place,
@@ -231,7 +231,7 @@ pub enum Obstacle {
         file_bytes: u64,
     },
     /// A seal forbids removing pages from the memfd.
-    #[error("its memory at {:#x} ({name}, {}) is sealed with {seals}, so that nothing can be taken out of it: start the \
+    #[error("its memory at {:#x} ({name}, {}) is sealed with {seals}, so that no page can be removed from it: start the \
         process without that seal", .place.address, Size(.place.bytes))]
     Sealed {
         /// Location of the memory.
@@ -253,8 +253,8 @@ pub enum Obstacle {
     },
     /// An io_uring has registered buffers, and writes to their pages.
     #[error(
-        "descriptor {descriptor} is an io_uring with {count} registered buffers, whose pages the kernel holds and \
-        writes to, also after they were taken out: have none registered (QEMU itself registers none)"
+        "descriptor {descriptor} is an io_uring with {count} registered buffers, whose pages the kernel pins and \
+        writes to, even after they were evicted: unregister them (QEMU itself registers none)"
     )]
     RegisteredBuffers {
         /// Descriptor number in the target.
@@ -263,15 +263,15 @@ pub enum Obstacle {
         count: u64,
     },
     /// Memory is locked.
-    #[error("{} of it are locked in memory (VmLck): start QEMU without -overcommit mem-lock=on, or have no <locked/> in \
-        libvirt's <memoryBacking>; a device that was assigned (VFIO) counts there too", Size(*.bytes))]
+    #[error("{} of it are locked in memory (VmLck): start QEMU without -overcommit mem-lock=on, or remove <locked/> from \
+        libvirt's <memoryBacking>; an assigned device (VFIO) is counted there, too", Size(*.bytes))]
     Locked {
         /// Bytes that are locked.
         bytes: u64,
     },
     /// Memory is pinned for a device or the kernel.
-    #[error("{} of it are pinned (VmPin) for a device or an io_uring, which writes to its pages also after they were \
-        taken out: remove that device, or the buffers registered", Size(*.bytes))]
+    #[error("{} of it are pinned (VmPin) for a device or an io_uring, which writes to its pages even after they were \
+        evicted: remove that device, or the registered buffers", Size(*.bytes))]
     Pinned {
         /// Bytes that are pinned.
         bytes: u64,
@@ -288,8 +288,8 @@ pub enum Obstacle {
     },
     /// The process has a userfaultfd of its own, or of another pager.
     #[error(
-        "descriptor {descriptor} is a userfaultfd: somebody else sees to its page faults (QEMU itself in a post-copy \
-        migration or a background snapshot, or another pager): wait for the end of that, or detach it"
+        "descriptor {descriptor} is a userfaultfd: another program handles its page faults (QEMU itself in a post-copy \
+        migration or a background snapshot, or another pager): wait until that has ended, or detach it"
     )]
     Userfaultfd {
         /// Descriptor number in the target.
@@ -358,16 +358,16 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Vfio => {
-                "a device assigned to the guest reaches all of its memory: remove the device (vfio-pci, libvirt's \
+                "a device assigned to the guest can access all of its memory: remove the device (vfio-pci, libvirt's \
                  <hostdev>), and use an emulated one"
             }
-            Self::Vdpa => "a vDPA device reaches all of the guest's memory: use a virtio device of QEMU's own",
-            Self::Rdma => "RDMA reaches memory that was registered with it: use TCP instead",
+            Self::Vdpa => "a vDPA device can access all of the guest's memory: use a virtio device of QEMU itself",
+            Self::Rdma => "RDMA accesses memory that was registered with it: use TCP instead",
             Self::Udmabuf => "it pins guest memory for graphics: use virtio-gpu without blob=on",
             Self::Sev => "the memory of an encrypted guest (AMD SEV) is pinned: start the guest without sev-guest",
             Self::GuestMemfd => {
                 "a confidential guest has private memory there (TDX, SEV-SNP), which cannot be read: start the guest \
-                 without that"
+                 without confidential memory"
             }
         })
     }

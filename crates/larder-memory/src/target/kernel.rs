@@ -39,8 +39,8 @@ pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
     let kernel = kernel.trim_end().to_owned();
     if !has_pagemap_scan() {
         cautions.push(format!(
-            "Linux {kernel} lacks PAGEMAP_SCAN (6.7 or later has it): which pages are written to is not tracked, and \
-             cold pages are found by taking some out"
+            "Linux {kernel} lacks PAGEMAP_SCAN (6.7 or later has it): writes to pages are not tracked, and \
+             cold pages are found by evicting some"
         ));
     }
     let mut found = Vec::new();

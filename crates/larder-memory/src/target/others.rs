@@ -70,8 +70,8 @@ pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<S
     }
     if !unreadable.is_empty() {
         cautions.push(format!(
-            "only root (with CAP_SYS_PTRACE) may look at {}: if one of them has the memory mapped, that is not seen, \
-             and it finds zeros where pages were taken out",
+            "only root (with CAP_SYS_PTRACE) may inspect {}: if one of them has the memory mapped, that is not detected, \
+             and it reads zeros where pages are evicted",
             listed(&unreadable)
         ));
     }

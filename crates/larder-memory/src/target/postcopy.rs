@@ -27,12 +27,12 @@ pub struct FaultClaim {
 #[allow(missing_docs)]
 pub enum FaultClaimError {
     #[error(
-        "a pager keeps the memory of the QEMU (process {pid}) within a budget, or another user of userfaultfd has it, and \
-        post-copy needs all of its page faults: detach the pager (larder memory detach), or leave out --postcopy",
+        "a pager manages the memory of QEMU (process {pid}), or another user of userfaultfd has registered it, and \
+        post-copy must handle all of its page faults: detach the pager (larder memory detach), or leave out --postcopy",
         pid = .pid.as_raw_pid()
     )]
     InUse { pid: Pid },
-    #[error("cannot check whether a pager has the memory of the QEMU, which post-copy excludes: {0}")]
+    #[error("cannot check whether a pager manages the memory of QEMU, which would exclude post-copy: {0}")]
     Unknown(#[from] TargetError),
     #[error("process {pid}: cannot claim its memory for post-copy: {source}", pid = .pid.as_raw_pid())]
     Lock { pid: Pid, source: io::Error },

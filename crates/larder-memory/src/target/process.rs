@@ -24,7 +24,7 @@ impl Process {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| match error {
             // INVAL and NOENT: the number is that of a thread, not of a process.
             Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
-            error => failed(pid, "hold it by a pidfd", error.into()),
+            error => failed(pid, "open a pidfd of it", error.into()),
         })?;
         let Stat { state, flags, started } = match stat(pid) {
             Ok(stat) => stat,
@@ -63,7 +63,7 @@ pub fn is_alive(pid: Pid, started: u64) -> bool {
 fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut events = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
-    let events = poll(&mut events, Some(&now)).map_err(|error| failed(pid, "look at its pidfd", error.into()))?;
+    let events = poll(&mut events, Some(&now)).map_err(|error| failed(pid, "poll its pidfd", error.into()))?;
     Ok(events > 0)
 }
 
@@ -162,8 +162,8 @@ pub(super) fn obstacles(pid: Pid, bytes_min: u64, cautions: &mut Vec<String>) ->
     match status.locked_bytes {
         0 => {}
         bytes if bytes < bytes_min => cautions.push(format!(
-            "{bytes} bytes of the process are locked in memory (VmLck), too little to be a guest's memory: what is of \
-             that is paged as all is"
+            "{bytes} bytes of the process are locked in memory (VmLck), too little to be a guest's memory: guest pages \
+             among them are evicted like all others"
         )),
         bytes => found.push(Obstacle::Locked { bytes }),
     }

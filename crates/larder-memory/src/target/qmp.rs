@@ -17,7 +17,7 @@ use super::process;
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// The path does not exist, or cannot be accessed.
-    #[error("{path}: {error}: it is the path given to QEMU with -qmp unix:PATH,server=on,wait=off")]
+    #[error("{path}: {error}: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off")]
     NoFile {
         /// The path, as given.
         path: PathBuf,
@@ -25,14 +25,14 @@ pub enum QmpError {
         error: io::Error,
     },
     /// The path is not a socket.
-    #[error("{path} is no UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off")]
+    #[error("{path} is not a UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off")]
     NoSocket {
         /// The path, as given.
         path: PathBuf,
     },
     /// The socket is stale, or its process cannot be inspected by this user.
     #[error(
-        "{path}: no process listens there ({unreadable} processes could not be looked at, which takes root or \
+        "{path}: no process listens on it ({unreadable} processes could not be inspected, which requires root or \
         CAP_SYS_PTRACE): has QEMU ended, or does it connect instead (server=on is missing)?"
     )]
     NobodyListens {
@@ -42,7 +42,7 @@ pub enum QmpError {
         unreadable: usize,
     },
     /// Several processes hold the socket, and not exactly one of them is QEMU.
-    #[error("{path}: several processes have the listening socket: {holders}: give the one that runs the VM with --pid")]
+    #[error("{path}: several processes hold the listening socket: {holders}: give the one that runs the VM with --pid")]
     SeveralListen {
         /// The path, as given.
         path: PathBuf,

@@ -33,7 +33,7 @@ struct Devices {
     dispatcher: Dispatcher,
     pool: Pool,
     /// Finished requests that their frames have not fetched yet.
-    #[expect(clippy::vec_box, reason = "they go from hand to hand as pointers")]
+    #[expect(clippy::vec_box, reason = "requests are passed around as boxes")]
     done: Vec<Box<Request>>,
 }
 
@@ -56,7 +56,7 @@ impl Codecs {
         let open = |device: &dyn Accelerator| match device.open() {
             Ok(instance) => Some(instance),
             Err(error) => {
-                tracing::warn!("a lane goes without {}: {error}", device.name());
+                tracing::warn!("a lane cannot use {}: {error}", device.name());
                 None
             }
         };

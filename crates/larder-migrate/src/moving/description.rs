@@ -140,7 +140,7 @@ impl Description {
             let missing = here.missing(there);
             if !missing.is_empty() {
                 found.push(format!(
-                    "processor model (-cpu): {} at the source, {} at the destination, which has not all that the guest may use: \
+                    "processor model (-cpu): {} at the source, {} at the destination, which lacks features that the guest may use: \
                      CPUID {}",
                     here.model,
                     there.model,
@@ -175,14 +175,14 @@ impl Description {
             && (&here.model, &here.vendor) != (&there.model, &there.vendor)
         {
             found.push(format!(
-                "the processors are of another model there (-cpu), which the guest may see: {here} at the source, {there} at \
+                "the processor models differ (-cpu), which the guest may notice: {here} at the source, {there} at \
                  the destination"
             ));
         }
         let apart = self.clock_ms.abs_diff(there.clock_ms);
         if apart > CLOCK_MS_MAX {
             found.push(format!(
-                "the hosts' clocks are {:.1} s apart, and the guest's will jump: keep them by NTP",
+                "the hosts' clocks differ by {:.1} s, so the guest's clock will jump: synchronise them by NTP",
                 apart as f64 / 1000.0
             ));
         }
@@ -190,7 +190,7 @@ impl Description {
         let needed: u64 = self.memory_bytes.into_iter().chain(plugged).sum();
         if let Some(left) = there.available_bytes.filter(|&left| left < needed) {
             found.push(format!(
-                "the destination has {} MiB of memory left, and the guest has {} MiB",
+                "the destination has {} MiB of available memory, and the guest needs {} MiB",
                 left >> 20,
                 needed >> 20
             ));

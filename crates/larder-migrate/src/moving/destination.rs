@@ -126,7 +126,7 @@ impl Destination {
         }
         if !waits && arriving.is_none() {
             return Err(NotReady::Other(format!(
-                "the QEMU at {} has a VM already, or takes one in that larder migrate knows nothing of: start one with \
+                "the QEMU at {} already has a VM, or is receiving one that is unknown to larder migrate: start a QEMU with \
                 '-incoming defer', with the same options as the source's",
                 qmp.display()
             )));
@@ -145,7 +145,7 @@ impl Destination {
         }
         let user = connection.user();
         let incoming = Folder::for_listener(user)
-            .map_err(|error| NotReady::Other(format!("a folder for QEMU's socket: {error}")))?;
+            .map_err(|error| NotReady::Other(format!("cannot create a directory for QEMU's socket: {error}")))?;
         Ok(Self {
             qmp_path: qmp.to_owned(),
             incoming,
@@ -283,7 +283,7 @@ impl Destination {
         let came_at = clock_ms();
         if settings.multifd_channels > CHANNELS_MAX {
             return Err(vec![format!(
-                "{} channels for pages, and {CHANNELS_MAX} at most",
+                "{} channels for pages were requested, and at most {CHANNELS_MAX} are supported",
                 settings.multifd_channels
             )]);
         }
@@ -291,7 +291,7 @@ impl Destination {
         let waits_still = inner.waits_with(settings).map_err(said)?;
         if inner.arriving.is_some() && !waits_still {
             return Err(vec![format!(
-                "the QEMU at {} does not wait for a VM, or for one that is sent otherwise: start a new one",
+                "the QEMU at {} does not wait for a VM, or waits for one with other settings: start a new one",
                 self.qmp_path.display()
             )]);
         }
@@ -349,7 +349,7 @@ impl Destination {
             // Other clients may have used QEMU since.
             if !is_waiting(&mut inner.qmp).map_err(said)? {
                 return Err(vec![format!(
-                    "the QEMU at {} does not wait for a VM any more: start a new one",
+                    "the QEMU at {} does not wait for a VM any more: start a new QEMU",
                     self.qmp_path.display()
                 )]);
             }
@@ -404,7 +404,7 @@ impl Inner {
 
     fn unknown_move(&self) -> ToSource {
         refused(format!(
-            "the receiver for the QEMU at {} knows nothing of this move: is it the right host?",
+            "this move is unknown to the receiver for the QEMU at {}: is it the right host?",
             self.qmp.path().display()
         ))
     }
@@ -427,7 +427,7 @@ impl Inner {
     fn save(&mut self, arriving: Arriving) -> Result<(), String> {
         self.place
             .save(&arriving)
-            .map_err(|error| format!("the destination can keep no record of the move: {error}"))?;
+            .map_err(|error| format!("the destination cannot save the record of the move: {error}"))?;
         self.arriving = Some(arriving);
         Ok(())
     }
@@ -461,7 +461,7 @@ impl Inner {
         let is_gone = migration.as_ref().is_err_and(QmpError::is_gone);
         let is_late = migration.is_err() && !is_gone;
         if let Some(error) = migration.as_ref().err().filter(|_| is_late && !self.is_late) {
-            tracing::warn!("{error}; if it does not take in a VM just now, end it");
+            tracing::warn!("{error}; if it is not receiving a VM at the moment, end it");
         }
         self.is_late = is_late;
         // A busy QEMU reports no status, so the flag is sticky. Only an outgoing migration is cancelled, before which
@@ -475,8 +475,8 @@ impl Inner {
             Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
-                    Err(_) => "the QEMU here has ended before all had come".to_owned(),
-                    Ok(_) => "the QEMU here failed to load it".to_owned(),
+                    Err(_) => "the destination's QEMU exited before all data had arrived".to_owned(),
+                    Ok(_) => "the destination's QEMU failed to load the VM".to_owned(),
                 };
                 match self.never(reason) {
                     Ok(reason) => State::Never { reason },
@@ -487,7 +487,7 @@ impl Inner {
                 }
             }
             None if is_gone => State::Never {
-                reason: "the QEMU here has ended".to_owned(),
+                reason: "the destination's QEMU has exited".to_owned(),
             },
             Some(Phase::Coming) => State::Coming,
             None => State::Waiting,
@@ -545,7 +545,7 @@ impl Inner {
         while let Err(error) = self.have_disks(Deed::Keep) {
             if Instant::now() > until {
                 return Err(format!(
-                    "its disks cannot be made the destination's, and it was not let run there yet: {error}"
+                    "the destination cannot take over the VM's disks, so the VM was not started there yet: {error}"
                 ));
             }
             std::thread::sleep(KEEP_AGAIN);
@@ -557,9 +557,9 @@ impl Inner {
     fn never(&mut self, reason: String) -> Result<String, String> {
         // The source opens the disks next, and storage without locks would permit that while they are open here.
         self.have_disks(Deed::Yield)
-            .map_err(|error| format!("{reason}; and its disks may be open at the destination still: {error}"))?;
+            .map_err(|error| format!("{reason}; and its disks may still be open at the destination: {error}"))?;
         self.enter(Phase::Never { reason: reason.clone() })
-            .map_err(|error| format!("that it does not run there could not be recorded: {error}"))?;
+            .map_err(|error| format!("the destination could not record that the VM will not run there: {error}"))?;
         // QEMU may have exited already.
         let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
         Ok(reason)
@@ -666,7 +666,7 @@ fn not_yet(postcopy: bool, reason: String) -> ToSource {
 
 fn ended() -> ToSource {
     ToSource::Unknown {
-        reason: "the QEMU there was told to run it, and has ended".to_owned(),
+        reason: "the destination's QEMU received the command to run the VM, and has exited since".to_owned(),
     }
 }
 
@@ -675,7 +675,8 @@ fn refused(reason: String) -> ToSource {
 }
 
 fn parse(note: &[u8]) -> Result<ToDestination, String> {
-    let value: Value = serde_json::from_slice(note).map_err(|error| format!("a note that is no JSON ({error})"))?;
+    let value: Value =
+        serde_json::from_slice(note).map_err(|error| format!("the source's message is no JSON ({error})"))?;
     let version = &value["version"];
     if *version != VERSION {
         return Err(format!(
@@ -683,6 +684,6 @@ fn parse(note: &[u8]) -> Result<ToDestination, String> {
         ));
     }
     serde_json::from_value(value).map_err(|error| {
-        format!("the source's Larder says what this one does not understand ({error}): use the same version")
+        format!("the destination's Larder does not understand the source's message ({error}): use the same version of Larder")
     })
 }

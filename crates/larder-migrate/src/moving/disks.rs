@@ -209,11 +209,11 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
         let Some(other) = there.iter().find(|other| other.chardev == disk.chardev) else {
             if disk.served.shared {
                 agreement.warnings.push(format!(
-                    "{name}: whoever serves it at the destination is no `larder vm` that is known there"
+                    "{name}: at the destination it is not served by a `larder vm` that is known there"
                 ));
             } else {
                 reasons.push(format!(
-                    "{name}: no `larder vm` serves it at the destination's QEMU, which must have its chardev of the same id"
+                    "{name}: no `larder vm` serves it at the destination's QEMU, which must have a chardev with the same id"
                 ));
             }
             continue;
@@ -233,7 +233,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
             .is_some_and(|(one, other)| one != other)
         {
             agreement.warnings.push(format!(
-                "{name}: {} at the destination does not seem to be the same file: its number in its file system is another",
+                "{name}: {} at the destination does not seem to be the same file: its inode number differs",
                 other.served.image
             ));
         }
@@ -242,7 +242,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
         if !here.iter().any(|disk| disk.chardev == other.chardev) {
             reasons.push(format!(
                 "disk {} ({}): the destination waits for it, and no `larder vm` serves it at the source, or none that is found \
-                 there: two of one name on one host are not",
+                 there: two servers with the same name on one host are not found",
                 other.chardev, other.served.image
             ));
         }
@@ -251,7 +251,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
         reasons.push("the destination's servers wait for some of the disks, and have others open".to_owned());
     }
     if here.iter().any(|disk| disk.served.away) {
-        reasons.push("the source's server of disks waits itself for its VM to come".to_owned());
+        reasons.push("the source's disk server itself waits for its VM to arrive".to_owned());
     }
     if reasons.is_empty() {
         Ok(agreement)

@@ -35,8 +35,10 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
                 let state = run["status"].as_str().unwrap_or("unknown");
                 match (state, status_of(&migration)) {
                     (_, "failed" | "cancelled") => {
-                        let reason = migration["error-desc"].as_str().unwrap_or("it says no more");
-                        return Err(NotLoaded::Never(format!("the QEMU here failed to load it: {reason}")));
+                        let reason = migration["error-desc"].as_str().unwrap_or("it gives no reason");
+                        return Err(NotLoaded::Never(format!(
+                            "the destination's QEMU failed to load the VM: {reason}"
+                        )));
                     }
                     // QEMU is still passing the last of the state to its devices.
                     ("inmigrate", _) => {}
@@ -50,7 +52,7 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
         };
         if Instant::now() > until {
             return Err(NotLoaded::Late(format!(
-                "the QEMU here has not loaded it in {} s: it is {is}",
+                "the destination's QEMU has not loaded the VM in {} s: {is}",
                 LOAD_TIMEOUT.as_secs()
             )));
         }

@@ -62,7 +62,7 @@ fn has_ended(status: &str) -> bool {
 fn random_hex<const BYTES: usize>() -> io::Result<String> {
     let mut random = [0; BYTES];
     ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut random)
-        .map_err(|_| io::Error::other("there are no random numbers"))?;
+        .map_err(|_| io::Error::other("the system has no random numbers"))?;
     Ok(hex(&random))
 }
 

@@ -43,7 +43,7 @@ impl FaultHandlers for NoFaultHandlers {
 pub(super) fn claim(qmp: &mut Qmp, handlers: &dyn FaultHandlers) -> Result<FaultClaim, Vec<String>> {
     let Some(process) = qmp.process() else {
         return Err(vec![
-            "the process of the QEMU cannot be found, so whether a pager has its memory is not known, which post-copy \
+            "QEMU's process cannot be found, so it is not known whether a pager handles its memory, which post-copy \
              excludes: leave out --postcopy"
                 .to_owned(),
         ]);
@@ -54,7 +54,7 @@ pub(super) fn claim(qmp: &mut Qmp, handlers: &dyn FaultHandlers) -> Result<Fault
     reasons.extend(files.into_iter().map(|path| {
         format!(
             "the destination's memory is in the file {path}, which is neither in a tmpfs nor in a hugetlbfs, and post-copy \
-             takes no other file: use memory-backend-memfd there, or leave out --postcopy"
+             supports no other files: use memory-backend-memfd there, or leave out --postcopy"
         )
     }));
     match claim {

@@ -53,7 +53,7 @@ impl Settings {
         if let Some((name, _)) = lacking {
             return Err(QmpError::Refused {
                 command: "migrate-set-capabilities".to_owned(),
-                text: format!("it knows no '{name}'"),
+                text: format!("it has no capability '{name}'"),
             });
         }
         let mut changes = Vec::new();
@@ -160,7 +160,7 @@ impl Before {
             result = result.and(parameters.map(|_| ()));
         }
         if let Err(error) = result {
-            tracing::warn!("QEMU's settings for migration are not as they were before: {error}");
+            tracing::warn!("QEMU's migration settings could not be restored: {error}");
         }
     }
 }

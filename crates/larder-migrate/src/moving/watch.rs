@@ -83,9 +83,9 @@ impl Ram {
 fn shutdown_cause(reason: Option<&str>) -> &'static str {
     match reason {
         Some("guest-shutdown") => "the guest shut down",
-        Some("guest-reset") => "the guest rebooted, on which its QEMU ends (-no-reboot),",
+        Some("guest-reset") => "the guest rebooted, which ends its QEMU (-no-reboot),",
         Some("guest-panic") => "the guest panicked",
-        Some("host-qmp-system-reset") => "QEMU received the command to reset, on which it ends (-no-reboot),",
+        Some("host-qmp-system-reset") => "QEMU received the command to reset, which ends it (-no-reboot),",
         Some("host-qmp-quit") => "QEMU received the command to quit",
         Some("host-signal") => "QEMU was ended by a signal",
         _ => "QEMU was shut down",
@@ -284,8 +284,8 @@ impl Watch {
         let mb = |bytes: u64| bytes / 1_000_000;
         let needed = self.least.saturating_mul(1000) / report.stream_bytes_per_s;
         self.verdict = Some(format!(
-            "it will not end at this rate: the guest changes {} MB in a second, and {} MB of its memory go over ({} MB on \
-            the link); you can allow a downtime of some {} ms, post-copy, throttling, or a faster link",
+            "it will not end at this rate: the guest changes {} MB of its memory per second, and {} MB are transferred ({} MB on \
+            the link); allow a downtime of about {} ms, post-copy or throttling, or use a faster link",
             mb(report.dirty_bytes_per_s),
             mb(report.stream_bytes_per_s),
             mb(report.wire_bytes_per_s),

@@ -51,8 +51,7 @@ struct Claimed {
 impl Claim {
     /// Decides what a connection with this greeting gets, or returns why it gets nothing.
     pub(super) fn grant(&mut self, hello: &Hello, offer: &Offer) -> Result<Granted, &'static str> {
-        const NO_SESSION: &str =
-            "there is no such session here: this receiver was started since, or that one has ended";
+        const NO_SESSION: &str = "there is no such session here: this receiver was restarted, or the session has ended";
         const NO_LANE: &str = "there is no such session here, or it has all its lanes";
         let Some(claimed) = &mut self.0 else {
             return match (hello.role, hello.link) {
@@ -71,7 +70,7 @@ impl Claim {
             Role::Control if !is_this => Err(NO_SESSION),
             Role::Control => {
                 if !continues((claimed.link, &claimed.proof), (hello.link, &hello.proof)) {
-                    return Err("this session is another sender's");
+                    return Err("this session belongs to another sender");
                 }
                 (claimed.link, claimed.proof) = (hello.link, hello.proof);
                 claimed.has.fill(false);

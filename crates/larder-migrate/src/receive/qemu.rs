@@ -30,7 +30,7 @@ pub(super) fn connect(
             Ok(()) => {
                 let peer = rustix::net::sockopt::socket_peercred(&socket)?;
                 if of.is_some_and(|user| user != peer.uid.as_raw()) {
-                    return Err(io::Error::other("somebody else than QEMU's user listens there"));
+                    return Err(io::Error::other("a process of a user other than QEMU's listens there"));
                 }
                 let socket = UnixStream::from(socket);
                 socket.set_nonblocking(false)?;
@@ -42,7 +42,7 @@ pub(super) fn connect(
                 }
             }
             Err(rustix::io::Errno::AGAIN) => {
-                let text = format!("it has taken up no connection for {} s", ROOM_TIMEOUT.as_secs());
+                let text = format!("it has accepted no connection for {} s", ROOM_TIMEOUT.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
             Err(rustix::io::Errno::INTR) => {}

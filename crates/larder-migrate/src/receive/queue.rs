@@ -177,7 +177,7 @@ impl Queue {
             .map_or(state.next, |(at, piece)| at + piece.len() as u64);
         if state.total.is_some() || total < last {
             return Err(ReceiveError::Message(format!(
-                "the end of channel {} at {total} bytes, of which {last} have come, or a second end",
+                "the end of channel {} at {total} bytes, of which {last} have arrived, or its second end",
                 self.number
             )));
         }

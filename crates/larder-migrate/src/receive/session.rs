@@ -186,7 +186,7 @@ impl<'a> Session<'a> {
             self.lost.store(true, Ordering::Release);
             lock(&self.options.watched.0).link.lose();
             if !self.ending.has_failed() {
-                tracing::warn!("link lost ({lost}); waiting for the sender to connect again");
+                tracing::warn!("link lost ({lost}); waiting for the sender to reconnect");
             }
             match self.berth.take(Some(patience)) {
                 Landed::Link(again, over, received) => {
@@ -203,7 +203,7 @@ impl<'a> Session<'a> {
             }
             self.lost.store(false, Ordering::Release);
             let away = lock(&self.options.watched.0).link.restore();
-            tracing::info!("the link is back after {:.1} s", away.as_secs_f64());
+            tracing::info!("the link was restored after {:.1} s", away.as_secs_f64());
         }
     }
 
@@ -241,9 +241,7 @@ impl<'a> Session<'a> {
             Kind::Failed => Err(ReceiveError::Sender(message.text())),
             Kind::End => {
                 if let Some(number) = lock(&self.queues).values().find_map(|queue| queue.is_open()) {
-                    return Err(ReceiveError::Message(format!(
-                        "the end of all, while channel {number} is open"
-                    )));
+                    return Err(ReceiveError::Message(format!("END while channel {number} is open")));
                 }
                 self.ended.store(true, Ordering::Release);
                 self.mailbox.send(&Message::new(Kind::End, 0, 0));
@@ -255,7 +253,7 @@ impl<'a> Session<'a> {
                 self.noted.store(true, Ordering::Relaxed);
                 Ok(())
             }
-            Kind::Note => Err(ReceiveError::Message("more notes than anybody reads".to_owned())),
+            Kind::Note => Err(ReceiveError::Message("too many unread notes".to_owned())),
             Kind::Delivered | Kind::Return | Kind::Closed | Kind::Alive | Kind::Received => unexpected(),
         }
     }
@@ -263,7 +261,9 @@ impl<'a> Session<'a> {
     /// Returns the queue of a channel. A frame may need it before the channel is opened.
     pub(super) fn queue(&self, number: u16) -> Result<Arc<Queue>, ReceiveError> {
         if number >= self.channels() {
-            return Err(ReceiveError::Message(format!("something of channel {number}")));
+            return Err(ReceiveError::Message(format!(
+                "data of channel {number}, which was not offered"
+            )));
         }
         let mut queues = lock(&self.queues);
         let queue = queues

@@ -101,7 +101,7 @@ impl Session<'_> {
             }
             match port.listener.accept() {
                 Ok((socket, peer)) => {
-                    let handle = socket.try_clone().map_err(ReceiveError::io("taking in a connection"))?;
+                    let handle = socket.try_clone().map_err(ReceiveError::io("accepting a connection"))?;
                     let number = lock(&self.greetings).begin(handle);
                     self.spawn(scope, "a connection", move || {
                         let peer = peer.ip();
@@ -139,7 +139,7 @@ impl Session<'_> {
     fn greeting(&self, socket: TcpStream, peer: IpAddr) -> Result<Greeting, ReceiveError> {
         socket
             .set_nonblocking(false)
-            .map_err(ReceiveError::io("taking in a connection"))?;
+            .map_err(ReceiveError::io("accepting a connection"))?;
         let mut link = Link::accept(socket, self.options.tls.as_ref())?;
         let hello = Hello::read(&mut link)?;
         if let Err(error) = link.check(peer, self.options.tls.as_ref()) {
@@ -170,7 +170,7 @@ impl Session<'_> {
         };
         let mut claim = lock(&self.claim);
         if self.is_over() {
-            return Err("it has ended");
+            return Err("the session has ended");
         }
         let granted = claim.grant(hello, &offer)?;
         if matches!(granted, Granted::Link) {
@@ -189,7 +189,7 @@ impl Session<'_> {
         };
         let link = &mut greeting.link;
         let Some((bases, lanes, patience)) = lock(&self.claim).terms() else {
-            return Err(ReceiveError::Refused("it has gone"));
+            return Err(ReceiveError::Refused("the session has ended already"));
         };
         let welcome = Welcome {
             session: self.id,

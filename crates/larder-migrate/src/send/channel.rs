@@ -197,8 +197,8 @@ impl Channel {
         };
         match (well, reading.closed_first || reading.refused) {
             (true, _) => None,
-            (false, true) => Some("the destination's QEMU has closed its end, or has ended"),
-            (false, false) => Some("the source's QEMU has cancelled it, given it up, or ended"),
+            (false, true) => Some("the destination's QEMU has closed its end, or has exited"),
+            (false, false) => Some("the source's QEMU has cancelled it, aborted it, or exited"),
         }
     }
 

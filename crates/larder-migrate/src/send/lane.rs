@@ -144,7 +144,7 @@ impl Session<'_> {
     fn wait_for_link(&self, bytes: u64) -> Result<bool, SendError> {
         let rate = || self.limits.now().bandwidth.map(|rate| rate as f64);
         let taken = self.link_pace.take(bytes, rate(), Instant::now());
-        self.wait("waiting for the next frame's time", || {
+        self.wait("waiting for the bandwidth limit", || {
             self.link_pace.before(taken, rate(), Instant::now())
         })
     }
@@ -162,7 +162,7 @@ impl Session<'_> {
         let lanes = self.outs.len() as f64;
         self.order.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
         let taken = self.cpu_pace.take(spent.all_ns, rate(), Instant::now());
-        self.wait("waiting for a processor's time", || {
+        self.wait("waiting for the CPU limit", || {
             self.cpu_pace.after(taken, rate(), Instant::now())
         })
     }

@@ -104,7 +104,7 @@ impl Out {
         let repeated = state.kept.repeat(received, &mut link)?;
         state.link = Some(link);
         if repeated > 0 {
-            tracing::debug!("{repeated} frames were sent again");
+            tracing::debug!("{repeated} frames were resent");
         }
         Ok(())
     }
@@ -177,7 +177,7 @@ mod tests {
         out.go_on_over(new, 2, 0).expect("nothing to repeat");
         // The newer link is lost by now.
         drop(old_end);
-        out.go_on_over(old, 1, 0).expect("is of no matter");
+        out.go_on_over(old, 1, 0).expect("it is ignored");
         let sent = out.send(Box::new(Frame::new()), false).1;
         assert!(matches!(sent, Ok(true)), "the newer link is there");
         let state = lock(&out.state);

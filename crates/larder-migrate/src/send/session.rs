@@ -137,7 +137,7 @@ impl<'a> Session<'a> {
         thread::scope(|scope| {
             let session = &self;
             let (returns, returning) = Returns::new();
-            session.spawn(scope, "what comes back", move || session.bring_back(&returning));
+            session.spawn(scope, "the return path", move || session.bring_back(&returning));
             session.spawn(scope, "the control connection", move || {
                 let result = session.over_links(scope, dial, connected, &returns);
                 session.mailbox.end();
@@ -155,7 +155,7 @@ impl<'a> Session<'a> {
                 });
             }
             drop(running);
-            session.part("taking in QEMU's connections", || session.accept(listener));
+            session.part("accepting QEMU's connections", || session.accept(listener));
             session.notes.end();
             // The session is over; lanes that are not blocked send their orderly end to the receiver.
             let _ = all_ended.recv_timeout(LAST_WORDS);
@@ -191,7 +191,7 @@ impl<'a> Session<'a> {
             self.progress.link_lost();
             // After a failure the session closes the connection itself, and is only trying to send the reason.
             if !self.ending.has_failed() {
-                tracing::warn!("link lost ({lost}); trying again");
+                tracing::warn!("link lost ({lost}); reconnecting");
             }
             match self.connect_again(&mut dial, lost)? {
                 Some(again) => connected = again,
@@ -202,7 +202,7 @@ impl<'a> Session<'a> {
                 self.fail(error.into());
             }
             let away = self.progress.link_back();
-            tracing::info!("the link is back after {:.1} s", away.as_secs_f64());
+            tracing::info!("the link was restored after {:.1} s", away.as_secs_f64());
         }
     }
 
@@ -227,7 +227,7 @@ impl<'a> Session<'a> {
             return self.fail(error);
         }
         // Repeating may take long, and the control connection must be read meanwhile.
-        self.spawn(scope, "repeating frames", move || {
+        self.spawn(scope, "resending frames", move || {
             if let Err(error) = out.go_on_over(link, number, received) {
                 tracing::debug!("lane {lane}: {error}");
                 self.mailbox.lane_lost(number);
@@ -253,7 +253,7 @@ impl<'a> Session<'a> {
             if !self
                 .poller
                 .sleep(pause)
-                .map_err(SendError::io("waiting to connect again"))?
+                .map_err(SendError::io("waiting to reconnect"))?
             {
                 return Ok(None);
             }
@@ -307,7 +307,7 @@ impl<'a> Session<'a> {
     }
 
     fn open(&self, socket: UnixStream) -> Result<(), SendError> {
-        let failed = SendError::io("taking in a connection of QEMU's");
+        let failed = SendError::io("accepting a connection of QEMU");
         returns::set_up(&socket).map_err(&failed)?;
         let socket = Arc::new(socket);
         self.ending.shut_later(Arc::clone(&socket));
@@ -359,7 +359,7 @@ impl<'a> Session<'a> {
                 return if self.notes.deliver(message.body) {
                     Ok(())
                 } else {
-                    Err(SendError::Message("more notes than anybody reads".to_owned()))
+                    Err(SendError::Message("too many unread notes".to_owned()))
                 };
             }
             _ => {}
@@ -412,7 +412,7 @@ impl<'a> Session<'a> {
         let mut reading = channel.reading();
         let Some((more, time)) = reading.delivered(bytes, self.progress.link().back) else {
             return Err(SendError::Message(format!(
-                "that {bytes} bytes of channel {} were delivered, of which {} were sent",
+                "a report that {bytes} bytes of channel {} were delivered, of which {} were sent",
                 channel.number, reading.offset
             )));
         };

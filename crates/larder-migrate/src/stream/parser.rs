@@ -139,7 +139,7 @@ impl Parser {
         while from < data.len() {
             let mut taken = 0;
             self.step(&data[from..], &mut taken, false);
-            debug_assert!(taken > 0, "bytes are passed, or there is no end");
+            debug_assert!(taken > 0, "each step consumes bytes, or this loop has no end");
             from += taken.max(1);
         }
         self.facts.bytes += data.len() as u64;

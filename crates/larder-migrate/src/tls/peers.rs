@@ -76,7 +76,7 @@ pub enum Peer {
 /// Error for text that names no peer.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "'{0}' is neither a fingerprint nor a name: give what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 \
+    "'{0}' is neither a fingerprint nor a name: give the output of 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE', 64 \
      hexadecimal digits, with or without colons, or a name or an address that the certificate is for (subjectAltName)"
 )]
 pub struct NoPeer(String);
@@ -109,8 +109,8 @@ pub enum WrongPeer {
     Unreadable(String),
     /// The certificate matches none of the given peers.
     #[error(
-        "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of those that \
-         were given, nor is it for a name that was given (--peer)"
+        "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of the given ones, \
+         and it is for none of the given names (--peer)"
     )]
     NotGiven {
         /// Fingerprint of the certificate.
@@ -137,7 +137,7 @@ pub enum WrongPeer {
         line: usize,
     },
     /// The records cannot be used.
-    #[error("{}: {what}; without it no host is known again: mend it, or name the other host with --peer", path.display())]
+    #[error("{}: {what}; without it no host can be recognised: repair it, or name the other host with --peer", path.display())]
     Records {
         /// File of the records, or its directory.
         path: PathBuf,
@@ -151,10 +151,10 @@ impl WrongPeer {
     pub(crate) fn to_peer(&self) -> String {
         match self {
             Self::Changed { host, shown, .. } => format!(
-                "your certificate has the public key {shown}, and another one is remembered of {host}: the receiver's messages \
-                 say how to accept it"
+                "your certificate has the public key {shown}, and another one is recorded for {host}: the receiver's messages \
+                 explain how to accept it"
             ),
-            Self::Records { .. } => "it cannot read which hosts it knows: its messages say why".to_owned(),
+            Self::Records { .. } => "it cannot read its records of known hosts: its messages explain why".to_owned(),
             Self::Unreadable(_) | Self::NotGiven { .. } => self.to_string(),
         }
     }
@@ -299,8 +299,8 @@ impl PeerRecords {
             None => {
                 self.add(directory, others, host, key)?;
                 tracing::info!(
-                    "{host} is connected for the first time: the public key of its certificate has the fingerprint {key}, \
-                     which {} remembers; another one is refused from now on",
+                    "{host} has connected for the first time: the public key of its certificate has the fingerprint {key}, \
+                     which is recorded in {}; any other key is refused from now on",
                     self.path().display()
                 );
                 Ok(())
@@ -316,11 +316,11 @@ impl PeerRecords {
             }
             self.add(directory, others, host, key)?;
             tracing::info!(
-                "the public key {key} of {host}, which --peer accepts, is remembered in {}{}",
+                "the public key {key} of {host}, which --peer accepts, is recorded in {}{}",
                 self.path().display(),
                 match of_host.is_empty() {
                     true => "",
-                    false => ", in the place of another one",
+                    false => ", replacing another one",
                 }
             );
             Ok(())
@@ -387,7 +387,7 @@ impl Peers {
         if self.given.iter().any(is_fingerprint) {
             // The peer is accepted even if it cannot be recorded.
             if let Some(Err(error)) = self.records.as_ref().map(|records| records.replace(host, key)) {
-                tracing::warn!("{host} is not remembered: {error}");
+                tracing::warn!("{host} could not be recorded: {error}");
             }
             return Ok(());
         }

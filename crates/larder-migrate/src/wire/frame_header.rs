@@ -119,7 +119,7 @@ impl FrameHeader {
                     what: Self::WHAT,
                     field,
                     value: value.into(),
-                    allowed: "what fits a frame",
+                    allowed: "what fits in a frame",
                 });
             }
         }
@@ -128,7 +128,7 @@ impl FrameHeader {
                 what: Self::WHAT,
                 field: "the order",
                 value: self.number,
-                allowed: "after nothing later, with at least a byte at an offset that there is",
+                allowed: "that of a frame of at least one byte, at a valid offset, that depends only on earlier frames",
             });
         }
         Ok(())

@@ -187,7 +187,7 @@ fn excess_received_count_ends_session() {
         assert_eq!(raw.control_again(1, 7), 0);
         assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::Failed));
     });
-    let text = "the other side says that it has received 7 messages, which may be 0 to 0";
+    let text = "the other side confirms 7 messages; the valid range is 0 to 0";
     assert_eq!(ended.expect_err("too many").to_string(), text);
 }
 
@@ -197,7 +197,7 @@ fn eavesdropper_cannot_take_over_session() {
     let ended = receives(|raw| {
         raw.again(2, 0);
         let control = |link, proof| greeting(Role::Control, link, raw.session, proof);
-        let others = "this session is another sender's";
+        let others = "this session belongs to another sender";
         // Replayed and invented proofs; the sender itself has skipped link 1.
         for (link, proof) in [
             (2, raw.chain.proof(2)),

@@ -107,7 +107,7 @@ fn receiver_ends_when_sender_disconnects() {
         });
         let error = ended.expect_err("nothing has come").to_string();
         assert!(
-            error.ends_with("its larder was ended, or something in between cut it off"),
+            error.ends_with("its larder process ended, or something between the hosts cut the connection"),
             "{error}"
         );
     }

@@ -257,5 +257,5 @@ fn receiver_demanding_more_memory_is_refused() {
 #[test]
 fn unrequested_end_is_an_error() {
     let error = with_receiver(&welcome(0), &[Message::new(Kind::End, 0, 0)]).expect_err("nothing has ended");
-    assert!(error.to_string().ends_with("which no receiver sends"), "{error}");
+    assert!(error.to_string().ends_with("which violates the protocol"), "{error}");
 }

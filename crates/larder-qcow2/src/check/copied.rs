@@ -19,7 +19,7 @@ pub(super) async fn check(walk: &mut Walk<'_>) -> Result<(), CheckError> {
         if one != (entry & COPIED != 0) {
             let which = || {
                 format!(
-                    "L1 entry {index}, {entry:#018x}, is flagged wrongly as used {}",
+                    "L1 entry {index}, {entry:#018x}, is wrongly flagged as used {}",
                     times(!one)
                 )
             };
@@ -45,7 +45,7 @@ async fn check_l2(walk: &mut Walk<'_>, l1_index: u64, table: u64) -> Result<(), 
             let guest = guest_offset(image, l1_index, index);
             walk.report.derived(|| {
                 format!(
-                    "the entry of guest offset {guest:#x}, {:#018x}, is flagged wrongly as used {}",
+                    "the entry of guest offset {guest:#x}, {:#018x}, is wrongly flagged as used {}",
                     entry.word,
                     times(!one)
                 )

@@ -112,7 +112,10 @@ impl Image {
             examined.mended.word &= !COPIED;
         }
         if self.header.shape.data_file {
-            examined.fault("is compressed, although the data is in another file", Remedy::None);
+            examined.fault(
+                "is compressed, although the data is in an external data file",
+                Remedy::None,
+            );
             return examined;
         }
         if entry.bitmap != 0 {
@@ -138,7 +141,7 @@ impl Image {
             examined.mended.word &= !L2_RESERVED;
         }
         if entry.has_unknown_zero_flag(shape) {
-            examined.fault("has the zero flag, which version 2 does not know", Remedy::None);
+            examined.fault("has the zero flag, which version 2 does not define", Remedy::None);
         }
         let allocated = entry.bitmap & ALL_ALLOCATED;
         let Some(host) = entry.host(shape) else {
@@ -188,12 +191,15 @@ impl Image {
         }
         if guest & !OFFSET != 0 {
             examined.fault(
-                "is of a guest offset that no place of the data file can have",
+                "maps a guest offset that an entry cannot express as an offset in the data file",
                 Remedy::None,
             );
             return;
         }
-        examined.fault("points to another place of the data file than its own", Remedy::Mend);
+        examined.fault(
+            "points to another offset in the data file than its guest offset",
+            Remedy::Mend,
+        );
         examined.mended.word = examined.mended.word & !OFFSET | guest | COPIED;
     }
 

@@ -194,16 +194,16 @@ pub enum CheckError {
         allowed: u64,
     },
     #[error(
-        "{name}: it must be checked before it is used, and its tables lead to more than {} MiB of tables, more than a sound \
+        "{name}: it must be checked before it is used, and its tables refer to more than {} MiB of tables, more than a valid \
          image of its size has; see `larder disk check`",
         allowed >> 20
     )]
     Work { name: String, allowed: u64 },
     #[error(
-        "{name}: a server of it was killed, and may have left a journal with what was not flushed: serve the image once, which puts that into it, or give it up with `larder disk check --discard-journal`, then repair it"
+        "{name}: a server of this image was killed, and may have left a journal with unflushed writes: serve the image once, which applies the journal, or discard it with `larder disk check --discard-journal`, then repair the image"
     )]
     CutOff { name: String },
-    #[error("{name}: there is no room for a new refcount table and its blocks, {needed} bytes; nothing else was lost")]
+    #[error("{name}: there is no space for a new refcount table and its blocks, {needed} bytes; no data was lost")]
     NoRoom { name: String, needed: u64 },
 }
 

@@ -221,7 +221,7 @@ async fn mend_l1(walk: &mut Walk<'_>, l1: &L1, repaired: &mut Repaired) -> Resul
             .filter(|entry| *entry != 0)
             .any(|entry| image.examine_l1(entry).is_past_end);
         walk.report
-            .lost(|| format!("{} is used for something else too", l1.name()));
+            .lost(|| format!("{} is also used for something else", l1.name()));
         return Ok(());
     }
     image.write_changes(l1.at.offset, &old, &new).await
@@ -263,7 +263,7 @@ async fn mend_l2(
                 .is_past_end
         });
         walk.report
-            .lost(|| format!("the L2 table at {offset:#x} is used for something else too"));
+            .lost(|| format!("the L2 table at {offset:#x} is also used for something else"));
         return Ok(());
     }
     for (guest, entry) in dropped {

@@ -92,20 +92,19 @@ impl<'a> Walk<'a> {
         let table = read_snapshots(&self.image.file, header).await?;
         if self.image.has_senseless_snapshots_offset() {
             let offset = header.snapshots_offset;
-            self.report.mendable(|| {
-                format!("there are no snapshots, but a snapshot table at {offset:#x}, which makes no sense")
-            });
+            self.report
+                .mendable(|| format!("there are no snapshots, and the offset of their table, {offset:#x}, is invalid"));
         }
         if let Some(damage) = table.damage {
             self.report.lost(|| format!("the snapshot table is damaged: {damage}"));
         }
         for index in table.incomplete {
             self.report
-                .lost(|| format!("entry {index} of the snapshot table lacks what version 3 requires"));
+                .lost(|| format!("entry {index} of the snapshot table lacks the extra data that version 3 requires"));
         }
         if header.shape.data_file && header.snapshots > 0 {
             self.report
-                .lost(|| "there are internal snapshots although the data is in another file".to_owned());
+                .lost(|| "there are internal snapshots although the data is in an external data file".to_owned());
         }
         let mut walked = Vec::new();
         for snapshot in table.snapshots {
@@ -116,7 +115,7 @@ impl<'a> Walk<'a> {
             if !self.image.is_aligned(l1.at.offset) || l1.at.entries > L1_BYTES_MAX / 8 {
                 let (offset, entries) = (l1.at.offset, l1.at.entries);
                 self.report
-                    .lost(|| format!("{} makes no sense: {entries} entries at {offset:#x}", l1.name()));
+                    .lost(|| format!("{} is invalid: {entries} entries at {offset:#x}", l1.name()));
                 continue;
             }
             self.l1(&l1).await?;
@@ -262,7 +261,7 @@ impl<'a> Walk<'a> {
                 self.report.lost(|| {
                     let TableAt { offset, entries } = table;
                     format!(
-                        "the table of bitmap '{}' makes no sense: {entries} entries at {offset:#x}",
+                        "the table of bitmap '{}' is invalid: {entries} entries at {offset:#x}",
                         bitmap.name
                     )
                 });
@@ -294,9 +293,8 @@ impl<'a> Walk<'a> {
                     || !self.image.is_aligned(offset);
                 if senseless {
                     let index = from / 8 + index as u64;
-                    self.report.lost(|| {
-                        format!("entry {index} of the table of bitmap '{name}', {entry:#018x}, makes no sense")
-                    });
+                    self.report
+                        .lost(|| format!("entry {index} of the table of bitmap '{name}', {entry:#018x}, is invalid"));
                 } else if offset != 0 {
                     self.refer_bitmap(offset, self.image.cluster_len(), || {
                         format!("a cluster of bitmap '{name}'")
@@ -337,15 +335,18 @@ impl<'a> Walk<'a> {
             if count != 1 {
                 self.report.structures_unusable = true;
                 self.report.derived(|| {
-                    format!("refcount block {index} at {offset:#x} is used for something else too ({count} references)")
+                    format!(
+                        "refcount block {index} at {offset:#x} is also used for something else ({count} references)"
+                    )
                 });
             }
         }
         let TableAt { offset, entries } = image.header.refcount_table;
         if !image.holds(offset, entries * 8) {
             self.report.structures_unusable = true;
-            self.report
-                .derived(|| format!("the refcount table at {offset:#x} lies past the end of the file, or ends there"));
+            self.report.derived(|| {
+                format!("the refcount table at {offset:#x} lies wholly or partly past the end of the file")
+            });
         }
         if image.is_past_end(offset, entries * 8) {
             return Ok(());
@@ -410,7 +411,7 @@ impl<'a> Walk<'a> {
             if self.counts.get(cluster) >= max {
                 self.report.lost(|| {
                     format!(
-                        "cluster {cluster} at {:#x} is used more than {max} times, more than its refcount can say",
+                        "cluster {cluster} at {:#x} is used more than {max} times, more than its refcount can express",
                         cluster << self.image.header.shape.cluster_bits
                     )
                 });

@@ -115,7 +115,7 @@ impl Qcow2 {
             return Ok(entries);
         }
         tracing::error!(
-            "{}: the image cannot grow: its refcount table is as long as it may be",
+            "{}: the image cannot grow: its refcount table has its maximum length",
             self.name
         );
         Err(self.no_space())

@@ -225,7 +225,7 @@ impl Qcow2 {
         let mut space = self.space.borrow_mut();
         if !space.unreadable.contains(slice) {
             space.unreadable.insert(slice);
-            tracing::error!("{error}; no cluster is taken whose refcount is there");
+            tracing::error!("{error}; clusters whose refcounts are there are not allocated");
         }
         effort.unreadable_left -= 1;
         Ok(Read::PassTo((slice + 1) << self.shape.refcount_slice_bits()))
@@ -244,7 +244,7 @@ impl Qcow2 {
     fn checked_slice_at(&self, slice: SliceIndex, offset: u64) -> IoResult<ByteRange> {
         self.slice_at(slice, offset).ok_or_else(|| {
             tracing::error!(
-                "{}: a refcount block is said to be at {offset:#x}, outside the file or not aligned; run `larder disk check`",
+                "{}: the refcount table points to {offset:#x}, which is outside the file or not aligned; run `larder disk check`",
                 self.name
             );
             let at = ByteRange::new(offset, self.shape.slice_len());

@@ -34,7 +34,7 @@ pub(super) fn ruleset(needs: &Needs) -> Result<Option<OwnedFd>, ConfineError> {
     let version = version();
     if let Some(missing) = missing(version) {
         tracing::warn!(
-            "this kernel's Landlock (version {version}) cannot keep {missing}; Linux 6.12 and later can, unless started without it (lsm=)"
+            "this kernel's Landlock (version {version}) cannot deny a confined server {missing}; Linux 6.12 and later can, unless booted without it (lsm=)"
         );
     }
     let made = make(needs, notify_socket_is_abstract());
@@ -103,19 +103,17 @@ fn version() -> i64 {
 /// Returns a description of the restrictions that this version lacks, for users.
 fn missing(version: i64) -> Option<&'static str> {
     match version {
-        0 => {
-            Some("files, devices, TCP ports and other processes from a confined server; seccomp alone does what it can")
-        }
-        1..=3 => Some("TCP ports, devices and signals to other processes from a confined server"),
-        4 => Some("devices and signals to other processes from a confined server"),
-        5 => Some("signals to other processes and abstract sockets from a confined server"),
+        0 => Some("access to files, devices, TCP ports and other processes, so only seccomp restricts it"),
+        1..=3 => Some("access to TCP ports and devices, and signals to other processes"),
+        4 => Some("access to devices, and signals to other processes"),
+        5 => Some("signals to other processes, and connections to abstract sockets"),
         _ => None,
     }
 }
 
 fn make(needs: &Needs, keeps_abstract_sockets: bool) -> Result<RulesetCreated, ConfineError> {
     let refused = |source: RulesetError| ConfineError::Landlock {
-        what: "the kernel does not take the restrictions".to_owned(),
+        what: "the kernel rejects the restrictions".to_owned(),
         source: io::Error::other(source),
     };
     let scope = match keeps_abstract_sockets {
@@ -166,7 +164,7 @@ fn place(path: &Path) -> Result<Option<PathFd>, ConfineError> {
     }
     let opened = PathFd::new(path);
     opened.map(Some).map_err(|source| ConfineError::Landlock {
-        what: format!("{} is needed later on", path.display()),
+        what: format!("{} is needed after confinement", path.display()),
         source: io::Error::other(source),
     })
 }

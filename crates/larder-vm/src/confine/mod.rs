@@ -71,16 +71,16 @@ impl Needs {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfineError {
-    #[error("Landlock: {what}: {source}; start it without --confine if this host cannot do it")]
+    #[error("Landlock: {what}: {source}; start the server without --confine if this host does not support it")]
     Landlock { what: String, source: io::Error },
-    #[error("{step} in thread {thread}: {source}; start it without --confine if this host cannot do it")]
+    #[error("{step} in thread {thread}: {source}; start the server without --confine if this host does not support it")]
     Thread {
         step: &'static str,
         thread: String,
         source: io::Error,
     },
     #[error(
-        "thread {thread} has not given up its rights for {seconds} s: is its storage stuck? Start it again once that answers, or without --confine"
+        "thread {thread} has not dropped its rights within {seconds} s: its storage may be stuck. Start the server again once the storage responds, or without --confine"
     )]
     Silent { thread: String, seconds: u64 },
     #[error("the threads of this process cannot be listed: {0}; --confine needs /proc")]

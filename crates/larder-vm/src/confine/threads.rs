@@ -106,7 +106,7 @@ fn have(thread: i32) -> Result<(), ConfineError> {
             (_, Some(libc::EAGAIN)) if since.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
             _ => {
                 return Err(ConfineError::Thread {
-                    step: "a signal",
+                    step: "sending a signal",
                     thread: name_of(thread),
                     source: error,
                 });

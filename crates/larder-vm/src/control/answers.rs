@@ -179,7 +179,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         return failure(
             StatusCode::FORBIDDEN,
             format_args!(
-                "you may read here, and change nothing: that takes root, the server's user, or the owner or group of the \
+                "this client may only read: a change requires root, the server's user, or the owner or group of the \
                  socket (control-owner, control-group in the VM's file); members of {READ_GROUP} may only read"
             ),
         );
@@ -231,7 +231,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         Resource::Detach(Some(memory)) => detach_memory(&memory).await,
         Resource::CancelDetach(Some(memory)) => match timeout(DISK_TIME_MAX, memory.cancel_detach()).await {
             Ok(Some(true)) => json_answer(StatusCode::ACCEPTED, &Cancelling { cancelling: true }),
-            Ok(Some(false)) => failure(StatusCode::CONFLICT, "it is not being detached from"),
+            Ok(Some(false)) => failure(StatusCode::CONFLICT, "no detach is running"),
             Ok(None) => memory_is_over(),
             Err(_) => memory_is_late(),
         },
@@ -245,7 +245,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Ok(None) => being_closed(),
             Err(_) => failure(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "the disk's thread does not come to an end with it",
+                "the disk's thread has not returned the hot ranges in time",
             ),
         },
     }
@@ -262,15 +262,15 @@ fn not_found(path: &str, subject: &Subject) -> String {
                 None => place.to_string(),
             });
             let known: Vec<String> = known.collect();
-            format!("there is no disk '{disk}' here; there is {}", known.join(", "))
+            format!("there is no disk '{disk}'; the disks are: {}", known.join(", "))
         }
         _ if subject.memory_of().is_some() => {
-            format!("there is no {path} here; there is {MEMORY_PATH}, and what {OPENAPI_PATH} describes")
+            format!("there is no {path}; there is {MEMORY_PATH}, and what {OPENAPI_PATH} describes")
         }
         _ if subject.migration_of().is_some() => {
-            format!("there is no {path} here; there is {MIGRATION_PATH}, and what {OPENAPI_PATH} describes")
+            format!("there is no {path}; there is {MIGRATION_PATH}, and what {OPENAPI_PATH} describes")
         }
-        _ => format!("there is no {path} here; there is {DISKS_PATH}, and what {OPENAPI_PATH} describes"),
+        _ => format!("there is no {path}; there is {DISKS_PATH}, and what {OPENAPI_PATH} describes"),
     }
 }
 
@@ -335,7 +335,7 @@ async fn detach_memory(memory: &MemoryInquiry) -> Answer {
 fn memory_is_over() -> Answer {
     failure(
         StatusCode::SERVICE_UNAVAILABLE,
-        "the memory is not managed any more: it was detached from, or its process has ended",
+        "the memory is no longer managed: Larder has detached from it, or its process has ended",
     )
 }
 
@@ -379,14 +379,14 @@ async fn body_within<T: DeserializeOwned>(
     bytes_max: usize,
     example: &str,
 ) -> Result<T, Unfit> {
-    let not_like = |why: String| Unfit::Wrong(format!("the body is to be JSON like {example}: {why}"));
+    let not_like = |why: String| Unfit::Wrong(format!("the body must be JSON like {example}: {why}"));
     let body = Limited::new(request.into_body(), bytes_max).collect().await;
     let body = body.map_err(|error| not_like(error.to_string()))?.to_bytes();
     let read = |error: serde_json::Error| not_like(error.to_string());
     let mut said: Value = serde_json::from_slice(&body).map_err(read)?;
     if !is_plain(&mut said) {
         // serde would deserialise the list as a struct without field names.
-        return Err(not_like("there is a list in it".to_owned()));
+        return Err(not_like("it contains a list".to_owned()));
     }
     T::deserialize(said).map_err(read)
 }
@@ -425,14 +425,14 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
     if request.body().size_hint().exact() != Some(0) {
         return failure(
             StatusCode::BAD_REQUEST,
-            "this server reads its file itself: send no body",
+            "the server reads the VM's file itself: send no body",
         );
     }
     let (reply, told) = oneshot::channel();
     if !subject.reload(reply) {
         return failure(
             StatusCode::CONFLICT,
-            "there is no file to be read again: this server was given what it serves on its command line",
+            "there is no file to reload: this server was configured on its command line",
         );
     }
     match timeout(RELOAD_TIME_MAX, told).await {
@@ -440,7 +440,7 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
         Ok(Ok(Err(error))) => failure(StatusCode::CONFLICT, error),
         Ok(Err(_)) => failure(StatusCode::SERVICE_UNAVAILABLE, "the server is being stopped"),
         Err(_) => {
-            let left = vec!["it has not ended yet; the server's messages tell how it does".to_owned()];
+            let left = vec!["the reload is still running; the server's log will report its result".to_owned()];
             let reloaded = Reloaded {
                 left,
                 ..Reloaded::default()
@@ -475,7 +475,7 @@ async fn move_on(request: Request<Incoming>, subject: &Subject) -> Answer {
             let _ = reply.send(result);
         });
     } else if !subject.move_on(step, reply) {
-        return failure(StatusCode::CONFLICT, "this server serves no VM that could move");
+        return failure(StatusCode::CONFLICT, "this server serves no VM whose disks can move");
     }
     match timeout(RELOAD_TIME_MAX, told).await {
         Ok(Ok(Ok(Moved { done: true }))) => found(&Moved { done: true }),
@@ -490,7 +490,7 @@ fn listen(headers: &HeaderMap, asked: &Arc<Asked>) -> Answer {
     let Ok(room) = Arc::clone(&asked.listeners).try_acquire_owned() else {
         return failure(
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many listen to events already; end one of them",
+            "too many event subscribers; close one of them",
         );
     };
     asked.has_asked(EVENTS);
@@ -562,7 +562,10 @@ async fn in_time<T>(asked: impl Future<Output = Option<T>>) -> Result<T, Answer>
 fn not_so(path: &str, method: &Method, allowed: &'static str) -> Answer {
     let mut refused = failure(
         StatusCode::METHOD_NOT_ALLOWED,
-        format_args!("{path} knows no {method}, but {}", allowed.replace(", ", " and ")),
+        format_args!(
+            "{path} does not support {method}, only {}",
+            allowed.replace(", ", " and ")
+        ),
     );
     refused.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     refused

@@ -49,35 +49,35 @@ pub enum FetchError {
     )]
     Missing { path: PathBuf },
     #[error(
-        "nobody listens on {}: its server was killed; the next one with this --control takes its place",
+        "no process listens on {}: its server was killed; the next server with this --control replaces the socket",
         path.display()
     )]
     Dead { path: PathBuf },
-    #[error("{} is no socket; give the path that the server was given with --control", path.display())]
+    #[error("{} is not a socket; give the path that the server was given with --control", path.display())]
     NotASocket { path: PathBuf },
     #[error(
-        "you may not connect to {}: only the user who runs the server, root, and members of the group {READ_GROUP} can; with sudo, perhaps",
+        "you may not connect to {}: only the user who runs the server, root, and members of the group {READ_GROUP} can; try sudo",
         path.display()
     )]
     Permission { path: PathBuf },
     #[error(
-        "what listens on {} has hung up without an answer, {TRIES_MAX} times: it is busy with too many clients, so try again; or it is no control socket of Larder",
+        "the process that listens on {} has closed the connection without an answer, {TRIES_MAX} times: it has too many clients, so try again; or it is not a control socket of Larder",
         path.display()
     )]
     Busy { path: PathBuf },
-    #[error("cannot ask at {}: {source}", path.display())]
+    #[error("cannot send a request to {}: {source}", path.display())]
     Os { path: PathBuf, source: io::Error },
     #[error(
-        "what listens on {} is no control socket of Larder: {why}; give the path that the server was given with --control",
+        "{} is not a control socket of Larder: {why}; give the path that the server was given with --control",
         path.display()
     )]
     NotLarder { path: PathBuf, why: String },
     #[error(
-        "no answer from {} within {} s: its server is stopped or stuck, or it is no control socket",
+        "no answer from {} within {} s: its server is stopped or hangs, or it is not a control socket",
         path.display(), ANSWER_TIME_MAX.as_secs()
     )]
     Late { path: PathBuf },
-    #[error("{error} (so says the server at {})", path.display())]
+    #[error("{error} (reported by the server at {})", path.display())]
     Refused { path: PathBuf, error: String },
 }
 

@@ -234,10 +234,10 @@ impl MemoryProblem {
     /// Returns a description for users.
     pub fn words(self) -> &'static str {
         match self {
-            Self::TiersFull => "there is no room for more evicted pages",
+            Self::TiersFull => "there is no space for more evicted pages",
             Self::Memory => "pages cannot be evicted (the log has the reason)",
-            Self::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
-            Self::DiskFailed => "there is no room for more evicted pages, as the disk for them fails",
+            Self::Incompressible => "the pages in memory cannot be compressed, and there is no swap cache",
+            Self::DiskFailed => "there is no space for more evicted pages, because their disk fails",
         }
     }
 }

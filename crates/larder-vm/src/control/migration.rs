@@ -348,7 +348,7 @@ impl MigrationState {
             phase => phase.name().to_owned(),
         };
         match self.link.lost_seconds {
-            Some(seconds) if !self.phase.is_over() => format!("{words}; link lost, trying again since {seconds:.0} s"),
+            Some(seconds) if !self.phase.is_over() => format!("{words}; link lost, reconnecting for {seconds:.0} s"),
             _ => words,
         }
     }

@@ -44,18 +44,18 @@ pub(super) fn document() -> Value {
     types.bound_wishes();
 
     let fails = |status: &str, why: &str| (status.to_owned(), described(why, &failure));
-    let no_http = || fails("400", "This is no request as HTTP/1.1 has them.");
+    let no_http = || fails("400", "The request is not valid HTTP/1.1.");
     let stuck = || {
         fails(
             "503",
             "The disk is being closed, or its thread does not answer, because its storage is stuck.",
         )
     };
-    let bad_body = || fails("400", "The body is not such an object, or says what cannot be.");
+    let bad_body = || fails("400", "The body does not match its schema, or its values are invalid.");
     let unknown = || fails("404", "There is no such disk.");
     let done = |what: &str| ("200".to_owned(), described(what, &disk));
     let goes_on = || {
-        let what = "It takes longer than 2 s, and goes on; `flush` of its cache tells when it has ended, and how.";
+        let what = "The change takes longer than 2 s, and continues; `flush` of the disk's cache shows when it has ended, and its result.";
         ("202".to_owned(), described(what, &disk))
     };
     let no_memory = || fails("404", "This process manages no memory.");
@@ -63,17 +63,17 @@ pub(super) fn document() -> Value {
     let memory_over = || {
         fails(
             "503",
-            "It was detached from, or its process has ended, or the thread does not answer.",
+            "Larder has detached from the memory, or its process has ended, or its thread does not answer.",
         )
     };
-    let no_migration = || fails("404", "This process moves no virtual machine.");
-    let migration_is = || ("200".to_owned(), described("The move.", &migration));
-    let refused = || fails("409", "It cannot be done; `error` says why.");
+    let no_migration = || fails("404", "This process migrates no virtual machine.");
+    let migration_is = || ("200".to_owned(), described("The migration.", &migration));
+    let refused = || fails("409", "The request cannot be carried out; `error` gives the reason.");
     let of_disk = json!([{
         "name": "disk",
         "in": "path",
         "required": true,
-        "description": "The disk's name, or its place in the list of disks, from 0 on.",
+        "description": "The disk's name, or its index in the list of disks, counted from 0.",
         "schema": {"type": "string"},
     }]);
 
@@ -89,7 +89,7 @@ pub(super) fn document() -> Value {
         "paths": {
             SERVER_PATH: {"get": {
                 "operationId": "query-server",
-                "summary": "What the process is.",
+                "summary": "Properties of the process.",
                 "responses": responses([("200".to_owned(), described("The process.", &server)), no_http()]),
             }},
             OPENAPI_PATH: {"get": {
@@ -102,12 +102,12 @@ pub(super) fn document() -> Value {
             }},
             EVENTS_PATH: {"get": {
                 "operationId": "events",
-                "summary": "What happens, as it does: server-sent events.",
-                "description": "First those that are still known, the last 256 at most, then each as it happens, without an end; the data of each is an Event. A client that has listened before sends the id of the last one that it has got in Last-Event-ID.",
+                "summary": "A stream of events (server-sent events).",
+                "description": "First the buffered events, at most the last 256, then each new event as it occurs, without an end; the data of each is an Event. A client that reconnects sends the id of the last event that it received in Last-Event-ID.",
                 "parameters": [{
                     "name": "Last-Event-ID",
                     "in": "header",
-                    "description": "Only those that came after this one are wanted.",
+                    "description": "Only events after this one are sent.",
                     "schema": {"type": "string"},
                 }],
                 "responses": responses([
@@ -116,49 +116,49 @@ pub(super) fn document() -> Value {
                         "content": {"text/event-stream": {"schema": {"type": "string"}}},
                     })),
                     no_http(),
-                    fails("503", "There are too many who listen."),
+                    fails("503", "Too many event subscribers."),
                 ]),
             }},
             RELOAD_PATH: {"post": {
                 "operationId": "reload",
-                "summary": "Read the VM's file again, and change what can be changed while the VM runs.",
+                "summary": "Reload the VM's file, and apply the changes that are possible while the VM runs.",
                 "responses": responses([
-                    ("200".to_owned(), described("It has been read; what has become of it.", &reloaded)),
-                    ("202".to_owned(), described("It takes longer than 8 s, and goes on.", &reloaded)),
-                    fails("400", "This is no request as HTTP/1.1 has them, or it has a body."),
-                    fails("409", "There is no such file, or it is wrong; nothing has changed."),
+                    ("200".to_owned(), described("The file was reloaded; the answer gives the result of each change.", &reloaded)),
+                    ("202".to_owned(), described("The reload takes longer than 8 s, and continues.", &reloaded)),
+                    fails("400", "The request is not valid HTTP/1.1, or it has a body."),
+                    fails("409", "There is no file to reload, or it is invalid; nothing has changed."),
                     fails("503", "The server is being stopped."),
                 ]),
             }},
             MOVE_PATH: {"post": {
                 "operationId": "move",
-                "summary": "Have the VM's disks take a step to another host, or from there, as its movers tell.",
+                "summary": "Perform a step of the move of the VM's disks to or from another host, for the processes that move the VM.",
                 "requestBody": body(&move_wish),
                 "responses": responses([
-                    ("200".to_owned(), described("It is done.", &moved)),
-                    ("202".to_owned(), described("It takes longer than 8 s, and goes on; or the server ends: ask again.", &moved)),
+                    ("200".to_owned(), described("The step is complete.", &moved)),
+                    ("202".to_owned(), described("The step takes longer than 8 s, and continues, or the server is ending: repeat the request.", &moved)),
                     bad_body(),
-                    fails("409", "It cannot be done; `error` says why. All is as before."),
+                    fails("409", "The step cannot be performed; `error` gives the reason. Nothing has changed."),
                 ]),
             }},
             MIGRATION_PATH: {
                 "get": {
                     "operationId": "query-migration",
-                    "summary": "The virtual machine that the process moves.",
+                    "summary": "State of the migration that the process performs.",
                     "responses": responses([migration_is(), no_http(), no_migration()]),
                 },
                 "patch": {
                     "operationId": "limit-migration",
-                    "summary": "Change what the move may take, from now on.",
+                    "summary": "Change the limits of the migration, effective at once.",
                     "requestBody": body(&migration_patch),
                     "responses": responses([migration_is(), bad_body(), no_migration(), refused()]),
                 },
             },
             CANCEL_PATH: {"post": {
                 "operationId": "cancel-migration",
-                "summary": "Cancel the move, as SIGINT does: the virtual machine stays where it is, as long as that can be.",
+                "summary": "Cancel the migration, like SIGINT: the virtual machine stays on its host, as long as that is possible.",
                 "responses": responses([
-                    ("202".to_owned(), described("It was told; `phase` says what becomes of it.", &cancelling)),
+                    ("202".to_owned(), described("The request was forwarded; `phase` shows its result.", &cancelling)),
                     no_http(),
                     no_migration(),
                 ]),
@@ -171,25 +171,25 @@ pub(super) fn document() -> Value {
                 },
                 "patch": {
                     "operationId": "limit-memory",
-                    "summary": "Set how much memory may be used.",
+                    "summary": "Change the limits of the memory.",
                     "requestBody": body(&memory_patch),
                     "responses": responses([memory_is(), bad_body(), no_memory(), refused(), memory_over()]),
                 },
             },
             DETACH_PATH: {"post": {
                 "operationId": "detach-memory",
-                "summary": "Bring all pages back, and leave the process as it was.",
+                "summary": "Page in all pages, and detach from the process.",
                 "responses": responses([
-                    ("200".to_owned(), described("It is done.", &detached)),
-                    ("202".to_owned(), described("It takes longer than 2 s, and continues. If it is stopped, `detaching` becomes false, and `detach_problem` says why.", &detached)),
+                    ("200".to_owned(), described("Larder has detached.", &detached)),
+                    ("202".to_owned(), described("The detach takes longer than 2 s, and continues. If it is stopped, `detaching` becomes false, and `detach_problem` gives the reason.", &detached)),
                     no_http(), no_memory(), refused(), memory_over(),
                 ]),
             }},
             CANCEL_DETACH_PATH: {"post": {
                 "operationId": "cancel-detach-memory",
-                "summary": "Stop a detach that is under way, and keep the memory within its budget again.",
+                "summary": "Cancel a running detach; the memory remains managed, within its budget.",
                 "responses": responses([
-                    ("202".to_owned(), described("It is stopped; `detaching` becomes false.", &cancelling)),
+                    ("202".to_owned(), described("The detach is being cancelled; `detaching` becomes false.", &cancelling)),
                     no_http(), no_memory(), refused(), memory_over(),
                 ]),
             }},
@@ -207,43 +207,43 @@ pub(super) fn document() -> Value {
                 },
                 "patch": {
                     "operationId": "set-disk",
-                    "summary": "Change what a disk is set to.",
+                    "summary": "Change the settings of a disk.",
                     "requestBody": body(&patch),
-                    "responses": responses([done("It is so now."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "responses": responses([done("The settings have been applied."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/hot"): {
                 "parameters": of_disk,
                 "get": {
                     "operationId": "query-hot",
-                    "summary": "What of a disk is hot, as far as its cache knows.",
+                    "summary": "The hot ranges of a disk, as recorded by its cache.",
                     "responses": responses([
-                        ("200".to_owned(), described("It; nothing if the disk has no cache.", &hot)),
+                        ("200".to_owned(), described("The hot ranges; empty if the disk has no cache.", &hot)),
                         no_http(), unknown(), stuck(),
                     ]),
                 },
                 "post": {
                     "operationId": "warm-disk",
-                    "summary": "Bring into a disk's cache what was hot on another host, while its guest asks for nothing.",
+                    "summary": "Fill a disk's cache with the ranges that were hot on another host, while the disk's guest is idle.",
                     "requestBody": body(&hot),
-                    "responses": responses([done("It is being done, as far as there is a cache with room."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "responses": responses([done("The cache is being filled, if there is one with free space."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/flush"): {
                 "parameters": of_disk,
                 "post": {
                     "operationId": "flush-cache",
-                    "summary": "Write to a disk what only its cache has.",
-                    "responses": responses([done("The disk has it all."), goes_on(), no_http(), unknown(), refused(), stuck()]),
+                    "summary": "Write the dirty data of a disk's cache to the disk.",
+                    "responses": responses([done("All dirty data has been written."), goes_on(), no_http(), unknown(), refused(), stuck()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/replace"): {
                 "parameters": of_disk,
                 "post": {
                     "operationId": "replace-cache",
-                    "summary": "Give a disk another cache, or its cache again that had failed.",
+                    "summary": "Replace a disk's cache, or reopen its failed cache.",
                     "requestBody": body(&replacement),
-                    "responses": responses([done("It has that cache."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "responses": responses([done("The disk uses the new cache."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
                 },
             },
         },

@@ -216,7 +216,7 @@ async fn accept(listener: UnixListener, subject: Arc<Subject>, writers: Arc<Writ
             }
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    tracing::warn!("the control socket cannot take a client: {error}");
+                    tracing::warn!("the control socket cannot accept a client: {error}");
                 }
                 sleep(PAUSE).await;
             }

@@ -180,7 +180,7 @@ impl CacheReplacement {
             .map_err(|error| Unfit::Senseless(format!("with: {error}")))?;
         match &file {
             Some(ImageAddress::Path(path)) if !path.is_absolute() => {
-                let why = format!("with '{}': a path begins at the root here", path.display());
+                let why = format!("with '{}': the path must be absolute", path.display());
                 return Err(Unfit::Wrong(why));
             }
             _ => {}

@@ -205,7 +205,7 @@ mod tests {
     /// A later change of the file's mode takes effect; with an access control list the group bits do not count.
     #[test]
     fn current_mode_of_file_is_used() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("s");
         let set = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("ours");
         let listener = UnixListener::bind(&path).expect("binds");
@@ -240,7 +240,7 @@ mod tests {
     /// A file that replaces the socket grants no rights.
     #[test]
     fn replacement_of_socket_file_grants_nothing() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("s");
         let _listener = UnixListener::bind(&path).expect("binds");
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).expect("ours");

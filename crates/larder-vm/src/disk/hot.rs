@@ -39,7 +39,7 @@ pub fn text_of(ranges: &[ByteRange]) -> String {
 /// # Errors
 /// The text is malformed, or has too many ranges.
 pub fn ranges_of(text: &str) -> Result<Vec<ByteRange>, String> {
-    let wrong = |part: &str| format!("'{part}' is no range, as 17+3 is");
+    let wrong = |part: &str| format!("'{part}' is not a range like 17+3");
     let mut ranges = Vec::new();
     for part in text.split(',').filter(|part| !part.is_empty()) {
         if ranges.len() == HOT_RANGES_MAX {
@@ -90,7 +90,7 @@ impl Warming {
         on.spawn(async move {
             let brought = run(&running, &served, &image).await;
             if brought > ByteLen::ZERO {
-                tracing::info!(disk = %served.name(), "{brought} that were hot where its VM came from are in its cache");
+                tracing::info!(disk = %served.name(), "{brought} that were hot on the previous host are in its cache");
             }
             if let Some(moving) = &served.moving {
                 moving.warming.runs.set(false);

@@ -81,17 +81,17 @@ pub enum CacheWork {
 pub enum DiskChangeError {
     #[error("{image} has no cache")]
     NoCache { image: String },
-    #[error("the cache of {image} does not work any more, so nothing in it can be changed; see the server's messages")]
+    #[error("the cache of {image} has failed, so it cannot be changed; see the server's messages")]
     Failed { image: String },
     #[error("the cache of {image}: {why}")]
     NotDone { image: String, why: String },
     #[error(
-        "{image} is shared with others who may write to it (share), and is not read ahead of: nobody would tell of their writes"
+        "{image} is shared with other writers (share), so it has no read-ahead, which would not notice their writes"
     )]
     Shared { image: String },
     #[error("limits of {image}: {source}")]
     Limits { image: String, source: LimitError },
-    #[error("{image} is not open here: its VM is, or was, on another host, and nothing of it can be changed")]
+    #[error("{image} is not open here: its VM is, or was, on another host, so the disk cannot be changed")]
     Away { image: String },
     #[error("{image} cannot move: {why}")]
     NotMoved { image: String, why: String },
@@ -223,7 +223,7 @@ impl Served {
                     .map_err(|why| DiskChangeError::NotMoved { image: image(), why }),
                 None => Err(DiskChangeError::NotMoved {
                     image: image(),
-                    why: "its server serves one disk, and not those of a VM".to_owned(),
+                    why: "its server serves a single disk, not the disks of a VM".to_owned(),
                 }),
             },
             (DiskChange::Warm(ranges), _) => {
@@ -258,16 +258,16 @@ impl Served {
             let set = open.throttle.set_limits(limits);
             set.map_err(|source| DiskChangeError::Limits { image: image(), source })?;
             match LimitsState::new(limits).to_string().as_str() {
-                "" => tracing::info!(disk = %self.name(), "no limits from now on"),
-                limits => tracing::info!(disk = %self.name(), "limits from now on: {limits}"),
+                "" => tracing::info!(disk = %self.name(), "limits removed"),
+                limits => tracing::info!(disk = %self.name(), "limits set: {limits}"),
             }
         }
         if let Some((options, prefetch)) = prefetch {
             prefetch.set_options(options).await;
             match options {
-                PrefetchOptions::OFF => tracing::info!(disk = %self.name(), "nothing is read ahead from now on"),
+                PrefetchOptions::OFF => tracing::info!(disk = %self.name(), "read-ahead disabled"),
                 options => {
-                    tracing::info!(disk = %self.name(), "read ahead with {} of memory from now on", options.memory)
+                    tracing::info!(disk = %self.name(), "read-ahead enabled, with {} of memory", options.memory)
                 }
             }
         }
@@ -278,9 +278,9 @@ impl Served {
             cache.now().layer.set_endurance(endurance);
             match endurance {
                 Some(bytes) => {
-                    tracing::info!(disk = %self.name(), "its cache is written {bytes} a day at most from now on")
+                    tracing::info!(disk = %self.name(), "writes to the cache limited to {bytes} per day")
                 }
-                None => tracing::info!(disk = %self.name(), "its cache is written without a limit from now on"),
+                None => tracing::info!(disk = %self.name(), "limit of writes to the cache removed"),
             }
         }
         if let Some(mode) = settings.cache_mode {
@@ -289,7 +289,7 @@ impl Served {
             }
             let set = cache.set_mode(mode).await;
             set.map_err(|why| DiskChangeError::NotDone { image: image(), why })?;
-            tracing::info!(disk = %self.name(), "its cache is {} from now on", cache_mode_words(mode));
+            tracing::info!(disk = %self.name(), "cache mode set to {}", cache_mode_words(mode));
         }
         Ok(())
     }
@@ -308,9 +308,11 @@ impl Served {
         };
         done.map_err(|why| DiskChangeError::NotDone { image: image(), why })?;
         match work {
-            CacheWork::Flush => tracing::info!(disk = %self.name(), "it has all that its cache had"),
+            CacheWork::Flush => {
+                tracing::info!(disk = %self.name(), "all dirty data of the cache is written to the disk")
+            }
             CacheWork::Replace(_) => {
-                tracing::info!(disk = %self.name(), "its cache is on {} from now on", cache.now().file);
+                tracing::info!(disk = %self.name(), "cache replaced; it is on {} now", cache.now().file);
             }
         }
         Ok(())

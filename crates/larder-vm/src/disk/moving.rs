@@ -192,10 +192,10 @@ impl Moving {
         let alike = |of: Geometry| (of.read_only, of.discard_granularity > 0);
         if alike(was) != alike(is) || was.block_size < is.block_size {
             if let Err(error) = image.device.close().await {
-                tracing::warn!(disk = %served.name(), "it was opened in vain, and could not be closed: {error}");
+                tracing::warn!(disk = %served.name(), "the image does not match, and could not be closed again: {error}");
             }
             return Err(format!(
-                "it is otherwise than the guest was told: {was:?}, and now {is:?}"
+                "the image does not match what was reported to the guest: {was:?}, and now {is:?}"
             ));
         }
         self.mode.set(None);
@@ -229,10 +229,10 @@ async fn rest(on: &Loop, served: &Served, goes_on: bool) -> Result<(), String> {
     match exports.not_taken_back().filter(|_| goes_on) {
         _ if rests => Ok(()),
         Some(queue) => Err(format!(
-            "QEMU does not know how far its queue {queue} is: its server was killed while the guest worked, and the guest \
-             stopped before QEMU had connected to the next one, or that happened while it stood still. With QEMU's guess the \
-             guest would lose requests elsewhere; here they are repeated: let it run (QEMU's cont), and move it again"
+            "QEMU does not know the position of its queue {queue}: its server was killed while the guest ran, and the guest \
+             stopped before QEMU had connected to the next server, or this happened while the guest was paused. With QEMU's guess the \
+             guest would lose requests on the other host; here they are repeated: resume it (QEMU's cont), and move it again"
         )),
-        None => Err("its guest is at work: stop the VM first (QEMU's stop)".to_owned()),
+        None => Err("its guest is running: stop the VM first (QEMU's stop)".to_owned()),
     }
 }

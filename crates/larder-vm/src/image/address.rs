@@ -24,7 +24,7 @@ pub enum ImageAddressError {
     #[error(transparent)]
     Nbd(#[from] NbdUriError),
     #[error(
-        "'{}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it",
+        "'{}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it",
         printable(name)
     )]
     OfQemu {
@@ -40,7 +40,7 @@ pub enum ImageAddressError {
     #[error("the image's name is empty")]
     Empty,
     #[error(
-        "'{}' names its driver, so QEMU takes it relative to the directory that a process was started in, and a VM's file cannot allow it; give it an absolute name (for a backing file: qemu-img rebase -u -F FORMAT -b /PATH IMAGE)",
+        "'{}' names its driver, so QEMU resolves it relative to the working directory of a process, and a VM's file cannot allow it; use an absolute path (for a backing file: qemu-img rebase -u -F FORMAT -b /PATH IMAGE)",
         printable(.0)
     )]
     InWorkingDirectory(String),
@@ -55,8 +55,8 @@ const OF_PATHS: [&str; 3] = ["file:", "host_device:", "host_cdrom:"];
 const OF_OTHERS: [(&str, &str, &str); 21] = {
     const MAP_RBD: &str = "map it with `rbd map` and name its block device";
     const LOG_IN: &str = "log in with iscsiadm and name its block device";
-    const MOUNT: &str = "mount what it is on and name the file";
-    const CURL: &str = "fetch it and name the file";
+    const MOUNT: &str = "mount its file system and name the file";
+    const CURL: &str = "download it and name the file";
     const PLAIN: &str = "give the image's plain name";
     [
         ("json:", "an image described in JSON", "give its plain name (`qemu-img rebase -u` gives a backing file one)"),
@@ -74,11 +74,11 @@ const OF_OTHERS: [(&str, &str, &str); 21] = {
         ("gluster+rdma:", "a file on a Gluster volume", MOUNT),
         ("nfs:", "a file on an NFS server", MOUNT),
         ("nvme:", "an NVMe device that QEMU drives itself", "name its block device, as in /dev/nvme0n1"),
-        ("fat:", "a folder shown as a FAT file system", "make an image of the folder"),
+        ("fat:", "a directory presented as a FAT file system", "make an image of the directory"),
         ("vxhs:", "a disk of a Veritas HyperScale server", PLAIN),
         ("sheepdog:", "a disk of a Sheepdog cluster", PLAIN),
-        ("blkdebug:", "an image seen through a test driver", PLAIN),
-        ("blkverify:", "an image seen through a test driver", PLAIN),
+        ("blkdebug:", "an image behind a test driver", PLAIN),
+        ("blkverify:", "an image behind a test driver", PLAIN),
         ("null-co:", "a disk without content", "make an empty image"),
     ]
 };

@@ -57,7 +57,7 @@ pub(super) fn boot_of(file: &ImageAddress) -> [u8; 16] {
 
 pub(super) fn no_note(place: impl std::fmt::Display) -> String {
     format!(
-        "it cannot be noted that the cache works, without which nobody could tell after a kill or a crash what of it is right, and write-back needs that ({place}); make that possible, or use wt (write-through)"
+        "the cache's state file cannot be written ({place}), and write-back needs it to know which cached data is valid after a kill or a crash; make it writable, or use wt (write-through)"
     )
 }
 
@@ -65,22 +65,22 @@ pub(super) fn no_note(place: impl std::fmt::Display) -> String {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CacheError {
-    #[error("{}: there is no such file; to have it made, say how large (cache-size)", path.display())]
+    #[error("{}: no such file; to create it, give its size (cache-size)", path.display())]
     Missing { path: PathBuf },
-    #[error("{}: it is empty; say how large it shall be (cache-size)", path.display())]
+    #[error("{}: it is empty; give its size (cache-size)", path.display())]
     Empty { path: PathBuf },
-    #[error("{file}: a cache of 0 bytes (cache-size) holds nothing; leave the cache out to have none")]
+    #[error("{file}: a cache of 0 bytes (cache-size) holds nothing; omit the cache option for no cache")]
     ZeroSize { file: String },
-    #[error("{}: it cannot be made: {source}", path.display())]
+    #[error("{}: it cannot be created: {source}", path.display())]
     Make { path: PathBuf, source: std::io::Error },
-    #[error("{}: its file system has no files of {size}; give a smaller cache-size, or another file system", path.display())]
+    #[error("{}: its file system does not support files of {size}; give a smaller cache-size, or use another file system", path.display())]
     TooLarge { path: PathBuf, size: ByteLen },
     #[error(
-        "{}: no file of this process may have {size} (RLIMIT_FSIZE: ulimit -f, or LimitFSIZE= of its service): raise that, or give a smaller cache-size",
+        "{}: no file of this process may be as large as {size} (RLIMIT_FSIZE: ulimit -f, or LimitFSIZE= of its service): raise that limit, or give a smaller cache-size",
         path.display()
     )]
     Limit { path: PathBuf, size: ByteLen },
-    #[error("{file}: its file system has no room for {size}; make some, or give a smaller cache-size")]
+    #[error("{file}: its file system has no space for {size}; free some, or give a smaller cache-size")]
     NoRoom { file: String, size: ByteLen },
     #[error("{file}: it has {is}, not {wished}; {}", what_of_other_size(*is_file))]
     OtherSize {
@@ -90,53 +90,55 @@ pub enum CacheError {
         is_file: bool,
     },
     #[error(
-        "{file}: its lines have {is}, not {wished}, and keep that; leave cache-line out, or drop the cache (larder disk cache drop) and begin anew"
+        "{file}: its lines have {is}, not {wished}, which cannot be changed; omit cache-line, or drop the cache (larder disk cache drop) to create a new one"
     )]
     OtherLine { file: String, is: ByteLen, wished: ByteLen },
     #[error(
-        "{file}: it is no cache, and not empty: what is in its first MiB would be lost; give another file, or, if it is of no use any more, {}",
+        "{file}: it is not a cache, and not empty: the data in its first MiB would be lost; give another file, or, if this one is no longer needed, {}",
         occupied::how_to_clear(*is_file)
     )]
     NotEmpty { file: String, is_file: bool },
-    #[error("{file}: {why}, and is not overwritten: give another file or device, or clear this one if nothing on it is needed ({})", occupied::how_to_clear(*is_file))]
+    #[error("{file}: {why}, and is not overwritten: give another file or device, or clear this one if none of its data is needed ({})", occupied::how_to_clear(*is_file))]
     Occupied { file: String, why: Occupied, is_file: bool },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}, and says nothing of an older copy of the cache); serve the disk as the same user as before, with the cache that it was used with last; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}: it was not closed, may have data that is not on the disk, and no state file confirms that it worked until its server ended (the state file is expected at {note}, and does not cover an older copy of the cache); serve the disk as the same user as before, with the cache that it was last used with; or, if the disk was not changed since then without its cache, write that data to the disk with `larder disk cache flush --force {file}`; or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
     NoNote { file: String, note: String },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: only you can say which is right: take the disk as it is with `larder disk cache drop --lose-dirty {file}`, or write over it what the cache has with `larder disk cache flush --force {file}`, if only the image's times are wrong, or once it is restored as it was"
+        "{file}: it was not closed, may have data that is not on the disk, and the disk was changed since without it: only you can decide which data is valid: keep the disk as it is with `larder disk cache drop --lose-dirty {file}`; or, if only the image's timestamps are wrong, or after you have restored the image, write the cache's data to it with `larder disk cache flush --force {file}`"
     )]
     Changed { file: String },
     #[error(
-        "{file}: write-back (wb) needs its cache on this host, in a file, on a block device, or served on a unix socket: another host may lose what it has not flushed while this one goes on; use wt (write-through)"
+        "{file}: write-back (wb) needs its cache on this host, in a file, on a block device, or served on a unix socket: another host may lose unflushed data while this one keeps running; use wt (write-through)"
     )]
     Remote { file: String },
     #[error("{file}: {why}")]
     Unnoted { file: String, why: String },
     #[error(
-        "{file}, a cache of it, was not closed, and may have data that was never written to it: serve it with that cache; or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}, a cache of this disk, was not closed, and may have data that was never written to the disk: serve the disk with that cache; or write the data to the disk with `larder disk cache flush {file}`; or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
     LeftOut { file: ImageAddress },
     #[error(
-        "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}, a cache of this disk, was not closed, and may have data that was never written to the disk, and that cache is not there now: mount its file system, attach its device or restore its file, and serve the disk with it; or discard the data with `larder disk cache drop --lose-dirty {file}`"
     )]
     Away { file: ImageAddress },
     #[error(
-        "{file}, a cache of it, was not closed, and may have data that was never written to it, and the VM's file does not name it, so that this server may not open it: serve the disk with it (write cache = \"{file}\" there); or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}, a cache of this disk, was not closed, and may have data that was never written to the disk, and the VM's file does not name it, so this server may not open it: serve the disk with that cache (add cache = \"{file}\" to the VM's file); or write the data to the disk with `larder disk cache flush {file}`; or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
     NotNamed { file: ImageAddress },
     #[error(
-        "{file}, a cache of it, was not closed, and may have data that was never written to it, and this user may not open it: as one who may, serve the disk with that cache; or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}, a cache of this disk, was not closed, and may have data that was never written to the disk, and this user may not open it: as a user who may, serve the disk with that cache; or write the data to the disk with `larder disk cache flush {file}`; or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
     NotPermitted { file: ImageAddress },
     #[error(
-        "{file}: it is an older copy of the disk's cache, which was not closed when it was used last, and may have data then that was never written to the disk: serve the disk with that one, as {newer} was; or give that data up with `larder disk cache drop --lose-dirty {newer}`"
+        "{file}: it is an older copy of the disk's cache; the newer one was not closed, and may have data that was never written to the disk: serve the disk with that one, which was at {newer}; or discard its data with `larder disk cache drop --lose-dirty {newer}`"
     )]
     Older { file: String, newer: String },
-    #[error("{file}, a cache of it, is used by its server, and has data that it has not: read it from that server")]
+    #[error(
+        "{file}, a cache of this disk, is used by its server, and has data that is not on the disk: read the disk through that server"
+    )]
     Served { file: ImageAddress },
-    #[error("{file}: another server uses it, or a command")]
+    #[error("{file}: it is in use by another server or command")]
     InUse { file: String },
     #[error(transparent)]
     Device(Box<ImageError>),
@@ -169,8 +171,8 @@ impl From<IoError> for CacheError {
 
 fn what_of_other_size(is_file: bool) -> &'static str {
     match is_file {
-        true => "leave cache-size out to keep it; larder disk cache resize changes it",
-        false => "a device is taken whole: leave cache-size out",
+        true => "omit cache-size to keep the size; larder disk cache resize changes it",
+        false => "a device is used as a whole: omit cache-size",
     }
 }
 
@@ -313,7 +315,7 @@ pub(super) async fn prepare(
             // Nothing was created, so there is nothing to undo.
             refuse_occupied(on, &fast, &wish.file).await?;
             tracing::info!(
-                "{}: {}, which begins with zeros, becomes a cache of it",
+                "{}: creating a cache for it on {}, which begins with zeros",
                 disk.image,
                 wish.file
             );
@@ -338,7 +340,7 @@ impl OpenCache {
     /// Allocates the cache's file again: a cache that starts empty has given space back.
     pub(super) async fn allocate(&self, image: &ImageAddress) {
         if let Err(error) = allocate(&self.fast, &self.file).await {
-            tracing::warn!("{image}: its cache: {error}; it will fail when there is none");
+            tracing::warn!("{image}: its cache: {error}; the cache will fail when space runs out");
         }
     }
 }
@@ -598,7 +600,10 @@ async fn open_on(
     let mode = wish.mode.unwrap_or(superblock.mode);
     let note = Note::of(superblock);
     if let Err(error) = note.adopt(&disk.identity) {
-        tracing::warn!("cache {}: what an earlier server has noted of it: {error}", wish.file);
+        tracing::warn!(
+            "cache {}: the state file of an earlier server cannot be used: {error}",
+            wish.file
+        );
     }
     let used: Vec<&Note> = instead
         .map(|cache| cache.note.note())
@@ -629,7 +634,7 @@ async fn open_on(
     let believed_after_kill = match says {
         _ if superblock.clean => None,
         Says::Believe(Verdict::Proven) => Some("nothing else has written to the disk since"),
-        Says::Believe(_) if wish.exclusive => Some("nothing else writes to the disk, as was said (cache-exclusive)"),
+        Says::Believe(_) if wish.exclusive => Some("nothing else writes to the disk, according to cache-exclusive"),
         _ => None,
     };
     let is_proven = says != Says::Believe(Verdict::Unproven);
@@ -638,7 +643,7 @@ async fn open_on(
     let is_used = match closed {
         Some(Says::Changed) => {
             tracing::warn!(
-                "{}: it was used without its cache {} since that was closed, so the cache is not believed",
+                "{}: the disk was used without its cache {} after the cache was closed, so the cached data is not used",
                 disk.image,
                 wish.file
             );
@@ -647,7 +652,7 @@ async fn open_on(
         // A closed cache keeps its state file if nothing else shows that the disk was used without it.
         Some(Says::Nothing) if disk.lacks_times && !superblock.may_be_dirty => {
             tracing::warn!(
-                "{}: its cache {} was closed, but the note that tells whether the disk was used without it is gone (looked for at {}), so the cache is not believed",
+                "{}: its cache {} was closed, but the state file that records whether the disk was used without it does not exist (expected at {}), so the cached data is not used",
                 disk.image,
                 wish.file,
                 note.place()
@@ -717,7 +722,7 @@ async fn open_on(
     made.is_opened();
     if let Some(why) = believed_after_kill {
         tracing::info!(
-            "{}: its cache {} was not closed; {why}, so all that it has is used",
+            "{}: its cache {} was not closed; {why}, so all its data is used",
             disk.image,
             wish.file
         );
@@ -797,7 +802,7 @@ fn detached(
         Says::Believe(_) => return Ok(None),
         Says::Detached(detached) => {
             tracing::warn!(
-                "{}: its cache {} had failed, so of it nothing is believed but what the disk has not",
+                "{}: its cache {} had failed, so only its data that is not on the disk is used",
                 disk.image,
                 wish.file
             );
@@ -811,18 +816,18 @@ fn detached(
         }
         Says::Changed if is_refused => return Err(CacheError::Changed { file: file() }),
         Says::Nothing | Says::Changed if superblock.may_be_dirty => tracing::warn!(
-            "{}: of its cache {} only what the disk has not is believed, as was asked for (--force)",
+            "{}: of its cache {}, only data that is not on the disk is used, as requested (--force)",
             disk.image,
             wish.file
         ),
         Says::Nothing => tracing::warn!(
-            "{}: its cache {} was not closed, and there is no note that it has worked to its end (looked for at {}), so it is not believed",
+            "{}: its cache {} was not closed, and no state file confirms that it worked until its server ended (expected at {}), so the cached data is not used",
             disk.image,
             wish.file,
             note.place()
         ),
         Says::Changed => tracing::warn!(
-            "{}: its cache {} was not closed, and the disk was changed since without it, so it is not believed",
+            "{}: its cache {} was not closed, and the disk was changed since without it, so the cached data is not used",
             disk.image,
             wish.file
         ),

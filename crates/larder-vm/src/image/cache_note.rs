@@ -212,7 +212,7 @@ impl Note {
         (files, is_proven): (&[DiskFile], bool),
         uses: Vec<u64>,
     ) -> io::Result<Made> {
-        let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where");
+        let nowhere = || io::Error::other("no state directory is known: neither $XDG_STATE_HOME nor $HOME is set");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
         let mut stamps = disk_id::stamps_of_all(files);
@@ -295,7 +295,7 @@ impl Note {
     pub(super) fn place(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),
-            None => "nowhere, for want of $XDG_STATE_HOME and $HOME".to_owned(),
+            None => "no path, because neither $XDG_STATE_HOME nor $HOME is set".to_owned(),
         }
     }
 }
@@ -654,7 +654,7 @@ impl Other {
         };
         if let Err(error) = marked {
             tracing::warn!(
-                "{}: it cannot be noted that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
+                "{}: cannot record that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
                 self.path.display()
             );
         }

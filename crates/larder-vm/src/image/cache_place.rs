@@ -123,10 +123,10 @@ impl CachePlace {
     /// Reopens the cache that has failed.
     async fn replace_by_itself(&self, on: &Loop, old: &Rc<OpenCache>, wish: &CacheOptions) -> Result<(), String> {
         if old.layer.works() {
-            return Err("it works; to have another one in its place, say which (--with)".to_owned());
+            return Err("it works; to replace it, name the new cache (--with)".to_owned());
         }
         if old.layer.hangs() {
-            return Err("its device still does not answer what it was asked; if it never will, replace it by another one (--with)".to_owned());
+            return Err("its device has still not answered earlier requests; if it never will, replace the cache by another one (--with)".to_owned());
         }
         let held = self.switch.hold().ok_or_else(being_closed)?;
         in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
@@ -136,7 +136,7 @@ impl CachePlace {
             .await
             .and_then(|closed| closed.map_err(text))
         {
-            tracing::warn!("{}: the cache that had failed could not be closed: {error}", old.file);
+            tracing::warn!("{}: the failed cache could not be closed: {error}", old.file);
         }
         old.lock.take();
         let disk = self.disk.again();
@@ -179,20 +179,26 @@ impl CachePlace {
             if let Some(late) = late
                 && let Err(error) = late.note.take_back()
             {
-                tracing::warn!("{}: the note of a cache that came too late stays: {error}", late.file);
+                tracing::warn!(
+                    "{}: the state file of a cache that was opened too late cannot be removed: {error}",
+                    late.file
+                );
             }
         };
         let new = open_in_time(on, opening, failed).await?;
         if let Err(error) = replaced::note(&self.disk.identity, &old.file, &new) {
-            let why = format!("that {} has taken its place cannot be noted: {error}", new.file);
+            let why = format!("cannot record that {} has replaced it: {error}", new.file);
             if new.layer.mode() == Mode::WriteBack {
                 if let Err(error) = new.layer.leave().await {
-                    tracing::warn!("{}: the new cache could not be left: {error}", new.file);
+                    tracing::warn!("{}: the new cache could not be closed: {error}", new.file);
                 }
                 new.forget_note();
                 return Err(why);
             }
-            tracing::warn!("{}: {why}; from now on give its server the new one", self.disk.image);
+            tracing::warn!(
+                "{}: {why}; from now on, start its server with the new cache",
+                self.disk.image
+            );
         }
         if let Err(error) = old.retire(is_lost).await {
             tracing::warn!(
@@ -222,7 +228,7 @@ impl CachePlace {
         if let Some(mode) = mode.filter(|_| old.layer.works()) {
             // The cache is clean, so nothing more is written to it.
             if let Err(error) = old.layer.set_mode(mode).await {
-                tracing::warn!("{}: it keeps its mode: {error}", old.file);
+                tracing::warn!("{}: the mode of the cache is unchanged: {error}", old.file);
             }
         }
         // After a crash before this step completes, the server still has the disk; after a crash later, the cache
@@ -255,10 +261,10 @@ impl CachePlace {
             old.layer.hand_over().await.map_err(text)?;
             match old.layer.has_handed_over().await {
                 true => Ok(()),
-                false => Err("a part of it is damaged".to_owned()),
+                false => Err("part of its data is damaged".to_owned()),
             }
         };
-        let rest = in_time(on, STEP_MAX, rest, "the disk does not take what only it has").await?;
+        let rest = in_time(on, STEP_MAX, rest, "the disk does not accept the dirty data").await?;
         if let (Err(error), false) = (&rest, lose_dirty) {
             return Err(cannot_hand_over(error));
         }
@@ -280,12 +286,12 @@ impl CachePlace {
 
 fn cannot_hand_over(error: impl std::fmt::Display) -> String {
     format!(
-        "it may have data that was never written to the disk, and cannot be now: {error}; have its device come back and replace it by itself (without --with), or give that data up (--lose-dirty)"
+        "it may have data that was never written to the disk, and cannot be written now: {error}; make its device available again and reopen the cache (without --with), or discard that data (--lose-dirty)"
     )
 }
 
-const UNDER_WAY: &str = "requests that are under way do not end; try again";
-const NO_REST: &str = "what it does in the background does not end; try again";
+const UNDER_WAY: &str = "requests in flight do not complete; try again";
+const NO_REST: &str = "its background work does not finish; try again";
 
 fn being_closed() -> String {
     "the disk is being closed".to_owned()
@@ -324,7 +330,7 @@ async fn open_in_time(
             }
         }
     });
-    let opened = in_time(on, STEP_MAX, receiver, "the new one does not open").await?;
+    let opened = in_time(on, STEP_MAX, receiver, "the new cache does not open in time").await?;
     match opened {
         Ok(opened) => opened.map_err(text),
         Err(_) => Err(being_closed()),
@@ -348,7 +354,7 @@ impl Work {
             return Err("it is being replaced".to_owned());
         }
         if alone && self.is_running() {
-            return Err("something else is being done with it; wait until that has ended".to_owned());
+            return Err("another operation on it is running; wait until that has finished".to_owned());
         }
         self.is_alone.set(alone);
         self.running.set(self.running.get() + 1);

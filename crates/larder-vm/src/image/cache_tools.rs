@@ -29,22 +29,22 @@ pub enum CacheToolError {
     InUse(String),
     #[error(transparent)]
     Device(Box<ImageError>),
-    #[error("{file}: it is no cache of Larder's")]
+    #[error("{file}: it is not a Larder cache")]
     NoCache { file: String },
-    #[error("{file}: there is no such file; check the path, or mount what it is on")]
+    #[error("{file}: no such file; check the path, or mount its file system")]
     Missing { file: String },
-    #[error("{file}: it is empty, as a cache that was dropped")]
+    #[error("{file}: it is empty, like a cache that was dropped")]
     Empty { file: String },
     #[error(
-        "{file}: it may have data that was never written to {disk}; have it written there with `larder disk cache flush {file}`, or give it up with `larder disk cache drop --lose-dirty {file}`"
+        "{file}: it may have data that was never written to {disk}; write it there with `larder disk cache flush {file}`, or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
     Dirty { file: String, disk: String },
     #[error(
-        "{file}: where its disk is cannot be told from '{disk}', as it was when it was last used; say it with --image"
+        "{file}: the location of its disk cannot be derived from '{disk}', where the disk was when the cache was last used; give it with --image"
     )]
     Disk { file: String, disk: String },
     #[error(
-        "{file}: {author}, and says that its disk is {disk}, which is {format}; root would write there: if that is right, say so with --image {disk} --format {format}"
+        "{file}: {author}, and according to it, its disk is {disk} of format {format}; root would write there: if that is correct, confirm it with --image {disk} --format {format}"
     )]
     Foreign {
         file: String,
@@ -52,28 +52,28 @@ pub enum CacheToolError {
         disk: String,
         format: &'static str,
     },
-    #[error("{file}: it is the cache of a {said} disk, and --format says {given}")]
+    #[error("{file}: it is the cache of a {said} disk, but --format is {given}")]
     Format {
         file: String,
         said: &'static str,
         given: &'static str,
     },
-    #[error("{why}; whether it has data that the disk has not cannot be told: with --lose-dirty that is given up")]
+    #[error("{why}; whether it has data that is not on the disk cannot be determined: --lose-dirty discards such data")]
     Unknown { why: String },
     /// Error of the cache layer or of its device.
     #[error("{0}")]
     Cache(String),
     #[error("{file}: {source}")]
     Host { file: String, source: std::io::Error },
-    #[error("{file}: only the cache of a file can have another size: a device is taken whole")]
+    #[error("{file}: only a cache in a file can be resized: a device is used as a whole")]
     NotAFile { file: String },
     #[error("{file}: it was not closed; serve {disk} with it once more, and stop that server")]
     NotClosed { file: String, disk: String },
     #[error(
-        "{file}: it may have data that was never written to {disk}; have it written there first, with `larder disk cache flush {file}`"
+        "{file}: it may have data that was never written to {disk}; write it there first with `larder disk cache flush {file}`"
     )]
     ResizeDirty { file: String, disk: String },
-    #[error("{file}, the new cache, cannot be made: {source}")]
+    #[error("{file}, the new cache, cannot be created: {source}")]
     Beside { file: String, source: std::io::Error },
     #[error(transparent)]
     Room(#[from] CacheError),
@@ -451,7 +451,7 @@ async fn make_resized(
         source: match source.kind() {
             ErrorKind::AlreadyExists => io::Error::new(
                 ErrorKind::AlreadyExists,
-                "a file of that name exists, and no killed resize has left it; move it away first",
+                "a file of that name exists, and is not left over from a killed resize; move it away first",
             ),
             _ => source,
         },
@@ -476,7 +476,9 @@ fn give_access(new: &File, old: &Metadata) -> io::Result<()> {
             let owner = format!("{}:{}", old.uid(), old.gid());
             io::Error::new(
                 error.kind(),
-                format!("it cannot be given the owner of the old cache ({owner}): {error}; resize the cache as root"),
+                format!(
+                    "its owner cannot be set to that of the old cache ({owner}): {error}; resize the cache as root"
+                ),
             )
         })?;
     }

@@ -70,7 +70,7 @@ pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
         .map_err(|error: larder_block::SizeError| error.to_string())?;
     match (CACHE_ENDURANCE_MIN..=CACHE_ENDURANCE_MAX).contains(&bytes) {
         true => Ok(bytes),
-        false => Err(format!("give {CACHE_ENDURANCE_MIN} to {CACHE_ENDURANCE_MAX} a day")),
+        false => Err(format!("give {CACHE_ENDURANCE_MIN} to {CACHE_ENDURANCE_MAX} per day")),
     }
 }
 
@@ -110,10 +110,10 @@ pub struct CacheWish {
 #[allow(missing_docs)]
 pub enum CacheWishError {
     #[error(
-        "cache does not go with share: nobody would tell the cache of what others write, and it would give old data for new; leave one of them out"
+        "cache cannot be combined with share: the cache would not notice writes of other programs, and would return stale data; omit one of the two"
     )]
     Shared,
-    #[error("{0} says nothing without cache, the file or device that the cache is on; give that too")]
+    #[error("{0} has no effect without cache, the file or device of the cache; give that option too")]
     NoFile(&'static str),
 }
 

@@ -197,7 +197,7 @@ impl Opener<'_> {
                 let file = open_file(self.on, path, &options, format != Format::Raw, marks).await?;
                 let found = file.metadata().map_err(|source| OpenError::Os {
                     path: path.clone(),
-                    what: "finding whose it is",
+                    what: "reading its owner",
                     source,
                 })?;
                 let author = Author::of_file(&found, is_guessed);
@@ -412,7 +412,9 @@ fn named_backing<'a>(
         None => None,
         Some((_, Some(format))) => Some(format),
         Some((other, None)) => {
-            return Err(unknown(format!("has the format '{other}', which Larder does not know")));
+            return Err(unknown(format!(
+                "has the format '{other}', which Larder does not support"
+            )));
         }
     };
     let cannot = |error| unknown(format!("cannot be opened: {error}"));
@@ -440,7 +442,7 @@ fn no_format(image: &ImageAddress) -> ImageError {
     ImageError::NoFormat {
         image: image.to_string(),
         found: match found {
-            Some(found) => format!("\"{}\", which is what the image begins like now,", found.name()),
+            Some(found) => format!("\"{}\" (according to the image's present first bytes)", found.name()),
             None => "\"raw\" or \"qcow2\"".to_owned(),
         },
     }

@@ -175,7 +175,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
             // The other journals have no changes: all writes are in the image that the killed server had.
             if !others.is_empty() {
                 tracing::warn!(
-                    "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy; if the guest of that server still runs, end it: its disk is not what it believes"
+                    "{image}: its server was killed, and the image has been changed since by another program, or replaced by a copy; if the guest of that server still runs, end it: its disk is not in the state that it expects"
                 );
             }
         }
@@ -194,7 +194,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         // For an image on an NBD server, the journal's lock is the only lock.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Err(failed(error)),
         Err(error) => tracing::warn!(
-            "{image}: no journal can be kept in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every write that allocates is committed at once, which is slow"
+            "{image}: no journal can be created in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every allocating write is committed immediately, which is slow"
         ),
     }
     Ok(journals)
@@ -217,7 +217,7 @@ pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -
         Ok(LeftBehind::Changes(pending)) => {
             if pending.changes > 0 {
                 tracing::info!(
-                    "{image}: a server of it was killed: what its guest had not flushed is read from {}; it comes into the image when that is served for writing, or by `larder disk check --repair`",
+                    "{image}: its server was killed: the guest's unflushed changes are read from {}; they are written to the image when it is served for writing, or by `larder disk check --repair`",
                     pending.file.display()
                 );
             }
@@ -225,7 +225,7 @@ pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -
         }
         Ok(LeftBehind::Missing(looked)) => {
             tracing::warn!(
-                "{image}: a server of it was killed, and its journal is not to be found ({looked}): what its guest had not flushed is not here"
+                "{image}: its server was killed, and its journal is not to be found ({looked}): the guest's unflushed changes are missing here"
             );
             Ok(None)
         }
@@ -464,7 +464,9 @@ fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
     };
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != folder.user {
-        return Err(io::Error::other(format!("{name} is not a file of its owner")));
+        return Err(io::Error::other(format!(
+            "{name} is not a regular file of the directory's owner"
+        )));
     }
     let Some(left) = Left::read(&file)? else {
         return Ok(None);
@@ -474,7 +476,7 @@ fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
     }
     if !folder.is_believed {
         return Err(io::Error::other(format!(
-            "{name} is of user {}, who does not own the image",
+            "{name} belongs to user {}, who does not own the image",
             folder.user
         )));
     }
@@ -523,7 +525,7 @@ fn sweep(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         if path.extension().is_some_and(|extension| extension == "journal") && remove_useless(&path).unwrap_or(false) {
-            tracing::debug!("{} was of no use any more", path.display());
+            tracing::debug!("{} was no longer needed, and is removed", path.display());
         }
     }
 }

@@ -53,7 +53,7 @@ pub(super) async fn refuse(
     }
     if is_guessed {
         tracing::warn!(
-            "{image}: it begins like a disk cache, that of {}; if it is to be served all the same, --format raw says so",
+            "{image}: it looks like the disk cache of {}; to serve it as a disk all the same, give --format raw",
             superblock.disk.name
         );
     }

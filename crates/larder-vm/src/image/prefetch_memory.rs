@@ -21,9 +21,9 @@ pub enum PrefetchMemory {
 pub enum PrefetchMemoryError {
     #[error("give a size, or off: {0}")]
     Size(#[from] SizeError),
-    #[error("give {} at least, or off", PrefetchOptions::MEMORY_MIN)]
+    #[error("give at least {}, or off", PrefetchOptions::MEMORY_MIN)]
     Little,
-    #[error("give {} at most: read-ahead makes no use of more", PrefetchOptions::MEMORY_MAX)]
+    #[error("give at most {}: read-ahead does not use more", PrefetchOptions::MEMORY_MAX)]
     Much,
 }
 
@@ -65,7 +65,7 @@ pub fn parse_prefetch_len(text: &str) -> Result<ByteLen, String> {
     match (PrefetchOptions::LEN_MIN..=PrefetchOptions::MEMORY_MAX).contains(&len) {
         true => Ok(len),
         false => Err(format!(
-            "give {} to {}; prefetch off reads nothing ahead",
+            "give {} to {}; for no read-ahead use prefetch off",
             PrefetchOptions::LEN_MIN,
             PrefetchOptions::MEMORY_MAX
         )),
@@ -88,10 +88,10 @@ pub struct PrefetchWish {
 #[allow(missing_docs)]
 pub enum PrefetchWishError {
     #[error(
-        "{0} does not go with share: an image that others may write is not read ahead of, because nobody would tell of their writes; leave one of them out"
+        "{0} cannot be combined with share: read-ahead would not notice writes of other programs; omit one of the two"
     )]
     Shared(&'static str),
-    #[error("{0} does not go with prefetch off, which reads nothing ahead; leave one of them out")]
+    #[error("{0} has no effect with prefetch off; omit one of the two")]
     Off(&'static str),
 }
 

@@ -85,7 +85,8 @@ fn all() -> Vec<(PathBuf, Replaced)> {
 /// Reading or writing the state directory fails.
 pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Result<()> {
     let place = place_of(new.note.note());
-    let place = place.ok_or_else(|| io::Error::other("neither $XDG_STATE_HOME nor $HOME says where"))?;
+    let place = place
+        .ok_or_else(|| io::Error::other("no state directory is known: neither $XDG_STATE_HOME nor $HOME is set"))?;
     let (old, new) = (absolute(old).into_bytes(), absolute(&new.file).into_bytes());
     let before: Vec<(PathBuf, Replaced)> = all().into_iter().filter(|(_, it)| it.disk == disk).collect();
     // Caches that the old one had replaced are now replaced by the new one.
@@ -160,7 +161,7 @@ pub(super) fn look(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
         let is_away = matches!(&new, ImageAddress::Path(path) if opener::metadata(path).is_err());
         if !is_away && replaced.old.contains(&wished) {
             tracing::info!(
-                "cache {new}: it has taken the place of {}: give it to the server from now on (cache={new})",
+                "cache {new}: it has replaced {}; from now on, start the server with cache={new}",
                 wish.file
             );
             return CacheOptions {

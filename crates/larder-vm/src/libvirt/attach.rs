@@ -18,23 +18,23 @@ use crate::vm::config::{ConfigError, VmConfig};
 pub enum AttachError {
     #[error("its XML: {0}")]
     Xml(#[from] XmlError),
-    #[error("its XML says nothing of its {what}")]
+    #[error("its XML does not give its {what}")]
     Lacks { what: &'static str },
     #[error("its type is '{kind}'; Larder serves domains of QEMU: kvm and qemu")]
     NotQemu { kind: String },
-    #[error("{disk} is Larder's already; for a change detach it first: larder libvirt detach {domain}")]
+    #[error("Larder already serves {disk}; to change that, detach it first: larder libvirt detach {domain}")]
     Already { domain: String, disk: String },
     #[error("it has no disk {disk}; it has {}", known.join(", "))]
     NoSuchDisk { disk: String, known: Vec<String> },
-    #[error("disk {disk} cannot be Larder's: {why}")]
+    #[error("Larder cannot serve disk {disk}: {why}")]
     NotThisOne { disk: String, why: String },
-    #[error("it has no disk that can be Larder's{}", lines(left))]
+    #[error("it has no disk that Larder can serve{}", lines(left))]
     NoDisk { left: Vec<LeftDisk> },
     #[error("{0}")]
     Memory(String),
     #[error("{0}; libvirt renames a domain that is shut off: virsh domrename")]
     Name(ConfigError),
-    #[error("the VM's file would not be right: {0}")]
+    #[error("the VM's file would be invalid: {0}")]
     File(ConfigError),
 }
 
@@ -259,9 +259,8 @@ fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
     if let Some((folder, size)) = &wish.cache {
         if let Some(at) = disk.keys.iter().position(|(key, _)| *key == "cache") {
             disk.keys.remove(at);
-            disk.notes.push(
-                "its image is read past the host's page cache now, because it gets a cache of its own".to_owned(),
-            );
+            disk.notes
+                .push("its image now bypasses the host's page cache, because it gets a cache of its own".to_owned());
         }
         let file = folder.join(format!("{domain}-{}.cache", disk.name));
         disk.keys.push(("cache", toml_text(&file.display().to_string())));
@@ -276,7 +275,7 @@ fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
 
 fn file_of<'a>(domain: &str, uuid: &str, disks: impl Iterator<Item = &'a ServedDisk>) -> String {
     let mut file = format!(
-        "# Made by larder libvirt attach {domain}, and removed by larder libvirt detach {domain}.\n# What else can be said here is in docs/vm-file.md.\n\nuuid = {}\n",
+        "# Created by larder libvirt attach {domain}, and removed by larder libvirt detach {domain}.\n# All keys are described in docs/vm-file.md.\n\nuuid = {}\n",
         toml_text(uuid)
     );
     for disk in disks {

@@ -27,7 +27,7 @@ pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
     for disk_before in disks(&domain_before).filter(|disk| vhost_user_socket(disk).is_none()) {
         let Some(name) = target(disk_before) else { continue };
         let Some(disk) = disks(&domain).find(|disk| target(disk) == Some(name)) else {
-            notes.push(format!("{name}: the domain has it no more"));
+            notes.push(format!("{name}: the domain no longer has this disk"));
             continue;
         };
         if vhost_user_socket(disk).is_some() {
@@ -43,7 +43,7 @@ pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
     }
     match memory::is_needed(&without) {
         _ if back.is_empty() => {}
-        true => notes.push("its memory stays shared, because others than Larder need that".to_owned()),
+        true => notes.push("its memory remains shared, because other devices need that".to_owned()),
         false => memory::put_back(now, &domain, &domain_before, before, &mut edits),
     }
     Ok(Restored {

@@ -43,7 +43,7 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
     for (key, value) in &disk.attributes {
         match key.as_str() {
             "type" | "device" | "model" | "snapshot" => {}
-            _ => return Err(format!("it says {key}='{value}', which Larder does not have")),
+            _ => return Err(format!("it has {key}='{value}', which Larder does not support")),
         }
     }
     let mut served = ServedDisk {
@@ -60,7 +60,7 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
             "target" => {
                 let other = child.attributes.iter().find(|(key, _)| key != "dev" && key != "bus");
                 if let Some((key, value)) = other {
-                    return Err(format!("its target says {key}='{value}', which Larder does not have"));
+                    return Err(format!("its target has {key}='{value}', which Larder does not support"));
                 }
             }
             "serial" => {
@@ -72,12 +72,12 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
             "blockio" => block_sizes(child, &mut served)?,
             "backingStore" => served.backing = Some(backing(child)?),
             "shareable" => {
-                return Err("it is shareable: other hosts may write to it, which Larder would not see".to_owned());
+                return Err("it is shareable: other hosts may write to it, which Larder would not notice".to_owned());
             }
-            "transient" => return Err("it is transient: what the guest writes is to be thrown away".to_owned()),
+            "transient" => return Err("it is transient: the guest's writes are to be discarded".to_owned()),
             "encryption" => return Err("it is encrypted, which only QEMU can read".to_owned()),
-            "mirror" => return Err("it is being copied to another place; let that end first".to_owned()),
-            other => return Err(format!("it has <{other}>, which Larder does not have")),
+            "mirror" => return Err("it is being mirrored; wait until that has ended".to_owned()),
+            other => return Err(format!("it has <{other}>, which Larder does not support")),
         }
     }
     Ok(served)
@@ -89,9 +89,7 @@ fn image(disk: &Element) -> Result<String, String> {
     if kind == "vhostuser" {
         return Err("another process serves it already".to_owned());
     }
-    let source = disk
-        .child("source")
-        .ok_or("there is nothing in it: it has no <source>")?;
+    let source = disk.child("source").ok_or("it is empty: it has no <source>")?;
     if let Some(child) = source.children.iter().find(|child| match child.name.as_str() {
         // Larder needs no label, and relabels nothing.
         "seclabel" => false,
@@ -100,8 +98,8 @@ fn image(disk: &Element) -> Result<String, String> {
     }) {
         let hint = match child.name.as_str() {
             "encryption" | "auth" => "which only QEMU can use",
-            "slices" => "a part of an image, and Larder serves the whole",
-            _ => "which Larder does not have",
+            "slices" => "a part of an image, and Larder serves only whole images",
+            _ => "which Larder does not support",
         };
         return Err(format!("its source has <{}>, {hint}", child.name));
     }
@@ -119,10 +117,10 @@ fn image(disk: &Element) -> Result<String, String> {
         match (key.as_str(), value.as_str()) {
             ("startupPolicy", "mandatory") | ("tls", "no") => {}
             ("tls", _) => {
-                return Err("it is an NBD export over TLS: say it in a VM's file by hand, with nbds:// and the folder of its certificates".to_owned());
+                return Err("it is an NBD export over TLS: write a VM's file by hand, with nbds:// and the directory of its certificates".to_owned());
             }
             (key, _) if known.contains(&key) => {}
-            (key, value) => return Err(format!("its source says {key}='{value}', which Larder does not have")),
+            (key, value) => return Err(format!("its source has {key}='{value}', which Larder does not support")),
         }
     }
     let path = match kind {
@@ -133,7 +131,7 @@ fn image(disk: &Element) -> Result<String, String> {
     let path = path.ok_or("its <source> names no image")?;
     match path.starts_with('/') {
         true => Ok(path.to_owned()),
-        false => Err(format!("'{path}' is no whole path")),
+        false => Err(format!("'{path}' is not an absolute path")),
     }
 }
 
@@ -141,7 +139,7 @@ fn nbd(source: &Element) -> Result<String, String> {
     if source.attribute("protocol") != Some("nbd") {
         let protocol = source.attribute("protocol").unwrap_or("unknown");
         return Err(format!(
-            "its protocol is {protocol}; of disks on other hosts Larder serves those of NBD"
+            "its protocol is {protocol}; the only network protocol that Larder supports is NBD"
         ));
     }
     let hosts: Vec<&Element> = source.all("host").collect();
@@ -163,11 +161,15 @@ fn nbd(source: &Element) -> Result<String, String> {
             let port = host.attribute("port").map_or(String::new(), |port| format!(":{port}"));
             format!("nbd://{name}{port}/{export}")
         }
-        other => return Err(format!("its host is reached by {other}, and Larder knows tcp and unix")),
+        other => {
+            return Err(format!(
+                "its host has the transport {other}; Larder supports tcp and unix"
+            ));
+        }
     };
     match text.parse() {
         Ok(ImageAddress::Nbd(_)) => Ok(text),
-        Ok(ImageAddress::Path(_)) => Err(format!("{text} is no NBD URI")),
+        Ok(ImageAddress::Path(_)) => Err(format!("{text} is not an NBD URI")),
         Err(error) => Err(error.to_string()),
     }
 }
@@ -215,26 +217,26 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("cache", "writeback") => served.keys.push(("cache", toml_text("buffered"))),
             ("cache", "writethrough" | "directsync") => {
                 return refused(
-                    "each write is to be durable when it completes, and Larder's are when the guest flushes; take it out with virsh edit if the guest does",
+                    "it makes each write durable when it completes, and Larder makes writes durable when the guest flushes; remove it with virsh edit if the guest flushes",
                 );
             }
             ("cache", "unsafe") => {
-                return refused("Larder makes flushes durable, always; take it out with virsh edit if that is right");
+                return refused("Larder always makes flushes durable; remove it with virsh edit if that is acceptable");
             }
             ("discard", "unmap") => discard = "unmap",
             ("discard", "ignore") => {}
             ("io", _) | ("ioeventfd", _) => {}
             ("iothread", _) => served.notes.push(format!(
-                "iothread {value} does not have it any more: Larder gives each disk a thread of its own"
+                "iothread {value} no longer serves it: Larder gives each disk a thread of its own"
             )),
             ("detect_zeroes" | "copy_on_read" | "iommu" | "ats" | "discard_no_unref", "off") => {}
             ("error_policy" | "rerror_policy", "report") => {}
             ("error_policy" | "rerror_policy", _) => {
                 return refused(
-                    "Larder reports errors to the guest, and cannot stop it; take it out with virsh edit if that will do",
+                    "Larder reports errors to the guest, and cannot stop it; remove it with virsh edit if that is acceptable",
                 );
             }
-            _ => return refused("Larder does not have this"),
+            _ => return refused("Larder does not support this"),
         }
     }
     served.keys.push(("format", toml_text(format)));
@@ -242,13 +244,13 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
     served.keys.push(("discard", toml_text(discard)));
     for child in &driver.children {
         match child.name.as_str() {
-            "metadata_cache" => served
-                .notes
-                .push("its metadata_cache goes: Larder's is as large as the disk needs, up to 256 MiB".to_owned()),
+            "metadata_cache" => served.notes.push(
+                "its metadata_cache is dropped: Larder's is as large as the disk needs, up to 256 MiB".to_owned(),
+            ),
             "iothreads" => served
                 .notes
-                .push("its iothreads do not have it any more: Larder gives each disk a thread of its own".to_owned()),
-            other => return Err(format!("its driver has <{other}>, which Larder does not have")),
+                .push("its iothreads no longer serve it: Larder gives each disk a thread of its own".to_owned()),
+            other => return Err(format!("its driver has <{other}>, which Larder does not support")),
         }
     }
     Ok(())
@@ -259,7 +261,7 @@ fn limits(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
         match (limit.name.as_str(), LimitName::find(&limit.name)) {
             ("group_name", _) => {
                 return Err(format!(
-                    "its iotune is one for the group '{}', and Larder's limits are of one disk each",
+                    "its iotune applies to the group '{}', and each of Larder's limits applies to one disk",
                     limit.text
                 ));
             }
@@ -268,12 +270,12 @@ fn limits(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
                 Ok(value) => served.keys.push((row.name, value.to_string())),
                 Err(_) => {
                     return Err(format!(
-                        "its iotune has {} '{}', which is no number",
+                        "its iotune has {} '{}', which is not a number",
                         limit.name, limit.text
                     ));
                 }
             },
-            (name, None) => return Err(format!("its iotune has <{name}>, which Larder does not have")),
+            (name, None) => return Err(format!("its iotune has <{name}>, which Larder does not support")),
         }
     }
     Ok(())
@@ -284,10 +286,14 @@ fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String>
         match (key.as_str(), value.as_str()) {
             ("logical_block_size", "0" | "512") => {}
             ("logical_block_size", "4096") => served.keys.push(("block-size", value.clone())),
-            ("logical_block_size", _) => return Err(format!("its {key} is {value}, and Larder's are 512 and 4096")),
+            ("logical_block_size", _) => return Err(format!("its {key} is {value}; Larder supports 512 and 4096")),
             // These are hints, which do not affect a guest's data.
-            ("physical_block_size" | "discard_granularity", _) => served.notes.push(format!("its {key} goes")),
-            _ => return Err(format!("its blockio says {key}='{value}', which Larder does not have")),
+            ("physical_block_size" | "discard_granularity", _) => served.notes.push(format!("its {key} is dropped")),
+            _ => {
+                return Err(format!(
+                    "its blockio has {key}='{value}', which Larder does not support"
+                ));
+            }
         }
     }
     Ok(())
@@ -321,7 +327,7 @@ fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
             }),
             _ => {
                 return Err(
-                    "its backingStore is no file or block device by itself; name the files in a VM's file by hand"
+                    "its backingStore is not a plain file or block device; name the files in a VM's file by hand"
                         .to_owned(),
                 );
             }

@@ -15,7 +15,7 @@ pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(
         let all = format!("<memoryBacking>\n  {SOURCE}\n  {ACCESS}\n</memoryBacking>");
         let before = ["currentMemory", "memory", "name"];
         let before = before.into_iter().find_map(|name| domain.child(name));
-        let before = before.ok_or("it says nothing of its memory, and has no name")?;
+        let before = before.ok_or("it has neither a <memory> nor a <name>")?;
         edits.add_after(text, before, &all);
         return Ok(());
     };
@@ -57,14 +57,14 @@ fn refuse_private(domain: &Element) -> Result<(), String> {
         if cell.attribute("memAccess") == Some("private") {
             let id = cell.attribute("id").map_or_else(|| number.to_string(), str::to_owned);
             return Err(format!(
-                "memAccess='private' of NUMA cell {id} keeps Larder from the guest's memory; take it out, or make it 'shared', with virsh edit"
+                "memAccess='private' of NUMA cell {id} prevents Larder from accessing the guest's memory; remove it, or change it to 'shared', with virsh edit"
             ));
         }
     }
     let modules = domain.child("devices").into_iter().flat_map(|all| all.all("memory"));
     match modules.into_iter().find(|it| it.attribute("access") == Some("private")) {
         Some(module) => Err(format!(
-            "access='private' of a memory device ({}) keeps Larder from the guest's memory; take it out, or make it 'shared', with virsh edit",
+            "access='private' of a memory device ({}) prevents Larder from accessing the guest's memory; remove it, or change it to 'shared', with virsh edit",
             module.attribute("model").unwrap_or("dimm")
         )),
         None => Ok(()),

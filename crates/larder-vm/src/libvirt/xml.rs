@@ -18,9 +18,9 @@ const DEPTH_MAX: usize = 128;
 pub enum XmlError {
     #[error("at byte {at}: {what}")]
     Wrong { at: usize, what: String },
-    #[error("it is cut off: <{element}> does not end")]
+    #[error("it is truncated: <{element}> has no end tag")]
     CutOff { element: String },
-    #[error("there is nothing in it")]
+    #[error("it is empty")]
     Empty,
 }
 
@@ -57,7 +57,9 @@ impl Element {
             let ended = match event {
                 Event::Start(tag) if open.len() >= DEPTH_MAX => {
                     let name = String::from_utf8_lossy(tag.name().as_ref()).into_owned();
-                    return Err(wrong(format!("<{name}> is in more than {DEPTH_MAX} others")));
+                    return Err(wrong(format!(
+                        "<{name}> is nested in more than {DEPTH_MAX} other elements"
+                    )));
                 }
                 Event::Start(tag) => {
                     open.push(Self::of_tag(&tag, begin..end)?);
@@ -81,7 +83,7 @@ impl Element {
                         Some(letter) => say(&mut open, letter.encode_utf8(&mut [0; 4])),
                         None => match resolve_predefined_entity(&named) {
                             Some(letters) => say(&mut open, letters),
-                            None => return Err(wrong(format!("&{named}; is not known"))),
+                            None => return Err(wrong(format!("the entity &{named}; is unknown"))),
                         },
                     }
                     None
@@ -198,7 +200,7 @@ impl Edits {
         self.0.sort_by_key(|(place, _)| (place.start, place.end));
         let (mut changed, mut at) = (String::with_capacity(text.len()), 0);
         for (place, by) in self.0 {
-            debug_assert!(at <= place.start, "two changes of one place");
+            debug_assert!(at <= place.start, "two edits overlap");
             changed.push_str(&text[at..place.start]);
             changed.push_str(&by);
             at = place.end;

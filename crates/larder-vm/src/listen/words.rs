@@ -55,7 +55,7 @@ fn id_of(
         looked_up => match (known.get(&(kind, text.to_owned())), looked_up) {
             (Some(number), _) => Ok(*number),
             (None, Err(error)) => Err(format!(
-                "{kind} '{text}' cannot be looked up: {error}; a number need not be"
+                "{kind} '{text}' cannot be looked up: {error}; a numeric ID needs no lookup"
             )),
             (None, _) => Err(format!("there is no {kind} '{text}' on this host")),
         },

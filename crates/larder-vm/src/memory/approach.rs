@@ -236,9 +236,7 @@ impl QemuFinder {
         let number = number
             .and_then(|text| text.parse().ok())
             .filter(|number: &i32| *number > 0);
-        let pid = number
-            .and_then(Pid::from_raw)
-            .ok_or("there is no process number in it")?;
+        let pid = number.and_then(Pid::from_raw).ok_or("it contains no process ID")?;
         let Some(process) = Process::alive(pid) else {
             return Ok(None);
         };
@@ -264,13 +262,13 @@ impl QemuFinder {
             .is_some_and(|(then, other)| then == state && *other != process)
         {
             return Err(format!(
-                "it has not changed since it named a process that has ended, and process {pid} is another one: has QEMU been killed?"
+                "it has not changed since it named a process that has ended, and process {pid} is a different one: was QEMU killed?"
             ));
         }
         match is_in_memory {
             true => Ok(()),
             false => Err(format!(
-                "process {pid} does not have it open, so it may be from before the host was started: have QEMU write it (-pidfile), or keep it in /run"
+                "process {pid} does not have it open, so it may be older than the last boot of the host: let QEMU write it (-pidfile), or keep it in /run"
             )),
         }
     }
@@ -345,7 +343,7 @@ impl Approach {
         match &mut self.obstacle {
             Some((last, told)) if *last == why => {
                 if !std::mem::replace(told, true) {
-                    tracing::error!("{why} (it is tried again)");
+                    tracing::error!("{why} (Larder will try again)");
                 }
             }
             // The obstacle may disappear soon.
@@ -377,15 +375,15 @@ fn start(config: &MemoryConfig, is_waiting: bool) -> Result<ManagedMemory, Memor
             MemoryError::Swap(SwapError::Gone(_)) => return Err(error),
             MemoryError::Swap(_) if config.has_disk() => {
                 (config.swap, config.slow) = (None, None);
-                tracing::error!("{error}; meanwhile those disks are used that its pages are on");
+                tracing::error!("{error}; meanwhile Larder uses the disks that hold the pages");
             }
             MemoryError::Budget(BudgetError::TooSmall { needed, .. }) if *needed > config.budget => {
                 config.budget = *needed;
-                tracing::error!("{error}; meanwhile that is used");
+                tracing::error!("{error}; meanwhile Larder uses that budget");
             }
             MemoryError::Budget(BudgetError::Compressed { .. }) if config.compressed.is_some() => {
                 config.compressed = None;
-                tracing::error!("{error}; meanwhile it is as usual");
+                tracing::error!("{error}; meanwhile Larder uses the default");
             }
             _ => return Err(error),
         }
@@ -399,7 +397,7 @@ mod tests {
     use super::*;
 
     fn in_memory() -> tempfile::TempDir {
-        tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm")
+        tempfile::tempdir_in("/dev/shm").expect("a directory in /dev/shm")
     }
 
     fn found(text: &str) -> Result<Option<Process>, String> {
@@ -422,11 +420,7 @@ mod tests {
         // Larger than every process ID.
         assert_eq!(found("1073741824\n"), Ok(None));
         for wrong in ["qemu\n", "-1\n", "0", "12 13", "99999999999999999999"] {
-            assert_eq!(
-                found(wrong),
-                Err("there is no process number in it".to_owned()),
-                "{wrong}"
-            );
+            assert_eq!(found(wrong), Err("it contains no process ID".to_owned()), "{wrong}");
         }
         let nowhere = QemuFinder::default().named_by(Path::new("/nosuch/pid"));
         assert_eq!(nowhere, Ok(None));
@@ -464,7 +458,7 @@ mod tests {
             named: Some((state, before)),
         };
         let why = finder.named_by(&path).expect_err("is of the one before");
-        assert!(why.contains("is another one"), "{why}");
+        assert!(why.contains("is a different one"), "{why}");
         // An open file identifies the process, as in QEMU.
         let open = File::open(&path).expect("opens");
         assert_eq!(finder.named_by(&path), Ok(Some(us)));
@@ -477,7 +471,7 @@ mod tests {
 
     #[test]
     fn disk_pid_file_must_be_open() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder on a disk");
+        let folder = tempfile::tempdir_in("/var/tmp").expect("a directory on a disk");
         let path = folder.path().join("pid");
         let us = this_process();
         fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");

@@ -51,13 +51,13 @@ impl Deciders {
     /// process's users.
     fn refusal(&self, of_process: &[u32]) -> Option<String> {
         if let Some(path) = &self.open_to_others {
-            return Some(format!("more users than its owner may write to {}", path.display()));
+            return Some(format!("users other than its owner may write to {}", path.display()));
         }
         let is_other = |user: &u32| of_process.iter().any(|of_process| of_process != user);
         let user = self.users.iter().find(|user| is_other(user))?;
         let of_process = of_process.first().copied().unwrap_or_default();
         Some(format!(
-            "user {user} can change what is there, and the process is of user {of_process}"
+            "user {user} can replace it, and the process belongs to user {of_process}"
         ))
     }
 
@@ -118,7 +118,7 @@ mod tests {
         if !geteuid().is_root() {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let at = |name: &str| folder.path().join(name);
         let set = |name: &str, mode| fs::set_permissions(at(name), Permissions::from_mode(mode)).expect("is ours");
         let users = |name: &str| {
@@ -128,7 +128,7 @@ mod tests {
                 .into_iter()
                 .collect::<Vec<_>>()
         };
-        fs::create_dir(at("d")).expect("a folder");
+        fs::create_dir(at("d")).expect("a directory");
         fs::write(at("d/pid"), "1").expect("a file");
         set("d/pid", 0o644);
         symlink("d/pid", at("link")).expect("a link");

@@ -46,14 +46,16 @@ pub struct Bounds {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum RangeError {
-    #[error("a budget's {lower_name} of {lower} is above its {upper_name} of {upper}; they rise: min, low, high, max")]
+    #[error(
+        "a budget's {lower_name} of {lower} is above its {upper_name} of {upper}; the order is min, low, high, max"
+    )]
     Order {
         lower_name: &'static str,
         lower: ByteLen,
         upper_name: &'static str,
         upper: ByteLen,
     },
-    #[error("a budget's min of {min} is too small: {needed} is the least for memory of {bytes}")]
+    #[error("a budget's min of {min} is too small: memory of {bytes} needs at least {needed}")]
     TooSmall {
         min: ByteLen,
         needed: ByteLen,
@@ -178,7 +180,11 @@ mod tests {
             ([30, 20, 0, 0], 30, "min of 30 MiB is above its low of 20 MiB"),
             ([30, 0, 0, 20], 30, "min of 30 MiB is above its max of 20 MiB"),
             ([0, 40, 30, 0], 30, "low of 40 MiB is above its high of 30 MiB"),
-            ([10, 0, 0, 0], 30, "min of 10 MiB is too small: 17 MiB is the least"),
+            (
+                [10, 0, 0, 0],
+                30,
+                "min of 10 MiB is too small: memory of 64 MiB needs at least 17 MiB",
+            ),
             ([40, 0, 0, 0], 30, "a budget of 30 MiB is below its min of 40 MiB"),
             ([0, 0, 0, 20], 30, "a budget of 30 MiB is above its max of 20 MiB"),
         ] {

@@ -54,7 +54,7 @@ pub enum Progress {
 pub enum ServiceError {
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("{}: it says nothing of memory: add [memory], with a budget and qmp or pid-file (docs/vm-file.md)", .0.display())]
+    #[error("{}: it has no [memory] section: add one, with a budget and qmp or pid-file (docs/vm-file.md)", .0.display())]
     NoMemory(PathBuf),
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -133,11 +133,11 @@ impl Stop {
     fn refused(&mut self, error: &DetachError) {
         self.again = Some(self.pause);
         if matches!(error, DetachError::UnderWay) {
-            tracing::debug!("not detached: {error}; it is tried again");
+            tracing::debug!("not detached: {error}; Larder will try again");
             return;
         }
         if !std::mem::replace(&mut self.is_logged, true) {
-            tracing::error!("not detached, and goes on: {error}; it is tried again");
+            tracing::error!("not detached, and the memory is still managed: {error}; Larder will try again");
         }
         self.pause = (self.pause * 2).min(DETACH_AGAIN_MAX);
     }
@@ -161,7 +161,7 @@ impl MemoryService {
         };
         let control = make_memory_control(&config.name);
         let control = control.inspect_err(|error| {
-            tracing::warn!("no control socket: its folder cannot be made: {error}");
+            tracing::warn!("no control socket: its directory cannot be created: {error}");
         });
         let whose = Whose::Vm(Box::new(config), file.to_owned(), qemu);
         Ok(Self::new(whose, wish, poll_max, control.ok()))
@@ -307,7 +307,7 @@ impl MemoryService {
                 Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => {
                     if process.is_waiting() && !approach.is_of_another() {
                         tracing::error!(
-                            "process {} is left waiting for its memory, until it is managed again",
+                            "process {} blocks on its evicted pages until it is managed again",
                             process.pid.as_raw_pid()
                         );
                     }
@@ -354,12 +354,12 @@ impl MemoryService {
                 (Ok(Order::Reload), None) => self.reload_and_tell(Some(&inquiry), tell),
                 (Ok(Order::Stop), Some(_)) => {
                     tracing::warn!(
-                        "it is being detached already (SIGHUP stops that); a kill leaves the guest waiting until it is managed again"
+                        "a detach is already running (SIGHUP cancels it); after a kill the guest blocks until it is managed again"
                     );
                 }
                 (Ok(Order::Stop), None) => {
                     self.tell(tell, Progress::Stopping);
-                    tracing::info!("detaching: everything is brought back into memory");
+                    tracing::info!("detaching: all pages are being paged in");
                     stop = Some(Stop {
                         detach: self.detach(&inquiry),
                         again: None,
@@ -425,20 +425,20 @@ impl MemoryService {
         };
         let started = ControlServer::start(path, Arc::new(subject));
         started
-            .inspect_err(|error| tracing::error!("it is managed, but nobody can ask for it: {error}"))
+            .inspect_err(|error| tracing::error!("the memory is managed, but without a control socket: {error}"))
             .ok()
     }
 
     /// Reloads the file, and applies all changes that are possible now.
     fn reload(&mut self, managed: Option<&MemoryInquiry>) -> Result<(), String> {
         let Whose::Vm(config, file, qemu) = &mut self.whose else {
-            return Err("there is no file".to_owned());
+            return Err("there is no file to reload".to_owned());
         };
         let read = VmConfig::read(file).map_err(|error| error.to_string())?;
         let Some(wanted) = read.memory.clone() else {
             let file = file.display();
             return Err(format!(
-                "{file} says nothing of memory any more; stop this service to have it let go of"
+                "{file} has no [memory] section any more; stop this service to detach from the memory"
             ));
         };
         if let Some(managed) = managed {
@@ -452,7 +452,7 @@ impl MemoryService {
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
             for key in wanted.wish.fixed_differences(&self.in_use) {
                 // The restart pages everything in first, so pages may be evicted to another disk afterwards.
-                tracing::warn!("left: {key}: as before until this service is started again, which the guest survives");
+                tracing::warn!("{key}: takes effect when this service is restarted, which the guest survives");
             }
         }
         **config = read;

@@ -57,7 +57,7 @@ pub struct SwapConfig {
 pub enum SwapError {
     #[error("swap cache {name}: {source}")]
     Image { name: String, source: ImageError },
-    #[error("swap cache {name}: {what}: {source}")]
+    #[error("swap cache {name}: cannot {what}: {source}")]
     Os {
         name: String,
         what: &'static str,
@@ -65,46 +65,42 @@ pub enum SwapError {
     },
     #[error("swap cache {0}")]
     Io(String),
-    #[error("swap cache {0}: it does not exist; say how large it may become (--swap-size, swap-size in a VM's file)")]
+    #[error("swap cache {0}: it does not exist; give its maximum size (--swap-size, swap-size in a VM's file)")]
     NoSize(String),
-    #[error("swap cache {name}: {size} is too small; {SIZE_MIN} is the least")]
+    #[error("swap cache {name}: {size} is too small; the minimum is {SIZE_MIN}")]
     TooSmall { name: String, size: ByteLen },
-    #[error("swap cache {name}: it has {has}, and {size} were asked for")]
+    #[error("swap cache {name}: its size is {has}, and {size} was requested")]
     TooLarge { name: String, has: ByteLen, size: ByteLen },
     #[error(
-        "swap cache {name}: pages of process {pid} are on it, whose pager has ended: start that one again (larder memory attach --pid {pid}), or give another path"
+        "swap cache {name}: it holds pages of process {pid}, whose pager has ended: restart that pager (larder memory attach --pid {pid}), or give another path"
     )]
     Used { name: String, pid: u32 },
-    #[error("{0} is given as the swap cache and as the slow store")]
+    #[error("{0} is given both as the swap cache and as the slow store")]
     Twice(String),
-    #[error("swap cache {name}: it is to have {size}, and there is room for {free}")]
+    #[error("swap cache {name}: {size} was requested, and there is space for {free}")]
     NoRoom { name: String, size: ByteLen, free: ByteLen },
     #[error("swap cache {0}: it is neither a file nor a block device")]
     Kind(String),
     #[error(
-        "swap cache {name}: {why}, and is not overwritten: give another path, or clear it if nothing of it is needed (a file: {}; a device: {})",
+        "swap cache {name}: {why}, and is not overwritten: give another path, or clear it if none of its data is needed (a file: {}; a device: {})",
         how_to_clear(true),
         how_to_clear(false)
     )]
     Foreign { name: String, why: Occupied },
-    #[error("swap cache {name}: it is of version {version}; this program knows version {VERSION}")]
+    #[error("swap cache {name}: it has version {version}; this program supports version {VERSION}")]
     Version { name: String, version: u32 },
-    #[error(
-        "swap cache {given}: pages of the process are on {left}, where its pager has put them: give that one, or none"
-    )]
+    #[error("swap cache {given}: the pages of the process are on {left}: give that one, or none")]
     Other { given: String, left: String },
-    #[error(
-        "swap cache {0}: it is not the one any more that pages of the process are on, or it is damaged: put it back"
-    )]
+    #[error("swap cache {0}: it is not the disk that holds pages of the process, or it is damaged: restore that disk")]
     Gone(String),
-    #[error("swap cache {0}: pages of the process are on it, and there is no such file any more: put it back")]
+    #[error("swap cache {0}: it holds pages of the process, and the file no longer exists: restore it")]
     Missing(String),
     #[error(
         "swap cache {name}: a file of {size} is larger than its file system allows, or a file of this process may be \
          (RLIMIT_FSIZE: ulimit -f, or LimitFSIZE= of its service): raise that, or give a smaller size"
     )]
     FileSize { name: String, size: ByteLen },
-    #[error("swap cache {0}: a path with other bytes than UTF-8 cannot be noted")]
+    #[error("swap cache {0}: a path that is not UTF-8 cannot be recorded")]
     Name(String),
 }
 
@@ -221,7 +217,7 @@ pub(super) async fn open(
     };
     if is_new && file.as_ref().is_some_and(|file| is_in_memory(file.path())) {
         tracing::warn!(
-            "swap cache {}: it is on tmpfs, which is memory itself: what goes there saves nothing; give a path on a disk",
+            "swap cache {}: it is on tmpfs, which is memory: pages evicted to it save no memory; give a path on a disk",
             identity.name
         );
     }
@@ -284,11 +280,7 @@ async fn erase_left(
     }
     let written = mark.unwrap_or(segments).min(segments);
     let erased = erase(device, Unneeded::Plain(written)).await;
-    erased.map_err(|error| {
-        SwapError::Io(format!(
-            "{name}: what a killed pager has left on it cannot be erased: {error}"
-        ))
-    })
+    erased.map_err(|error| SwapError::Io(format!("{name}: the data of a killed pager cannot be erased: {error}")))
 }
 
 /// State of a new disk's path before it was opened.
@@ -337,7 +329,7 @@ async fn open_device(
         match open_claimed(on, path, is_new).await {
             Ok(device) => {
                 let name = address.to_string();
-                let opened = device.metadata().map_err(os(&name, "look at it"))?;
+                let opened = device.metadata().map_err(os(&name, "inspect it"))?;
                 if is_new {
                     check_path(&name, path, Some(&opened))?;
                 }
@@ -372,7 +364,7 @@ fn check_path(name: &str, path: &Path, opened: Option<&Metadata>) -> Result<(), 
         (Err(error), Some(_)) => Err(error),
         (Ok(found), Some(opened)) if (found.dev(), found.ino()) == (opened.dev(), opened.ino()) => Ok(()),
         (Ok(_), Some(_)) => Err(io::Error::other(
-            "another file has taken its place meanwhile; try again",
+            "another file has replaced it in the meantime; try again",
         )),
     };
     result.map_err(os(name, "follow its path"))
@@ -386,7 +378,7 @@ async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDev
     };
     match FileDevice::open(on, path, options).await {
         Err(error @ OpenError::Claimed { .. }) if !is_new => {
-            tracing::warn!("{error}; it is used all the same, as pages of the process are on it");
+            tracing::warn!("{error}; Larder uses it nevertheless, because it holds pages of the process");
             FileDevice::open(on, path, FileOptions::default()).await
         }
         opened => opened,
@@ -430,7 +422,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
     let found = match path.metadata() {
         Ok(metadata) => Some(metadata),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => return Err(os(&name, "look at it")(error)),
+        Err(error) => return Err(os(&name, "inspect it")(error)),
     };
     if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
         return Ok(Before::Unknown);
@@ -457,7 +449,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
         name: name.clone(),
         source: error.into(),
     })?;
-    let claimed = file.metadata().map_err(os(&name, "look at it"))?;
+    let claimed = file.metadata().map_err(os(&name, "inspect it"))?;
     check_path(&name, path, Some(&claimed))?;
     let is_as_found = found.is_some_and(|found| (found.dev(), found.ino()) == (claimed.dev(), claimed.ino()));
     let before = match !is_as_found && claimed.len() == 0 {
@@ -473,7 +465,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
             false => file.set_len(claimed.len()),
         };
         if let Err(error) = undone {
-            tracing::warn!("swap cache {name}: it is not left as it was: {error}");
+            tracing::warn!("swap cache {name}: its previous state cannot be restored: {error}");
         }
     }
     sized.map(|()| before)
@@ -487,7 +479,7 @@ fn erase_file(name: &str, file: &File, owner: Owner) -> Result<bool, SwapError> 
         Header::Nothing => Ok(false),
         Header::Ours(fields) => {
             fields.check_unneeded(name, owner)?;
-            let len = file.metadata().map_err(os(name, "look at it"))?.len();
+            let len = file.metadata().map_err(os(name, "inspect it"))?.len();
             let erased = file.set_len(0).and_then(|()| file.set_len(len));
             erased.map_err(os(name, "empty it"))?;
             Ok(fields.is_made)
@@ -501,12 +493,12 @@ fn give_size(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
             name: name.to_owned(),
             size: ByteLen::new(whole),
         },
-        _ => os(name, "give it its size")(error),
+        _ => os(name, "set its size")(error),
     })?;
     // Lack of space is reported now. A file system that cannot preallocate reports it later.
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, whole) {
         Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(()),
-        Err(error) => Err(os(name, "find room for it")(error.into())),
+        Err(error) => Err(os(name, "allocate space for it")(error.into())),
     }
 }
 
@@ -528,7 +520,7 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
             };
             return look_for_room(&name, path, size.get());
         }
-        Err(error) => return Err(os(&name, "look at it")(error)),
+        Err(error) => return Err(os(&name, "inspect it")(error)),
     };
     let is_device = found.file_type().is_block_device();
     if !found.is_file() && !is_device {
@@ -574,9 +566,9 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
 
 /// Checks that the file system has space for a file of this size, including the space that the file already uses.
 fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
-    let path = std::path::absolute(path).map_err(os(name, "look at it"))?;
+    let path = std::path::absolute(path).map_err(os(name, "inspect it"))?;
     let folder = path.parent().unwrap_or(Path::new("/"));
-    let room = rustix::fs::statvfs(folder).map_err(|error| os(name, "look at its folder")(error.into()))?;
+    let room = rustix::fs::statvfs(folder).map_err(|error| os(name, "inspect its directory")(error.into()))?;
     let has = path.metadata().map_or(0, |found| found.blocks() * 512);
     let free = room.f_bavail.saturating_mul(room.f_frsize).saturating_add(has);
     match free < whole {

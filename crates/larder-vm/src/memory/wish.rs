@@ -60,17 +60,17 @@ pub struct MemoryWish {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum WishError {
-    #[error("a budget of {0} is too small: {BUDGET_MIN} is the least, and 26 bytes for each page of the memory")]
+    #[error("a budget of {0} is too small: the minimum is {BUDGET_MIN}, and 26 bytes for each page of the memory")]
     Budget(ByteLen),
     #[error(transparent)]
     Compressed(BudgetError),
     #[error(transparent)]
     Range(#[from] RangeError),
-    #[error("{what} of {size} is too small; {SIZE_MIN} is the least")]
+    #[error("{what} of {size} is too small; the minimum is {SIZE_MIN}")]
     Size { what: &'static str, size: ByteLen },
-    #[error("the swap cache and the slow store are both {0}; give each its own, or leave the slow store out")]
+    #[error("the swap cache and the slow store are both {0}; give each its own disk, or omit the slow store")]
     Same(ImageAddress),
-    #[error("there is nothing to encrypt without a swap cache or a slow store; give one, or leave encrypt out")]
+    #[error("there is nothing to encrypt without a swap cache or a slow store; give one, or omit encrypt")]
     Encrypt,
 }
 
@@ -266,7 +266,7 @@ impl Said {
             "slow-size" => self.slow.1 = Some(size()?),
             "quarantine-ms" => {
                 let time = value.parse().ok().filter(|time| *time <= QUARANTINE_MS_MAX);
-                let time = time.ok_or_else(|| wanted(format!("give milliseconds, {QUARANTINE_MS_MAX} at most")))?;
+                let time = time.ok_or_else(|| wanted(format!("give milliseconds, at most {QUARANTINE_MS_MAX}")))?;
                 self.quarantine = Some(Duration::from_millis(time));
             }
             "prefetch" => self.prefetch = Some(switch()?),
@@ -285,9 +285,7 @@ impl Said {
             return Err("there is no budget; add one, as in budget = \"1GiB\"".to_owned());
         };
         let disk = |(address, size): (Option<ImageAddress>, Option<ByteLen>), size_key, key| match (address, size) {
-            (None, Some(_)) => Err(format!(
-                "{size_key} says nothing without {key}; give that too, or leave it out"
-            )),
+            (None, Some(_)) => Err(format!("{size_key} has no effect without {key}; give both, or neither")),
             (None, None) => Ok(None),
             (Some(address), size) => Ok(Some(SwapConfig { address, size })),
         };

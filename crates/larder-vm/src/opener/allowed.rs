@@ -135,7 +135,7 @@ impl Allowed {
         found.ok_or_else(|| {
             denied(
                 &path,
-                "the VM's file does not name it: write there what the disk needs, and start or reload the VM's server",
+                "the VM's file does not name it: add there what the disk needs, and start or reload the VM's server",
             )
         })
     }
@@ -158,8 +158,8 @@ impl Allowed {
             Access::Look | Access::Read => Ok(()),
             Access::Write if how.write => Ok(()),
             Access::Claim if how.make => Ok(()),
-            Access::Write => Err(denied(path, "by the VM's file it is only read")),
-            Access::Claim => Err(denied(path, "by the VM's file it is no cache")),
+            Access::Write => Err(denied(path, "the VM's file allows only reading it")),
+            Access::Claim => Err(denied(path, "the VM's file does not name it as a cache")),
         }
     }
 
@@ -170,7 +170,7 @@ impl Allowed {
     pub(super) fn make(&self, path: &Path) -> io::Result<()> {
         match self.use_of(path)?.make {
             true => Ok(()),
-            false => Err(denied(path, "by the VM's file it is no cache")),
+            false => Err(denied(path, "the VM's file does not name it as a cache")),
         }
     }
 

@@ -76,8 +76,7 @@ impl Helper {
     fn ask(&self, request: &Request, file: Option<BorrowedFd<'_>>) -> io::Result<(Answer, Vec<OwnedFd>)> {
         let (ours, theirs) = pair()?;
         let descriptors: Vec<BorrowedFd<'_>> = [theirs.as_fd()].into_iter().chain(file).collect();
-        let gone =
-            || io::Error::other("the process that opens files for this server has ended: start the server again");
+        let gone = || io::Error::other("the opener of this server has exited: start the server again");
         send(self.channel.as_fd(), request, &descriptors).map_err(|error| match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => gone(),
             _ => error,
@@ -201,7 +200,7 @@ impl Helper {
 }
 
 fn unexpected() -> io::Error {
-    io::Error::other("the process that opens files for this server has answered something else")
+    io::Error::other("the opener of this server has sent an unexpected answer")
 }
 
 /// Accesses files through the helper.

@@ -25,13 +25,13 @@ pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", peer.pid))?;
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     if poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&now))? > 0 {
-        return Err(io::Error::other("the process that has connected has ended"));
+        return Err(io::Error::other("the process that connected has exited"));
     }
     let name = groups.lines().find_map(service_of).ok_or_else(|| {
         io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!(
-                "process {} belongs to no service larder@NAME.service: files are opened for those alone",
+                "process {} belongs to no service larder@NAME.service: files are opened only for those",
                 peer.pid
             ),
         )

@@ -110,14 +110,14 @@ impl Server {
         let descriptors: Vec<BorrowedFd<'_>> = descriptor.iter().map(AsFd::as_fd).collect();
         // The server may have ended.
         if let Err(error) = send(reply.as_fd(), &answer, &descriptors) {
-            tracing::debug!("{what}: the answer did not arrive: {error}");
+            tracing::debug!("{what}: the answer cannot be sent: {error}");
         }
     }
 
     fn carry_out(&self, request: Request, file: Option<OwnedFd>) -> io::Result<(Answer, Option<OwnedFd>)> {
         let given = || {
             file.map(File::from)
-                .ok_or_else(|| io::Error::other("a request without its file"))
+                .ok_or_else(|| io::Error::other("the request comes without its file"))
         };
         let opened = |file: io::Result<File>| Ok((Answer::Done, Some(OwnedFd::from(file?))));
         let done = |result: io::Result<()>| result.map(|()| (Answer::Done, None));
@@ -141,7 +141,7 @@ impl Server {
                 let (_folder, place) = place_of_new(&path)?;
                 done(match place.symlink_metadata()?.is_file() {
                     true => Itself.remove(&place),
-                    false => Err(io::Error::other("it is no file")),
+                    false => Err(io::Error::other("it is not a regular file")),
                 })
             }
             Request::Connect(path) => {

@@ -273,7 +273,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, message: &impl Serialize, descriptors
     let bytes = serde_json::to_vec(message)?;
     if bytes.len() > MESSAGE_BYTES_MAX {
         return Err(io::Error::other(format!(
-            "a message of {} bytes, more than {MESSAGE_BYTES_MAX}",
+            "a message of {} bytes exceeds the limit of {MESSAGE_BYTES_MAX}",
             bytes.len()
         )));
     }
@@ -310,7 +310,7 @@ pub(super) fn receive<T: DeserializeOwned>(socket: &impl AsFd) -> io::Result<Opt
     }
     if came.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC) {
         return Err(io::Error::other(
-            "a message came only in part: this process has too many files open (ulimit -n)",
+            "a message was received only in part: this process has too many open files (ulimit -n)",
         ));
     }
     if came.bytes == 0 {

@@ -29,7 +29,7 @@ use crate::wish::DiskWish;
 pub enum CheckError {
     #[error("{source}{advice}")]
     Image { source: ImageError, advice: &'static str },
-    #[error("disk {image}: {place} has it twice; {how} at both lets it, if that is meant")]
+    #[error("disk {image}: {place} gives it twice; if that is intended, add {how} to both")]
     Twice {
         image: ImageAddress,
         place: &'static str,
@@ -272,20 +272,18 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
     let is_in_file = given_by == GivenBy::File;
     match error {
-        ImageError::OtherFormat { .. } if is_in_file => {
-            "; if its bytes are the disk all the same, add format = \"raw\""
-        }
+        ImageError::OtherFormat { .. } if is_in_file => "; if it is a raw disk nevertheless, add format = \"raw\"",
         ImageError::OtherFormat { .. } => {
-            "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
+            "; if it is a raw disk nevertheless, add format=raw; otherwise attach it with -drive, and QEMU serves it"
         }
         ImageError::Qcow2(Qcow2Error::Header {
             source: HeaderError::Magic(_),
             ..
         }) => match is_in_file {
-            true => "; correct format in the VM's file, or the image, if it should begin like one",
-            false => "; without format= it is served as what it begins like",
+            true => "; correct the format in the VM's file, or restore the image if it should have that format",
+            false => "; without format= Larder detects the format",
         },
-        source if is_only_qemus(source) && !is_in_file => "; attach it by -drive, and QEMU serves it",
+        source if is_only_qemus(source) && !is_in_file => "; attach it with -drive, and QEMU serves it",
         ImageError::File(OpenError::Open { source, .. })
             if !disk.read_only
                 // Larder's own refusals, which have no number, hold for reading as well.
@@ -293,20 +291,20 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
                 && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
         {
             match is_in_file {
-                true => "; with readonly = true it is only read",
-                false => "; with readonly=on it is only read",
+                true => "; with readonly = true Larder only reads it",
+                false => "; with readonly=on Larder only reads it",
             }
         }
         ImageError::File(OpenError::Locked {
             source: LockError::InUse { .. },
             ..
         }) => match given_by {
-            _ if disk.share => "; the other process must let others use it too",
-            GivenBy::File => "; share = true lets both use it, if both are meant to",
-            GivenBy::Option => "; share=on lets both use it, if both are meant to",
-            GivenBy::Device => "; share-rw=on at its -device lets both use it, if both are meant to",
+            _ if disk.share => "; the other process must share it too",
+            GivenBy::File => "; if both are meant to use it, set share = true",
+            GivenBy::Option => "; if both are meant to use it, add share=on",
+            GivenBy::Device => "; if both are meant to use it, add share-rw=on to its -device",
             GivenBy::Drive => {
-                "; if both are meant to use it, give it if=none and attach it by -device virtio-blk-pci,share-rw=on"
+                "; if both are meant to use it, give it if=none and attach it with -device virtio-blk-pci,share-rw=on"
             }
         },
         _ => "",

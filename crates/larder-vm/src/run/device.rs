@@ -72,7 +72,7 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
             }
             ("queue-size", _) => disk.queue_size = Some(in_range(key, value, parse_number(value))?),
             _ if KEPT.contains(&key) => new.push(key, value),
-            _ => return reason(format!("vhost-user-blk has nothing for the property {key}={value}")),
+            _ => return reason(format!("vhost-user-blk does not support the property {key}={value}")),
         }
     }
     complete(new, disk)
@@ -82,7 +82,7 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
 fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, Reason> {
     let fit = number.and_then(|number| T::try_from(number).ok());
     fit.map_or_else(
-        || reason(format!("{key}={value} is no number that Larder knows a meaning of")),
+        || reason(format!("{key}={value} is not a number that Larder supports")),
         Ok,
     )
 }

@@ -95,7 +95,7 @@ impl Disks<'_> {
             if device.is_vhost_user_disk() {
                 let text = &device.text;
                 line.changes
-                    .push(format!("-device {text}: stays as it is: it has a server of its own"));
+                    .push(format!("-device {text}: unchanged: it has a server of its own"));
                 continue;
             }
             let id = device.drive().unwrap_or_default();
@@ -202,7 +202,9 @@ impl Disks<'_> {
                 let left = self.context.left.iter().find(|(image, _)| *image == disk.image);
                 left.map_or(Ok(disk), |(_, reason)| Err(reason.clone()))
             }
-            Source::DriveInBytes => reason("its -drive is not UTF-8; give the image such a name (a link will do)"),
+            Source::DriveInBytes => {
+                reason("its -drive is not UTF-8; give the image a name that is UTF-8 (a link is enough)")
+            }
             Source::Blockdev => {
                 reason("it is given by -blockdev; to have it served, write -drive if=none,id=...,file=...,format=...")
             }
@@ -260,7 +262,7 @@ impl Disks<'_> {
         let discard = if disk.discard || disk.read_only {
             ""
         } else {
-            "; the guest is offered no discard, as without discard=unmap"
+            "; discard is not offered to the guest, because discard=unmap is not set"
         };
         let serial = disk.serial_note().map_or(String::new(), |note| format!("; {note}"));
         self.outcomes.push(Outcome {
@@ -313,7 +315,10 @@ impl Disks<'_> {
 fn was_before(was: &str, drive: &KeyValues) -> String {
     match needless(drive).as_slice() {
         [] => format!("({was})"),
-        keys => format!("({was}); not needed, since Larder does without: {}", keys.join(", ")),
+        keys => format!(
+            "({was}); ignored, because Larder does not need them: {}",
+            keys.join(", ")
+        ),
     }
 }
 
@@ -325,16 +330,16 @@ fn is_cd_drive(driver: &str) -> bool {
 
 /// Returns why a drive without a device is not one of the guest's virtio disks, with advice.
 fn why_no_virtio_disk(drive: &Drive) -> Reason {
-    let as_virtio = "-drive file=...,if=virtio has it served, as a vd... in the guest";
+    let as_virtio = "with -drive file=...,if=virtio it would be served, as a vd... in the guest";
     let text = match (drive.source, drive.options.get("if")) {
         _ if drive.options.get("media") == Some("cdrom") => IS_CD_ROM.to_owned(),
         (Source::Blockdev, _) | (_, Some("none")) => {
-            "no -device of the command line uses it; -device virtio-blk-pci does, with its name as drive=".to_owned()
+            "no -device on the command line uses it; add -device virtio-blk-pci with its name as drive=".to_owned()
         }
         (_, Some("floppy")) => "it is a floppy disk, which Larder does not serve".to_owned(),
-        (Source::Shorthand(name), _) => format!("-{name} is no virtio disk; {as_virtio}"),
-        (_, Some(interface)) => format!("if={interface} is no virtio disk; {as_virtio}"),
-        (_, None) => format!("without if= it is no virtio disk on this machine; {as_virtio}"),
+        (Source::Shorthand(name), _) => format!("-{name} is not a virtio disk; {as_virtio}"),
+        (_, Some(interface)) => format!("if={interface} is not a virtio disk; {as_virtio}"),
+        (_, None) => format!("without if= it is not a virtio disk on this machine; {as_virtio}"),
     };
     Reason(text)
 }

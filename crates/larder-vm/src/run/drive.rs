@@ -55,7 +55,7 @@ fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, 
         (None, ImageAddress::Path(_)) => Ok(None),
         // Some servers exit after their first client, so Larder does not probe an export beforehand.
         (None, ImageAddress::Nbd(_)) => {
-            reason("it does not say its format, which Larder does not guess over NBD; add format=raw if it is raw")
+            reason("it does not give its format, which Larder does not detect over NBD; add format=raw if it is raw")
         }
     }
 }
@@ -120,9 +120,7 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
         ("detect-zeroes" | "snapshot" | "copy-on-read" | "auto-read-only", "off") => {}
         ("snapshot", _) => return reason("snapshot=on: QEMU keeps its writes in a temporary file"),
         ("detect-zeroes", _) => {
-            return reason(format!(
-                "{key}={value}: Larder does not look for zeros in what is written"
-            ));
+            return reason(format!("{key}={value}: Larder does not detect zeros in written data"));
         }
         ("werror" | "rerror", "report") => {}
         ("werror" | "rerror", _) => {
@@ -132,7 +130,7 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
         _ if disk.format != Some(Format::Raw) && is_qcow2_option(key) => return apply_qcow2(key, value),
         _ => match disk.limits.take(key, value) {
             Taken::Yes => {}
-            Taken::OtherKey => return reason(format!("Larder has nothing for its option {key}={value}")),
+            Taken::OtherKey => return reason(format!("Larder does not support its option {key}={value}")),
             Taken::BadValue => return reason(format!("{key}={value} is not a number")),
         },
     }
@@ -160,10 +158,10 @@ fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
         ("pass-discard-request", Some(true)) | ("discard-no-unref", Some(false)) => Ok(()),
         ("pass-discard-snapshot" | "pass-discard-other", Some(_)) => Ok(()),
         ("pass-discard-request" | "discard-no-unref", _) => reason(format!(
-            "{key}={value}: what the guest discards is freed in the image's file, or with discard=ignore kept"
+            "{key}={value}: Larder frees discarded data in the image's file, or keeps it with discard=ignore"
         )),
         _ => reason(format!(
-            "{key}={value}: Larder goes by what the image says of its other files"
+            "{key}={value}: Larder only uses the other files that the image names"
         )),
     }
 }
@@ -227,17 +225,20 @@ mod tests {
     fn unsupported_option_leaves_drive_to_qemu() {
         for (text, why) in [
             ("format=raw", "names no file"),
-            ("file=nbd://host/x", "does not say its format"),
+            ("file=nbd://host/x", "does not give its format"),
             ("file=/a,format=vmdk", "raw and qcow2 images, not vmdk"),
             ("file=/a,driver=vmdk", "not vmdk"),
             ("file=/a,format=raw,driver=qcow2", "driver=qcow2"),
             ("file=/a,format=raw,l2-cache-size=1M", "l2-cache-size"),
             (
                 "file=/a,format=qcow2,backing.file.filename=/b",
-                "says of its other files",
+                "other files that the image names",
             ),
-            ("file=/a,backing=", "says of its other files"),
-            ("file=/a,format=qcow2,data-file.filename=/b", "says of its other files"),
+            ("file=/a,backing=", "other files that the image names"),
+            (
+                "file=/a,format=qcow2,data-file.filename=/b",
+                "other files that the image names",
+            ),
             (
                 "file=/a,format=qcow2,pass-discard-request=off",
                 "pass-discard-request=off",

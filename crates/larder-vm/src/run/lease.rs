@@ -26,15 +26,15 @@ const SHARED_MEMORY: &str = "/dev/shm";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LeaseError {
-    #[error("cannot make {}: {source}", path.display())]
+    #[error("cannot create {}: {source}", path.display())]
     Make { path: PathBuf, source: io::Error },
     #[error("no random number for names: /dev/urandom: {0}")]
     Random(io::Error),
-    #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter folder", path.display())]
+    #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter directory", path.display())]
     FolderTooLong { path: PathBuf },
     #[error(
-        "the guest's RAM of {needed} does not fit in {}, which has {free} left; stop what else uses it, \
-         give the guest less (-m), make it larger (mount -o remount,size=SIZE {}), or give QEMU memory that is no \
+        "the guest's RAM of {needed} does not fit in {}, which has {free} left; stop other users of it, \
+         give the guest less (-m), make it larger (mount -o remount,size=SIZE {}), or give QEMU memory that is not a \
          file (-object memory-backend-memfd,id=ram,size={},share=on -machine memory-backend=ram)",
         folder.display(), folder.display(), needed.get()
     )]
@@ -44,8 +44,8 @@ pub enum LeaseError {
         folder: PathBuf,
     },
     #[error(
-        "the guest's RAM is a private mapping of {}, which is no folder; sharing it would write to \
-         it: add share=on (and no share=off) to its -object memory-backend-file if that is meant, or leave the file away",
+        "the guest's RAM is a private mapping of {}, which is not a directory; sharing it would write to \
+         it: add share=on (and no share=off) to its -object memory-backend-file if that is intended, or omit the file",
         path.display()
     )]
     PrivateFile { path: PathBuf },
@@ -295,7 +295,7 @@ mod tests {
 
     #[test]
     fn dropped_lease_removes_its_resources() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let places = Places {
             folder: folder.path().join("run/larder-run-1"),
             ram: folder.path().join("larder-vm-1"),
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn only_dead_runs_are_cleaned_up() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         // Larger than every process ID.
         let dead = 1_u32 << 30;
         let alive = std::process::id();
@@ -358,7 +358,7 @@ mod tests {
     /// Lack of space and private files are reported before anything is created.
     #[test]
     fn lease_checks_before_it_creates_anything() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let places = Places {
             folder: folder.path().join("larder-run-1"),
             ram: folder.path().join("larder-vm-1"),

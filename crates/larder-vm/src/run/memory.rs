@@ -94,7 +94,7 @@ impl<'a> Pager<'a> {
             }
             let delay = self.backoff.died(self.started.elapsed());
             (self.say)(&format!(
-                "memory: its pager died ({status}) and is started again; the guest waits for it"
+                "memory: its pager died ({status}) and is restarted; the guest waits for it"
             ));
             self.due = Some(Instant::now() + delay);
         }
@@ -112,7 +112,9 @@ impl<'a> Pager<'a> {
                 self.due = None;
             }
             Err(error) => {
-                (self.say)(&format!("memory: cannot start its pager: {error}; it is tried again"));
+                (self.say)(&format!(
+                    "memory: cannot start its pager: {error}; Larder will try again"
+                ));
                 self.due = Some(Instant::now() + self.backoff.died(std::time::Duration::ZERO));
             }
         }

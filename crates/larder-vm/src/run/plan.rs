@@ -131,7 +131,7 @@ pub struct Setting<'a> {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum PlanError {
-    #[error("no QEMU command: give it behind --, as in larder run -- qemu-system-x86_64 -m 2G ...")]
+    #[error("no QEMU command: give it after --, as in larder run -- qemu-system-x86_64 -m 2G ...")]
     NoCommand,
     #[error(
         "-daemonize: larder run stays in the foreground with QEMU to serve its disks; drop the option, and run \
@@ -139,7 +139,7 @@ pub enum PlanError {
     )]
     Daemonize,
     #[error(
-        "--disk {image}: -snapshot does not reach it, the guest's writes would stay: add readonly=on, or drop -snapshot"
+        "--disk {image}: -snapshot does not apply to it, and the guest's writes would be permanent: add readonly=on, or drop -snapshot"
     )]
     SnapshotOfDisk { image: ImageAddress },
     #[error("--disk {image}: QEMU has no vhost-user-blk device for this machine")]
@@ -148,13 +148,13 @@ pub enum PlanError {
     SameControl { one: String, other: String, path: PathBuf },
     #[error("--disk {one} and --disk {other} have the same cache={cache}; give each its own")]
     SameCache { one: String, other: String, cache: String },
-    #[error("{option}: cannot tell the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
+    #[error("{option}: cannot determine the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
     RamSize { option: String },
     #[error("--memory-budget: {0}")]
     Memory(WishError),
     #[error("--memory-budget: {0}")]
     Budget(BudgetError),
-    #[error("this machine's default size of RAM is not known to Larder; say it with -m")]
+    #[error("Larder does not know this machine's default size of RAM; give it with -m")]
     NoRamSize,
 }
 
@@ -211,8 +211,8 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     let mut changes = std::mem::take(&mut line.changes);
     if disks.is_empty() {
         changes.push(match memory {
-            Some(_) => "no disk is served: QEMU has its disks as the command line says".to_owned(),
-            None => "no disk is served: QEMU is started as the command line says".to_owned(),
+            Some(_) => "no disk is served: QEMU uses the disks of the command line itself".to_owned(),
+            None => "no disk is served: QEMU is started with the command line as given".to_owned(),
         });
     }
     if let Some(memory) = &memory {
@@ -299,9 +299,9 @@ fn arguments_with_text(arguments: &[super::arguments::Argument]) -> Vec<(&str, &
 fn warnings(options: &[(&str, &str)]) -> Vec<String> {
     let lines = options.iter().filter_map(|(name, text)| match *name {
         "readconfig" => Some(format!("-readconfig {text}: not read; its disks stay with QEMU")),
-        "global" if text.contains("virtio-blk") => {
-            Some(format!("-global {text}: does not reach the disks that Larder serves"))
-        }
+        "global" if text.contains("virtio-blk") => Some(format!(
+            "-global {text}: does not apply to the disks that Larder serves"
+        )),
         _ => None,
     });
     lines.collect()

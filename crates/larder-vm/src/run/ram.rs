@@ -49,7 +49,7 @@ pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> R
         if text.trim_start().starts_with('{') {
             if text.contains("\"memory-backend-") {
                 line.changes.push(format!(
-                    "-object {text}: left alone, as it is written in JSON; it must be shared"
+                    "-object {text}: unchanged, because it is written in JSON; it must be shared"
                 ));
             }
             continue;

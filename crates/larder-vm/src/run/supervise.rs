@@ -201,13 +201,13 @@ fn stop(mut servers: Vec<Server<'_>>, mut pager: Option<Pager<'_>>, signals: &Si
         for server in &mut servers {
             if server.process.ended()?.is_none() {
                 let who = format!("disk {}", server.planned.disk.image);
-                waiting_for = Some((who, "its server", "what is still to be written"));
+                waiting_for = Some((who, "its server", "data that is not written yet"));
             }
         }
         if let Some(pager) = &mut pager
             && !pager.has_ended()?
         {
-            waiting_for.get_or_insert_with(|| ("memory".to_owned(), "its pager", "its pager to tidy up"));
+            waiting_for.get_or_insert_with(|| ("memory".to_owned(), "its pager", "its pager to clean up"));
         }
         let Some((who, process, what)) = waiting_for else {
             return Ok(());
@@ -219,7 +219,7 @@ fn stop(mut servers: Vec<Server<'_>>, mut pager: Option<Pager<'_>>, signals: &Si
         }
         if begun.elapsed() > STOP_QUIET && !told {
             told = true;
-            say(&format!("{who}: waiting for {what}; a signal ends that"));
+            say(&format!("{who}: waiting for {what}; a signal ends the wait"));
         }
         let received = signals.wait(Some(STOP_QUIET))?;
         if matches!(received, Some(Received::End { .. })) && begun.elapsed() >= SAME_STOP {
@@ -276,7 +276,7 @@ impl<'a> Server<'a> {
             };
             let delay = self.backoff.died(self.started.elapsed());
             (self.say)(&format!(
-                "disk {image}: its server died ({status}) and is started again; the guest waits for it"
+                "disk {image}: its server died ({status}) and is restarted; the guest waits for it"
             ));
             self.due = Some(Instant::now() + delay);
         }
@@ -294,7 +294,7 @@ impl<'a> Server<'a> {
                 self.due = None;
             }
             Err(error) => {
-                (self.say)(&format!("disk {image}: cannot start its server again: {error}"));
+                (self.say)(&format!("disk {image}: cannot restart its server: {error}"));
                 self.due = Some(Instant::now() + self.backoff.died(Duration::ZERO));
             }
         }
@@ -309,9 +309,9 @@ impl<'a> Server<'a> {
             let image = &self.planned.disk.image;
             (self.say)(&match &obstacle {
                 Some(obstacle) => {
-                    format!("disk {image}: no server is started until it finds the same files: {obstacle}")
+                    format!("disk {image}: its server is not restarted until its files are back: {obstacle}")
                 }
-                None => format!("disk {image}: its files are back, its server is started"),
+                None => format!("disk {image}: its files are back; its server is restarted"),
             });
             self.obstacle.clone_from(&obstacle);
         }

@@ -12,9 +12,9 @@ pub struct QemuVersion(pub u32, pub u32);
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum VersionError {
-    #[error("cannot run {}: {source}; behind -- comes the QEMU program with its arguments", program.display())]
+    #[error("cannot run {}: {source}; give the QEMU program with its arguments after --", program.display())]
     Run { program: OsString, source: std::io::Error },
-    #[error("{} --version does not name QEMU's version ('{said}'); behind -- comes the QEMU program", program.display())]
+    #[error("{} --version does not print QEMU's version ('{said}'); give the QEMU program after --", program.display())]
     NotQemu { program: OsString, said: String },
 }
 

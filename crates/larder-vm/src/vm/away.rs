@@ -64,7 +64,11 @@ impl AwayNote {
         if helper().is_some() {
             return Ok(());
         }
-        let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where to note that it has gone");
+        let nowhere = || {
+            io::Error::other(
+                "neither $XDG_STATE_HOME nor $HOME gives a directory for the marker that the VM is on another host",
+            )
+        };
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         let folder = path.parent().unwrap_or(path);
         make_for_owner_of_parent(folder).map_err(|error| named(folder, &error))
@@ -130,14 +134,14 @@ mod tests {
     /// The user of the services owns the directory in which the markers' directory is, and so could put a link there.
     #[test]
     fn marker_is_not_written_through_symlink() {
-        let state = tempfile::tempdir().expect("a folder");
+        let state = tempfile::tempdir().expect("a directory");
         let elsewhere = tempfile::tempdir().expect("another one");
         let link = state.path().join("moves");
         std::os::unix::fs::symlink(elsewhere.path(), &link).expect("links");
         let note = AwayNote {
             path: Some(link.join("web")),
         };
-        note.make("gone").expect_err("its folder is a link");
+        note.make("gone").expect_err("its directory is a link");
         fs::remove_file(&link).expect("is ours");
         fs::create_dir(&link).expect("is ours");
         let victim = elsewhere.path().join("victim");
@@ -152,7 +156,7 @@ mod tests {
 
     #[test]
     fn marker_exists_until_it_is_removed() {
-        let place = tempfile::tempdir().expect("a folder");
+        let place = tempfile::tempdir().expect("a directory");
         let note = || AwayNote {
             path: Some(place.path().join("moves").join("web")),
         };

@@ -64,7 +64,7 @@ const DISK_KEYS: [&str; 11] = [
 ];
 
 /// Hint for a misplaced key of the memory section.
-const OF_MEMORY: &str = "; it says something of the memory: write it below [memory]";
+const OF_MEMORY: &str = "; it is a key of the memory: write it below [memory]";
 
 /// Configuration of a VM.
 #[derive(Clone, Debug)]
@@ -107,7 +107,7 @@ pub enum ConfigError {
     #[error("{}", lines(mistakes))]
     Mistakes { mistakes: Vec<Mistake> },
     #[error(
-        "'{name}' is no name of a VM: letters, digits, '.', '_' and '-' make one, and it does not begin with '.' or '-'; a path has a '/' in it, as in ./{name}"
+        "'{name}' is not a valid name of a VM: a name consists of letters, digits, '.', '_' and '-', and does not begin with '.' or '-'; a path contains a '/', as in ./{name}"
     )]
     Name { name: String },
 }
@@ -206,7 +206,7 @@ fn uuid_of(text: &str) -> Result<String, String> {
     match text.len() == 36 && text.chars().enumerate().all(is_there) {
         true => Ok(text.to_ascii_lowercase()),
         false => Err(format!(
-            "'{text}' is no UUID, as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10 is one"
+            "'{text}' is not a UUID, such as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10"
         )),
     }
 }
@@ -400,9 +400,9 @@ impl Reader<'_> {
                 _ => {
                     let of_disk = keys::names().chain(DISK_KEYS).any(|name| name == key);
                     let hint = match nearest(key, VM_KEYS.into_iter()) {
-                        _ if of_disk => "; it says something of a disk: write it below [[disk]]".to_owned(),
+                        _ if of_disk => "; it is a key of a disk: write it below [[disk]]".to_owned(),
                         _ if memory::is_key(key) => OF_MEMORY.to_owned(),
-                        near if near.is_empty() => format!("; known are {}", VM_KEYS.join(", ")),
+                        near if near.is_empty() => format!("; the known keys are {}", VM_KEYS.join(", ")),
                         near => near,
                     };
                     self.mistake(&at, format!("unknown key '{key}'{hint}"));
@@ -427,7 +427,7 @@ impl Reader<'_> {
     /// Checks the length of a default socket path.
     fn usual_socket(&mut self, at: &Range<usize>, key: &str, path: &Path) {
         if let Err(why) = fits_socket(path) {
-            let what = format!("{key}: {why}; say a shorter one here: {key} = \"/run/larder/web.sock\"");
+            let what = format!("{key}: {why}; give a shorter one: {key} = \"/run/larder/web.sock\"");
             self.mistake(at, what);
         }
     }
@@ -463,7 +463,7 @@ impl Reader<'_> {
             };
             if !names.insert(disk.name.clone()) {
                 let what = format!(
-                    "disk {}: another one has that name; give it another: name = \"...\"",
+                    "disk {}: another disk has that name; give it a different one: name = \"...\"",
                     disk.name
                 );
                 self.mistake(&value.span(), what);
@@ -501,7 +501,7 @@ impl Reader<'_> {
                 "name" => {
                     if let Some(name) = self.read(key, value, |text| {
                         checked_name(text.to_owned())
-                            .map_err(|_| "letters, digits, '.', '_' and '-' make a name, as in vda".to_owned())
+                            .map_err(|_| "a name consists of letters, digits, '.', '_' and '-', as in vda".to_owned())
                     }) {
                         disk.name = name;
                     }
@@ -543,7 +543,7 @@ impl Reader<'_> {
         }
         for (key, is_given) in [("nbd-insecure", insecure), ("nbd-description", description.is_some())] {
             if is_given && nbd.is_none() {
-                self.mistake(at, format!("{key} says nothing without nbd; leave it out"));
+                self.mistake(at, format!("{key} has no effect without nbd; omit it"));
             }
         }
         disk.nbd = nbd.map(|uri| NbdAt {
@@ -566,7 +566,7 @@ impl Reader<'_> {
             Err(Problem::UnknownKey) => {
                 let hint = match nearest(key, DISK_KEYS.into_iter().chain(keys::names())) {
                     _ if VM_KEYS.contains(&key) => {
-                        "; it says something of the VM: write it above the first [[disk]]".to_owned()
+                        "; it is a key of the VM: write it above the first [[disk]]".to_owned()
                     }
                     _ if memory::is_key(key) => OF_MEMORY.to_owned(),
                     near if near.is_empty() => {
@@ -601,7 +601,7 @@ fn socket_of(folder: &Path, text: &str) -> Result<PathBuf, String> {
 fn fits_socket(path: &Path) -> Result<(), String> {
     match path.as_os_str().len() {
         len if len > SOCKET_PATH_BYTES_MAX => Err(format!(
-            "{} has {len} bytes; the path of a socket has {SOCKET_PATH_BYTES_MAX} at most",
+            "{} has {len} bytes; the path of a socket has at most {SOCKET_PATH_BYTES_MAX}",
             path.display()
         )),
         _ => Ok(()),

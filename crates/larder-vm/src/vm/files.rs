@@ -115,8 +115,8 @@ pub(super) fn clashes(config: &VmConfig, is_served: &dyn Fn(&VmDisk) -> bool) ->
 
 fn text(one: &NamedFile<'_>, other: &NamedFile<'_>) -> String {
     let advice = match one.is_cache || other.is_cache {
-        true => "a cache is overwritten: give it a file or device that is nothing else",
-        false => "give each its own, or, if both are meant to use it, share = true to both",
+        true => "a cache is overwritten: give it a file or device that has no other purpose",
+        false => "give each its own, or, if both are meant to use it, set share = true for both",
     };
     format!(
         "{} is {} of disk {} and {} of disk {}; {advice}",

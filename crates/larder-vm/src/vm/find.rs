@@ -254,8 +254,8 @@ impl Noted {
             .filter(|other| *other != noted.control);
         if let Some(other) = other.filter(|other| other.exists() && !is_dead(other)) {
             tracing::warn!(
-                "another `larder vm` serves a VM of this name, at {}: from now on this one is found by the name, also by \
-                 `larder migrate`, and that one is not; give it another name",
+                "another `larder vm` serves a VM of this name, at {}: from now on the name refers to this one, also for \
+                 `larder migrate`, and not to the other; give one of them another name",
                 other.display()
             );
         }
@@ -263,7 +263,7 @@ impl Noted {
             Ok(()) => Some(noted),
             Err(error) => {
                 tracing::warn!(
-                    "{}: {error}; `larder status` and `larder host` do not find this VM by its name",
+                    "{}: {error}; `larder status` and `larder host` cannot find this VM by its name",
                     noted.path.display()
                 );
                 None

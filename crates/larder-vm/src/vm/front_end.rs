@@ -25,7 +25,7 @@ pub(crate) fn may_connect(connection: BorrowedFd<'_>, uuid: &str) -> Result<(), 
     match helper() {
         Some(helper) => helper
             .may_connect(connection)
-            .unwrap_or_else(|error| Err(format!("whose it is cannot be found out: {error}"))),
+            .unwrap_or_else(|error| Err(format!("its domain cannot be determined: {error}"))),
         None => refuse_of_others(connection, uuid),
     }
 }
@@ -39,7 +39,7 @@ pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result
     let label = label_of(connection);
     if let Some(other) = label.as_deref().and_then(uuid_in_label).filter(|other| *other != uuid) {
         return Err(format!(
-            "it is the QEMU of the domain {other} by its label, and this disk is of {uuid}"
+            "it is the QEMU of the domain {other}, according to its label, and this disk belongs to {uuid}"
         ));
     }
     let Ok(peer) = rustix::net::sockopt::socket_peercred(connection.as_fd()) else {
@@ -48,7 +48,7 @@ pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result
     let process = peer.pid.as_raw_nonzero().get();
     match domain_of(Path::new(DOMAINS), process) {
         Some((name, other)) if other != uuid => Err(format!(
-            "process {process} is the QEMU of the domain {name} ({other}), and this disk is of {uuid}"
+            "process {process} is the QEMU of the domain {name} ({other}), and this disk belongs to {uuid}"
         )),
         _ => Ok(()),
     }
@@ -59,7 +59,7 @@ pub(crate) fn refuse_of_others(connection: BorrowedFd<'_>, uuid: &str) -> Result
 pub(crate) fn other_domain_of(process: i32, uuid: &str) -> Option<String> {
     let label = fs::read_to_string(format!("/proc/{process}/attr/current")).unwrap_or_default();
     if let Some(other) = uuid_in_label(label.trim_end_matches(['\0', '\n'])).filter(|other| *other != uuid) {
-        return Some(format!("{other} by its label"));
+        return Some(format!("{other}, according to its label"));
     }
     let (name, other) = domain_of(Path::new(DOMAINS), process)?;
     (other != uuid).then(|| format!("{name} ({other})"))
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn libvirt_state_file_identifies_qemu() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let state = |pid: u32| {
             format!(
                 "<!--\nWARNING\n-->\n<domstatus state='running' reason='booted' pid='{pid}'>\n  <taint flag='x'/>\n  <domain type='kvm' id='1'>\n    \

@@ -53,11 +53,11 @@ fn of_socket(path: &Path) -> Option<String> {
     let folder = folder_of(path);
     let told = path.display();
     match path.symlink_metadata() {
-        Ok(found) if !found.file_type().is_socket() => Some(format!("{told} exists and is no socket")),
+        Ok(found) if !found.file_type().is_socket() => Some(format!("{told} exists and is not a socket")),
         Ok(_) => None,
         // The first server creates the default directory.
         Err(_) if folder.is_dir() || folder == socket_folder() => None,
-        Err(_) => Some(format!("{told}: there is no folder {}", folder.display())),
+        Err(_) => Some(format!("{told}: there is no directory {}", folder.display())),
     }
 }
 
@@ -72,7 +72,7 @@ fn others(config: &VmConfig) -> Vec<VmConfig> {
 fn of_another(path: &Path, others: &[VmConfig]) -> Option<String> {
     let is_theirs = |other: &&VmConfig| sockets(other).any(|theirs| same_place(&[((), theirs), ((), path)]).is_some());
     let other = others.iter().find(is_theirs)?;
-    Some(format!("{} is a socket of {}, too", path.display(), other.name))
+    Some(format!("{} is also a socket of {}", path.display(), other.name))
 }
 
 fn of_cache(file: &Path, size: u64) -> Option<String> {
@@ -83,7 +83,7 @@ fn of_cache(file: &Path, size: u64) -> Option<String> {
     }
     if !folder.is_dir() {
         return Some(format!(
-            "the cache {told} cannot be made: there is no folder {}",
+            "the cache {told} cannot be created: there is no directory {}",
             folder.display()
         ));
     }
@@ -91,7 +91,7 @@ fn of_cache(file: &Path, size: u64) -> Option<String> {
     let free = room.f_bavail.saturating_mul(room.f_frsize);
     (free < size).then(|| {
         format!(
-            "the cache {told} is to have {size} bytes, and there is room for {free} in {}",
+            "the cache {told} needs {size} bytes, and {free} are free in {}",
             folder.display()
         )
     })

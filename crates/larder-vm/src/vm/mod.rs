@@ -55,21 +55,21 @@ pub enum VmError {
     #[error("{0}")]
     SameFile(String),
     #[error(
-        "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format. Memory alone is managed by `larder memory attach --vm`",
+        "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format. `larder memory attach --vm` manages memory without disks",
         file.display()
     )]
     NoDisk { file: PathBuf },
     #[error(
-        "{}: this service has a {} of its own (PrivateTmp=), where nobody finds a socket; give it a path in {}, as it has by itself",
+        "{}: this service has a private {} (PrivateTmp=), in which no other process finds a socket; give it a path in {}, as by default",
         path.display(), folder.display(), runtime_folder().display()
     )]
     PrivateFolder { path: PathBuf, folder: &'static Path },
-    #[error("whether its disks are this host's cannot be told: {0}")]
+    #[error("cannot determine whether its disks belong to this host: {0}")]
     Note(io::Error),
-    #[error("this VM's server needs a folder of its own: {0}")]
+    #[error("cannot create the private directory of this VM's server: {0}")]
     OwnFolder(io::Error),
     #[error(
-        "a socket was handed over that listens on {}, and this VM has none there; its sockets are {}",
+        "an inherited socket listens on {}, and this VM has no socket there; its sockets are {}",
         path.display(), known.join(", ")
     )]
     NotOurs { path: PathBuf, known: Vec<String> },
@@ -184,7 +184,7 @@ impl Vm {
         let control = control_socket(&config, &inherited)?;
         let note = AwayNote::of(file);
         if incoming {
-            note.make("its VM is to come from another host")
+            note.make("the VM is incoming from another host")
                 .map_err(VmError::Note)?;
         }
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
@@ -311,7 +311,7 @@ impl Vm {
                 Ok(Order::Move(step, reply)) if !is_stopping => {
                     let moved = self.move_on(step).map(|()| Moved { done: true });
                     if let Err(why) = &moved {
-                        tracing::warn!("the VM's disks do not move: {why}");
+                        tracing::warn!("a step of the move of the VM's disks failed: {why}");
                     }
                     // The client may have stopped waiting.
                     let _ = reply.send(moved);
@@ -392,7 +392,7 @@ impl Name {
             return Self::Own { _noted: noted };
         };
         if let Err(error) = helper.note_name() {
-            tracing::warn!("this VM is not found by its name: {error}");
+            tracing::warn!("this VM cannot be found by its name: {error}");
         }
         Self::Openers
     }

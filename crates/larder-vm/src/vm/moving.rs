@@ -104,7 +104,7 @@ impl Vm {
             self.all(DiskMove::Serve)?;
             return Err(error);
         }
-        let why = "its VM has gone to another host";
+        let why = "its VM has moved to another host";
         let parted = self
             .all(DiskMove::Part)
             .and_then(|()| self.note.make(why).map_err(|error| error.to_string()));
@@ -112,15 +112,15 @@ impl Vm {
             let removed = self.note.remove().map_err(|error| error.to_string());
             // Disks whose caches were detached run without them until the server is restarted.
             removed.and_then(|()| self.all(DiskMove::Serve)).map_err(|worse| {
-                format!("{error}; and then: {worse}: the disks rest until their server is started again")
+                format!("{error}; and then: {worse}: the disks are paused until their server is restarted")
             })?;
             return Err(error);
         }
         // From here on a restarted server opens no images.
         self.is_away = true;
-        tracing::info!("the VM has gone to another host, and its disks with it");
+        tracing::info!("the VM has moved to another host, and its disks with it");
         if let Err(error) = self.all(DiskMove::Close) {
-            tracing::error!("an image was not closed as it should, and has all that was flushed: {error}");
+            tracing::error!("an image was not closed properly, but has all flushed data: {error}");
             return Err(error);
         }
         Ok(())
@@ -133,13 +133,13 @@ impl Vm {
         if let Err(error) = self.all(DiskMove::Open) {
             // Nothing was written, so a failed close loses nothing.
             if let Err(closing) = self.all(DiskMove::Close) {
-                tracing::warn!("a disk that was opened in vain could not be closed: {closing}");
+                tracing::warn!("a disk that was opened for a failed move could not be closed: {closing}");
             }
             return Err(error);
         }
         self.all(DiskMove::Serve)?;
         self.is_away = false;
-        tracing::info!("the VM's disks are here");
+        tracing::info!("the VM's disks are open here");
         Ok(())
     }
 
@@ -152,7 +152,7 @@ impl Vm {
         if is_visit {
             self.all(DiskMove::Close)?;
             self.is_away = true;
-            tracing::info!("the VM does not come, and its disks are left to its old host");
+            tracing::info!("the VM does not arrive, and its disks are closed here for its old host");
         }
         Ok(())
     }
@@ -160,7 +160,7 @@ impl Vm {
     /// Has all disks perform a step concurrently.
     fn all(&self, step: DiskMove) -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-        let runtime = runtime.map_err(|error| format!("the disks cannot be asked: {error}"))?;
+        let runtime = runtime.map_err(|error| format!("no requests can be sent to the disks: {error}"))?;
         runtime.block_on(async {
             let mut steps = JoinSet::new();
             for disk in &self.disks {
@@ -171,7 +171,7 @@ impl Vm {
                         Ok(Some(Err(error))) => Err(format!("disk {name}: {error}")),
                         Ok(None) => Err(format!("disk {name}: it is being closed")),
                         Err(_) => Err(format!(
-                            "disk {name}: it gives no answer for {} s; is its storage stuck?",
+                            "disk {name}: it has not answered for {} s; is its storage stuck?",
                             STEP_TIME_MAX.as_secs()
                         )),
                     }

@@ -34,9 +34,9 @@ const LEAVE_TIME_MAX: Duration = Duration::from_secs(10);
 /// Interval between checks for a stop command while a disk is being started.
 const START_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
+const NO_ANSWER: &str = "its thread does not answer; is its storage stuck?";
 
-const NO_ANSWER_OF_CACHES: &str = "the file systems of its cache and of the one in the file give no answer, so the cache stays; is one of them stuck?";
+const NO_ANSWER_OF_CACHES: &str = "the file systems of its cache and of the one in the file do not answer, so the cache is not replaced; is one of them stuck?";
 
 impl Vm {
     /// Reloads the file, applies it, and reports the result. Commands that arrive meanwhile are put into `before`.
@@ -45,12 +45,12 @@ impl Vm {
         match &done {
             Ok(done) => {
                 tracing::info!(
-                    "the VM's file was read again: {} changed, {} left as it was, {} failed",
+                    "the VM's file was reloaded: {} changed, {} pending, {} failed",
                     done.changed.len(),
                     done.left.len(),
                     done.failed.len()
                 );
-                done.left.iter().for_each(|what| tracing::warn!("left: {what}"));
+                done.left.iter().for_each(|what| tracing::warn!("pending: {what}"));
                 done.failed.iter().for_each(|what| tracing::error!("failed: {what}"));
             }
             Err(error) => tracing::error!("nothing has changed: {error}"),
@@ -63,7 +63,7 @@ impl Vm {
 
     fn reload(&mut self, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
         if self.is_away {
-            return Err("the VM is on another host, and its images are not open: its file is read when they are opened here by a server that is started again".to_owned());
+            return Err("the VM is on another host, and its images are not open: its file takes effect when the VM's server is restarted".to_owned());
         }
         let wanted = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
         if wanted.disks.is_empty() {
@@ -76,7 +76,7 @@ impl Vm {
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let mut change = Change {
-            runtime: runtime.map_err(|error| format!("what the disks are like cannot be asked: {error}"))?,
+            runtime: runtime.map_err(|error| format!("cannot query the state of the disks: {error}"))?,
             done: Reloaded::default(),
         };
         if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
@@ -109,7 +109,7 @@ impl Vm {
             match change.state(&disk.inquiry) {
                 Some(state) if is_used(&state) => change.left(
                     &disk.name,
-                    "it is in use, and served on; take it from the guest, then reload again",
+                    "it is in use, and is still served; detach it from the guest, then reload again",
                 ),
                 Some(_) => {
                     disk.leaves = true;
@@ -135,7 +135,7 @@ impl Vm {
                 Err(_) => {
                     ending
                         .iter()
-                        .for_each(|name| change.failed(name, "it has not ended yet, and will"));
+                        .for_each(|name| change.failed(name, "it has not ended yet, but will"));
                     return;
                 }
             }
@@ -168,7 +168,7 @@ impl Vm {
                 continue;
             }
             if self.is_confined {
-                let why = "it is new, and this server is confined: it is served when the VM's server is started again, which the guest survives";
+                let why = "it is new, and this server is confined: it is served when the VM's server is restarted, which the guest survives";
                 change.left(&wish.name, why);
                 continue;
             }
@@ -207,7 +207,7 @@ fn start_beside(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
 /// Returns the message that another process manages the memory.
 fn memory_elsewhere(vm: &str) -> String {
     format!(
-        "memory: not by this server; `systemctl reload larder-memory@{vm}`, or SIGHUP to `larder memory attach --vm`, has its budget changed"
+        "memory: not managed by this server; `systemctl reload larder-memory@{vm}`, or SIGHUP to `larder memory attach --vm`, applies the change"
     )
 }
 
@@ -257,7 +257,10 @@ impl Change {
             Ok(Some(Ok(state))) => return state,
             Ok(Some(Err(error))) => self.failed(name, &error.to_string()),
             Ok(None) => self.failed(name, "it is being closed"),
-            Err(_) => self.left(name, "not all has changed yet, and goes on to; see `larder status`"),
+            Err(_) => self.left(
+                name,
+                "the change is not complete yet, and continues; see `larder status`",
+            ),
         }
         self.state(disk).unwrap_or(before)
     }
@@ -268,10 +271,7 @@ impl Change {
         let fixed = fixed_differences(now, wanted);
         if !fixed.is_empty() {
             let keys = fixed.join(", ");
-            self.left(
-                name,
-                &format!("{keys}: as before until the VM's server is started again"),
-            );
+            self.left(name, &format!("{keys}: takes effect when the VM's server is restarted"));
         }
         let Some(before) = self.state(disk) else {
             return self.failed(name, NO_ANSWER);
@@ -431,7 +431,7 @@ fn differences(before: &DiskState, after: &DiskState) -> Vec<String> {
             same if same == of(old) => {}
             (0, ..) => all.push("prefetch: off".to_owned()),
             (memory, ahead, largest) => all.push(format!(
-                "prefetch: {}, {} ahead, of reads of {} at most",
+                "prefetch: {} of memory, {} ahead, for reads of at most {}",
                 ByteLen::new(memory),
                 ByteLen::new(ahead),
                 ByteLen::new(largest)

@@ -50,7 +50,7 @@ impl Image {
         let metadata = path.metadata().with_context(cannot)?;
         ensure!(
             metadata.is_file(),
-            "{name} is no file: give one that QEMU's pmemsave or dump-guest-memory has written, or that backs a guest's memory"
+            "{name} is not a file: give one that QEMU's pmemsave or dump-guest-memory has written, or that backs a guest's memory"
         );
         let bytes = metadata.len();
         ensure!(bytes > 0, "{name} is empty");
@@ -132,7 +132,7 @@ impl Image {
 fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> anyhow::Result<Vec<Segment>> {
     ensure!(
         head[4..6] == ELF_64_BIT_LITTLE_ENDIAN,
-        "it is not of a 64-bit little-endian machine; give its memory as pmemsave writes it"
+        "it is not a dump of a 64-bit little-endian machine; give the memory as pmemsave writes it"
     );
     let (table, entry_bytes, count) = (word::<8>(head, 32), word::<2>(head, 54), word::<2>(head, 56));
     ensure!(
@@ -142,11 +142,11 @@ fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> an
     );
     ensure!(
         entry_bytes == ELF_SEGMENT_BYTES as u64,
-        "its program headers are of {entry_bytes} bytes instead of {ELF_SEGMENT_BYTES}"
+        "its program headers have {entry_bytes} bytes instead of {ELF_SEGMENT_BYTES}"
     );
     let mut headers = vec![0; count as usize * ELF_SEGMENT_BYTES];
     file.read_exact_at(&mut headers, table)
-        .context("its program headers are not where it says")?;
+        .context("its program headers cannot be read")?;
     let mut segments = Vec::new();
     for header in headers.as_chunks::<ELF_SEGMENT_BYTES>().0 {
         if word::<4>(header, 0) != u64::from(ELF_LOAD) {
@@ -158,7 +158,7 @@ fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> an
                 offset,
                 pages: bytes / PAGE_BYTES,
             }),
-            _ => bail!("it is cut off: of {bytes} bytes at {offset} not all are in the {file_bytes} of the file"),
+            _ => bail!("it is truncated: not all of the {bytes} bytes at {offset} are within the file's {file_bytes}"),
         }
     }
     Ok(segments)

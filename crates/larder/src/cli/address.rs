@@ -18,7 +18,7 @@ impl Address {
     pub(crate) fn to(text: &str) -> Result<Self, String> {
         let wanted = "give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446";
         match Self::parse(text) {
-            Ok(address) if address.port == 0 => Err(format!("nobody listens on port 0; {wanted}")),
+            Ok(address) if address.port == 0 => Err(format!("port 0 cannot be connected to; {wanted}")),
             address => address.map_err(|what| format!("{what}; {wanted}")),
         }
     }
@@ -37,7 +37,7 @@ impl Address {
         let is_ipv6 = |host: &str| host.split('%').next().is_some_and(|it| it.parse::<Ipv6Addr>().is_ok());
         let (host, port) = match text.strip_prefix('[') {
             Some(rest) => match rest.split_once(']') {
-                Some((host, _)) if !is_ipv6(host) => return Err(format!("'{host}' is no IPv6 address")),
+                Some((host, _)) if !is_ipv6(host) => return Err(format!("'{host}' is not an IPv6 address")),
                 Some((host, "")) => (host, None),
                 Some((host, rest)) => (host, Some(rest.strip_prefix(':').unwrap_or(rest))),
                 None => return Err("a ']' is missing".to_owned()),
@@ -53,19 +53,19 @@ impl Address {
             return Err("the host is missing".to_owned());
         }
         if !is_ipv6(host) && !host.chars().all(is_of_host) {
-            return Err(format!("'{host}' is no name of a host"));
+            return Err(format!("'{host}' is not a host name"));
         }
         // The system's resolver would take a number for an IPv4 address.
         if host.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(format!("'{host}' is a number and no host"));
+            return Err(format!("'{host}' is a number, not a host"));
         }
         let port = match port {
             None => PORT,
             // `parse` alone would also accept a sign.
             Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
-                port.parse().map_err(|_| format!("'{port}' is no port"))?
+                port.parse().map_err(|_| format!("'{port}' is not a port"))?
             }
-            Some(port) => return Err(format!("'{port}' is no port")),
+            Some(port) => return Err(format!("'{port}' is not a port")),
         };
         Ok(Self {
             host: host.to_owned(),

@@ -46,7 +46,8 @@ pub(crate) struct BenchCodecArguments {
 }
 
 fn kind_parser() -> impl TypedValueParser<Value = Kind> {
-    PossibleValuesParser::new(Kind::ALL.map(Kind::name)).try_map(|name| Kind::of_name(&name).ok_or("no kind of memory"))
+    PossibleValuesParser::new(Kind::ALL.map(Kind::name))
+        .try_map(|name| Kind::of_name(&name).ok_or("unknown kind of memory"))
 }
 
 fn method_parser() -> impl TypedValueParser<Value = String> {

@@ -115,7 +115,7 @@ pub(crate) enum AcceleratorsArgument {
 fn parse_rate(text: &str) -> Result<ByteLen, String> {
     let rate: ByteLen = text.parse().map_err(|error: SizeError| error.to_string())?;
     if rate.is_zero() {
-        return Err("nothing would go over; for no limit leave it out".to_owned());
+        return Err("nothing would be sent; omit the option for no limit".to_owned());
     }
     if text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(format!("'{text}' has no unit: give {text}MiB, {text}KiB or {text}B"));

@@ -457,7 +457,7 @@ pub(crate) enum NewSize {
 fn parse_new_size(text: &str) -> Result<NewSize, String> {
     let size = |text: &str| text.parse::<ByteLen>().map_err(|error| error.to_string());
     if text.strip_prefix('-').is_some_and(|less| size(less).is_ok()) {
-        return Err("a disk is never made smaller: that throws away what is behind its new end".to_owned());
+        return Err("a disk is never made smaller: that would discard the data past its new end".to_owned());
     }
     match text.strip_prefix('+') {
         Some(more) => size(more).map(NewSize::More),
@@ -554,27 +554,30 @@ fn prefetch_help() -> String {
 fn prefetch_largest_read_help() -> String {
     let usual = PrefetchOptions::default().largest_read;
     format!(
-        "Reads that are longer than this are not read ahead of; their copy costs more than is gained [default: {usual}]"
+        "Longest read that causes read-ahead; after longer ones the copy costs more than is gained [default: {usual}]"
     )
 }
 
 fn prefetch_ahead_help() -> String {
     let usual = PrefetchOptions::default().ahead_max;
-    format!("How far ahead of a reader to be at most [default: {usual}]")
+    format!("Maximum read-ahead distance [default: {usual}]")
 }
 
 fn cache_mode_help() -> String {
     let modes = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_words(mode)));
-    format!("What the cache does with writes: {}", modes.join(", "))
+    format!("Write policy of the cache: {}", modes.join(", "))
 }
 
 fn served_cache_mode_help() -> String {
     let usual = cache_mode_name(Mode::default());
-    format!("{} [default: as it was left, or {usual}]", cache_mode_help())
+    format!(
+        "{} [default: the mode of an existing cache, or {usual}]",
+        cache_mode_help()
+    )
 }
 
 fn cache_line_help() -> String {
-    format!("Size of the cache's lines, once and for all, up to 64KiB [default: {CACHE_LINE_DEFAULT}]")
+    format!("Size of the cache's lines, fixed when the cache is created, up to 64KiB [default: {CACHE_LINE_DEFAULT}]")
 }
 
 #[derive(Args)]

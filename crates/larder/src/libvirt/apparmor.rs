@@ -91,7 +91,7 @@ fn rule(socket: &Path) -> anyhow::Result<String> {
     match socket.to_str() {
         Some(text) if text.starts_with('/') && text.chars().all(is_plain) => Ok(format!("  \"{text}\" rw,")),
         _ => bail!(
-            "{}: a rule of AppArmor cannot name it; give the socket a path of letters, digits, '.', '_' and '-'",
+            "{}: an AppArmor rule cannot name it; give the socket a path of letters, digits, '.', '_' and '-'",
             socket.display()
         ),
     }

@@ -57,19 +57,19 @@ pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode>
     if !arguments.apply {
         let mut text = what_changes(&plan, &path, &domain.xml);
         notes(&mut text, &plan, &domain, &capabilities, is_system);
-        text.push_str("\nNothing has been changed. With --apply it is.\n");
+        text.push_str("\nNothing has been changed. Apply the changes with --apply.\n");
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
     }
     apply(&virsh, &plan, &path, &kept, &domain.xml, ours)?;
     let names: Vec<&str> = plan.served.iter().map(|disk| disk.name.as_str()).collect();
     let mut text = format!(
-        "{}: {} will be Larder's from the next start on, as {} says\n",
+        "{}: Larder serves {} from the next start on, as configured in {}\n",
         plan.name,
         disks(&names),
         path.display()
     );
-    text.push_str(&format!("the domain's XML as it was is in {}\n", kept.xml.display()));
+    text.push_str(&format!("the domain's previous XML is in {}\n", kept.xml.display()));
     notes(&mut text, &plan, &domain, &capabilities, is_system);
     print(&text)?;
     Ok(ExitCode::SUCCESS)
@@ -82,7 +82,7 @@ fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBu
     let folder = std::path::absolute(folder).with_context(|| format!("--cache-dir {}", folder.display()))?;
     if !folder.is_dir() {
         bail!(
-            "--cache-dir {}: there is no such folder; make it, or mount what it is on",
+            "--cache-dir {}: there is no such directory; create it, or mount its file system",
             folder.display()
         );
     }
@@ -126,7 +126,7 @@ fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Re
     match &disk.backing {
         Some(of_domain) => agree(of_domain, &mut named)?,
         None if !named.backing.is_empty() && !trust_image => bail!(
-            "its image leads to files that the domain's XML does not name; if they are the right ones, give --trust-image: {}",
+            "its image refers to files that the domain's XML does not name; if they are the right ones, give --trust-image: {}",
             named.lines()
         ),
         None => {}
@@ -141,7 +141,7 @@ fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Re
     named.pinned().with_context(|| {
         let unknown = named.backing.iter().find(|image| image.format.is_none());
         format!(
-            "nothing says the format of its backing file {}; write it into the header above it, with qemu-img rebase -u -F, or into the domain's XML, as backingStore",
+            "the format of its backing file {} is not given; write it into the header of its overlay, with qemu-img rebase -u -F, or into the domain's XML, as backingStore",
             unknown.map_or_else(String::new, |image| image.image.to_string())
         )
     })
@@ -168,7 +168,7 @@ fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()>
             }
         };
         bail!(
-            "its backingStore names other backing files ({}) than the image itself ({}); mend the one that is wrong",
+            "its backingStore names other backing files ({}) than the image itself ({}); correct the one that is wrong",
             list(of_domain),
             list(&named.backing)
         );
@@ -215,7 +215,7 @@ fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> 
     let restored = restore(&domain.xml, &before).with_context(|| kept.xml.display().to_string())?;
     match restored.disks.first() {
         Some(disk) => bail!(
-            "disk {disk} of domain {} is Larder's already; for a change detach it first: larder libvirt detach {}",
+            "Larder already serves disk {disk} of domain {}; to change that, detach it first: larder libvirt detach {}",
             plan.name,
             plan.name
         ),
@@ -234,7 +234,7 @@ fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
     match Kept::read(&kept.file)? {
         Some(written) if written == there => Ok(true),
         _ => bail!(
-            "{} is there, and was not written for this domain by larder libvirt attach; it is left alone: move it away, or connect the domain by hand as docs/guide/libvirt.md says",
+            "{} exists, and was not written for this domain by larder libvirt attach; it was not changed: move it away, or connect the domain by hand as docs/guide/libvirt.md describes",
             path.display()
         ),
     }
@@ -252,7 +252,7 @@ fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
 fn apply(virsh: &Virsh, plan: &Plan, path: &Path, kept: &Kept, before: &str, ours: bool) -> anyhow::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let made = DirBuilder::new().recursive(true).mode(0o755).create(folder);
-    made.with_context(|| format!("cannot make {}", folder.display()))?;
+    made.with_context(|| format!("cannot create {}", folder.display()))?;
     // An earlier attach's file is recognised by its backup, which is about to change.
     if ours {
         kept::remove(path)?;
@@ -262,7 +262,7 @@ fn apply(virsh: &Virsh, plan: &Plan, path: &Path, kept: &Kept, before: &str, our
     if let Err(error) = virsh.define(&plan.xml) {
         kept::remove(path)?;
         kept.remove()?;
-        return Err(error.context("the domain is as it was"));
+        return Err(error.context("the domain is unchanged"));
     }
     Ok(())
 }
@@ -285,13 +285,13 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
     let mut notes: Vec<String> = plan
         .left
         .iter()
-        .map(|disk| format!("{} is left alone: {}", disk.name, disk.why))
+        .map(|disk| format!("{} stays with QEMU: {}", disk.name, disk.why))
         .collect();
     for disk in &plan.served {
         notes.extend(disk.notes.iter().map(|note| format!("{}: {note}", disk.name)));
     }
     if domain.running.is_some() {
-        notes.push("the domain runs: its disks are QEMU's until it is shut down and started again; its images are in use, so only their content was checked".to_owned());
+        notes.push("the domain runs: QEMU serves its disks until it is shut down and started again; its images are in use, so only their content was checked".to_owned());
     }
     if !is_system {
         notes.push(format!(
@@ -315,11 +315,11 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
                     .is_ok_and(|text| text.contains("/run/larder/*.sock")) =>
             {
                 notes.push(format!(
-                    "{APPARMOR} allows every domain's QEMU the sockets of all domains; the hook allows each its own by now: remove the line /run/larder/*.sock rw, there"
+                    "{APPARMOR} allows every domain's QEMU to use the sockets of all domains; the hook now allows each to use its own: remove the line /run/larder/*.sock rw, there"
                 ));
             }
             "selinux" => notes.push(
-                "SELinux keeps QEMU from Larder's sockets until its policy allows it (docs/guide/libvirt.md)"
+                "SELinux prevents QEMU from using Larder's sockets until its policy allows it (docs/guide/libvirt.md)"
                     .to_owned(),
             ),
             _ => {}

@@ -43,10 +43,10 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     let Some(before) = Kept::read(&kept.xml)? else {
         match attached_disk(&name, &now) {
             Some(disk) => bail!(
-                "domain {name}: how disk {disk} was before Larder is not known, there is no {}; edit it by hand: virsh edit {name}",
+                "domain {name}: the previous state of disk {disk} is unknown, because there is no {}; edit it by hand: virsh edit {name}",
                 kept.xml.display()
             ),
-            None => bail!("domain {name} has no disk of Larder's; there is nothing to detach"),
+            None => bail!("Larder serves no disk of domain {name}; there is nothing to detach"),
         }
     };
     // The VM's file has the name that the domain had when it was attached.
@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     if let Some(running) = &domain.running
         && let Some(disk) = attached_disk(&name_before, &Element::parse(running)?)
     {
-        bail!("domain {name} runs, and its disk {disk} is Larder's; shut it down first: virsh shutdown {name}");
+        bail!("domain {name} runs, and Larder serves its disk {disk}; shut it down first: virsh shutdown {name}");
     }
     let restored = restore(&domain.xml, &before)?;
     let file = file_at(&path, &kept)?;
@@ -67,7 +67,7 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
         let names = (format!("{name} (now)"), format!("{name} (without Larder)"));
         let mut text = difference(&domain.xml, &restored.xml, (&names.0, &names.1));
         notes(&mut text, &path, &file, &restored.notes);
-        text.push_str("\nNothing has been changed. With --apply it is.\n");
+        text.push_str("\nNothing has been changed. Apply the changes with --apply.\n");
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     if restored.xml != domain.xml {
         virsh.define(&restored.xml).with_context(|| {
             format!(
-                "the domain is as it was; its XML from before Larder served its disks is in {}, and virsh define would bring all of it back",
+                "the domain is unchanged; its XML from before Larder served its disks is in {}, and virsh define would restore all of it",
                 kept.xml.display()
             )
         })?;
@@ -92,18 +92,18 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     kept.remove()?;
     if let Err(error) = apparmor::forbid(&uuid) {
         complain(&format!(
-            "AppArmor allows the domain's QEMU Larder's sockets still: {error:#}"
+            "AppArmor still allows the domain's QEMU to use Larder's sockets: {error:#}"
         ));
     }
     let names: Vec<&str> = restored.disks.iter().map(String::as_str).collect();
     let mut text = match names.as_slice() {
-        [] => format!("{name}: no disk of it was Larder's any more\n"),
-        names => format!("{name}: {} will be QEMU's from the next start on\n", disks(names)),
+        [] => format!("{name}: Larder served none of its disks any more\n"),
+        names => format!("{name}: QEMU serves {} from the next start on\n", disks(names)),
     };
     notes(&mut text, &path, &file, &restored.notes);
     for cache in caches(file_kept.as_deref(), &path) {
         text.push_str(&format!(
-            "{cache} is of no use now: larder disk cache drop makes it none\n"
+            "{cache} is not needed any more: larder disk cache drop removes the cache\n"
         ));
     }
     print(&text)?;
@@ -130,8 +130,11 @@ fn notes(text: &mut String, path: &Path, file: &File, notes: &[String]) {
     let path = path.display();
     match file {
         File::Gone => {}
-        File::Ours => text.push_str(&format!("{path} goes\n")),
-        File::Changed(aside) => text.push_str(&format!("{path} was changed by hand; it becomes {}\n", aside.display())),
+        File::Ours => text.push_str(&format!("{path} is removed\n")),
+        File::Changed(aside) => text.push_str(&format!(
+            "{path} was changed by hand; it is renamed to {}\n",
+            aside.display()
+        )),
     }
 }
 
@@ -163,7 +166,7 @@ fn refuse_unfinished(path: &Path, written: Option<&str>, apply: bool) -> anyhow:
     for config in configs(written, path) {
         if UnixStream::connect(&config.control).is_ok() {
             bail!(
-                "Larder still serves the disks of {} ({} answers); end it first: systemctl stop larder@{}, or a SIGTERM",
+                "Larder still serves the disks of {} ({} answers); stop it first: systemctl stop larder@{}, or a SIGTERM",
                 config.name,
                 config.control.display(),
                 config.name
@@ -174,13 +177,13 @@ fn refuse_unfinished(path: &Path, written: Option<&str>, apply: bool) -> anyhow:
             let format = disk.wish.format.unwrap_or(Format::Raw);
             if let Some(cache) = dirty_caches(image, format).first() {
                 bail!(
-                    "disk {}: {cache} may have data that was never written to {image}; have it written there: larder disk cache flush {cache}",
+                    "disk {}: {cache} may have data that was never written to {image}; write it there: larder disk cache flush {cache}",
                     disk.name
                 );
             }
             if let Some(left) = on.block_on(journal_of(&on, image, format)) {
                 bail!(
-                    "disk {}: {image}: {left}; larder disk check --repair {image} puts right what a killed server has left",
+                    "disk {}: {image}: {left}; larder disk check --repair {image} repairs what a killed server left",
                     disk.name
                 );
             }

@@ -75,7 +75,7 @@ fn start(name: &Path) -> anyhow::Result<()> {
         // The host may allow the sockets in another way. If it does not, QEMU reports the socket that it cannot
         // connect to.
         if let Err(error) = apparmor::allow(&uuid, &served) {
-            complain(&format!("AppArmor may keep QEMU from its disks: {error:#}"));
+            complain(&format!("AppArmor may prevent QEMU from using its disks: {error:#}"));
         }
     }
     service::start(&config)

@@ -28,11 +28,11 @@ impl Kept {
     pub(super) fn of(uuid: &str) -> anyhow::Result<Self> {
         let folder = match rustix::process::geteuid().is_root() {
             true => {
-                adopt_folder().with_context(|| format!("{OF_VERSION_0_1} cannot become {OF_ROOT}"))?;
+                adopt_folder().with_context(|| format!("cannot move {OF_VERSION_0_1} to {OF_ROOT}"))?;
                 PathBuf::from(OF_ROOT)
             }
             false => larder_vm::libvirt::state_folder()
-                .context("there is no place for the domain's XML: neither $STATE_DIRECTORY nor $HOME is set")?
+                .context("there is no directory for the domain's XML: neither $STATE_DIRECTORY nor $HOME is set")?
                 .join("libvirt"),
         };
         match is_ours_alone(&folder) {
@@ -51,7 +51,7 @@ impl Kept {
     pub(super) fn write(&self, xml: &str, file: &str) -> anyhow::Result<()> {
         let folder = self.xml.parent().unwrap_or(Path::new("/"));
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.with_context(|| format!("cannot make {}", folder.display()))?;
+        made.with_context(|| format!("cannot create {}", folder.display()))?;
         // The file comes first: without the XML it has no effect.
         write(&self.file, file, 0o600, true)?;
         write(&self.xml, xml, 0o600, true)
@@ -100,7 +100,7 @@ pub(super) fn remove(path: &Path) -> anyhow::Result<()> {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             Err(error).with_context(|| format!("cannot remove {}", path.display()))
         }
-        _ => sync_folder(path).with_context(|| format!("cannot remove {} for good", path.display())),
+        _ => sync_folder(path).with_context(|| format!("cannot make the removal of {} durable", path.display())),
     }
 }
 

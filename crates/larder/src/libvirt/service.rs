@@ -56,7 +56,7 @@ enum Note {
 
 impl Note {
     fn path(name: &str) -> anyhow::Result<PathBuf> {
-        let folder = hook_folder().context("the folder of the hook's notes")?;
+        let folder = hook_folder().context("the directory of the hook's records")?;
         Ok(folder.join(name))
     }
 
@@ -187,16 +187,13 @@ pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
         if let Some(process) = open(number, start)
             && !ends(&process, START_TIME_MAX)
         {
-            bail!(
-                "the VM's server from before ({number}) still writes to its disks; start the domain when it has ended"
-            );
+            bail!("the VM's previous server ({number}) still writes to its disks; start the domain when it has ended");
         }
         Note::remove(name);
     }
     if UnixStream::connect(&config.control).is_ok() {
         // The running server may still be opening its disks.
-        return wait_until_it_serves(config, None, deadline)
-            .with_context(|| format!("the server that is there for {name}"));
+        return wait_until_it_serves(config, None, deadline).with_context(|| format!("the running server of {name}"));
     }
     match has_systemd() {
         true => start_unit(config),
@@ -224,14 +221,14 @@ fn start_unit(config: &VmConfig) -> anyhow::Result<()> {
 fn make_folder() -> anyhow::Result<()> {
     let folder = socket_folder();
     let made = DirBuilder::new().recursive(true).mode(0o755).create(&folder);
-    made.with_context(|| format!("cannot make {}", folder.display()))
+    made.with_context(|| format!("cannot create {}", folder.display()))
 }
 
 fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let name = config.name.as_str();
     make_folder()?;
     let (log, mut words) = log_of(name)?;
-    let program = std::env::current_exe().context("where larder is")?;
+    let program = std::env::current_exe().context("cannot find larder's own program file")?;
     let mut command = Command::new(&program);
     command.arg("vm").arg(name).arg("--confine").current_dir("/");
     // libvirtd's systemd variables are not for its children.
@@ -282,10 +279,7 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let _ = words.seek(SeekFrom::Start(begin));
     let _ = words.take(WORDS_BYTES_MAX).read_to_string(&mut said);
     match said.trim() {
-        "" => Err(error.context(format!(
-            "larder vm {name} --confine (its words are in {})",
-            log.display()
-        ))),
+        "" => Err(error.context(format!("larder vm {name} --confine (its log is in {})", log.display()))),
         said => bail!("larder vm {name} --confine: {error:#}\n{said}"),
     }
 }
@@ -334,7 +328,7 @@ fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadli
             bail!("it has ended");
         }
         if Instant::now() >= deadline {
-            bail!("it does not serve within {} s: {error}", START_TIME_MAX.as_secs());
+            bail!("it did not serve within {} s: {error}", START_TIME_MAX.as_secs());
         }
         std::thread::sleep(PAUSE);
     }
@@ -366,7 +360,7 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     match ended {
         true => Note::remove(name),
         false => complain(&format!(
-            "the server of {name} still writes to its disks, and ends when it has"
+            "the server of {name} still writes to its disks, and exits afterwards"
         )),
     }
     Ok(())
@@ -405,7 +399,10 @@ mod tests {
         let number = std::process::id() as i32;
         let start = start_of(number).expect("it runs");
         assert!(open(number, start).is_some());
-        assert!(open(number, start + 1).is_none(), "the number is another one's by now");
+        assert!(
+            open(number, start + 1).is_none(),
+            "the number belongs to another process by now"
+        );
         let mut child = Command::new("true").spawn().expect("starts");
         let ended = open(child.id() as i32, start_of(child.id() as i32).unwrap_or_default());
         if let Some(process) = ended {

@@ -41,7 +41,7 @@ impl Virsh {
         let started = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
         let mut child = started.map_err(|error| match error.kind() {
             ErrorKind::NotFound => anyhow!(
-                "there is no virsh, which libvirt is asked with; install it (Debian: libvirt-clients), or put its folder into $PATH"
+                "there is no virsh, which Larder needs to access libvirt; install it (Debian: libvirt-clients), or add its directory to $PATH"
             ),
             _ => anyhow!("cannot start virsh: {error}"),
         })?;
@@ -51,7 +51,7 @@ impl Virsh {
         }
         let output = child.wait_with_output().context("virsh")?;
         if output.status.success() {
-            return String::from_utf8(output.stdout).context("what virsh says");
+            return String::from_utf8(output.stdout).context("the output of virsh");
         }
         let said = String::from_utf8_lossy(&output.stderr);
         let lines = said.lines().map(|line| line.trim_start_matches("error: ").trim());
@@ -77,11 +77,11 @@ impl Virsh {
             line.map(str::trim).unwrap_or_default()
         };
         if says("Persistent") == "no" {
-            bail!("domain {name} is transient: it has no XML that would be used again; virsh define gives it one");
+            bail!("domain {name} is transient: it has no persistent XML; virsh define gives it one");
         }
         if says("Managed save") == "yes" {
             bail!(
-                "domain {name} has a saved state, in which its disks are as they were; start it and shut it down, or give that state up: virsh managedsave-remove {name}"
+                "domain {name} has a saved state, which refers to its present disks; start it and shut it down, or discard that state: virsh managedsave-remove {name}"
             );
         }
         let running = match says("State") {
@@ -118,7 +118,7 @@ impl Virsh {
 fn hint(said: &str) -> &'static str {
     let has = |words: &[&str]| words.iter().any(|word| said.contains(word));
     if has(&["failed to get domain", "Domain not found"]) {
-        "; virsh list --all shows the domains that there are, also with --connect"
+        "; virsh list --all shows the existing domains, also with --connect"
     } else if has(&[
         "ermission denied",
         "authentication",
@@ -132,7 +132,7 @@ fn hint(said: &str) -> &'static str {
         "no connection driver",
         "Cannot recv data",
     ]) {
-        "; is libvirtd running (systemctl start libvirtd), and --connect right?"
+        "; is libvirtd running (systemctl start libvirtd), and is --connect correct?"
     } else {
         ""
     }

@@ -42,7 +42,7 @@ impl Limit {
             known.or_insert_with(|| Place::new(now)).another(now)
         };
         if let Fate::LoggedAfter(left_out) = fate {
-            (self.write_line)(&format!("{left_out} messages like the next one were left out"));
+            (self.write_line)(&format!("{left_out} messages like the next one were suppressed"));
         }
         fate != Fate::LeftOut
     }

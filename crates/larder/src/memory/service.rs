@@ -71,9 +71,9 @@ fn news(progress: Progress) -> News {
     match progress {
         Progress::Waiting(place) => News::Ready(format!("waiting for QEMU: {place}")),
         Progress::Approaching(pid) => News::Ready(format!("attaching to process {pid}")),
-        Progress::Managing(pid, budget) => News::Ready(format!("the memory of process {pid} within {budget}")),
+        Progress::Managing(pid, budget) => News::Ready(format!("managing the memory of process {pid} within {budget}")),
         Progress::LetGo(pid) => News::Ready(format!(
-            "process {pid} was let go of, as was wished; waiting for the next one, or SIGHUP"
+            "detached from process {pid}, as requested; waiting for the next one, or SIGHUP"
         )),
         Progress::Reloading => News::Reloading,
         Progress::Stopping => News::Stopping,

@@ -33,7 +33,7 @@ impl At {
             });
         }
         if word.is_empty() {
-            bail!("which virtual machine is moved? give its NAME");
+            bail!("no virtual machine was selected: give its NAME");
         }
         let there = moves()
             .into_iter()
@@ -48,7 +48,7 @@ impl At {
     fn explain(&self, error: FetchError) -> anyhow::Error {
         match &self.vm {
             Some(vm) if is_not_served(&error) => anyhow!(
-                "{vm} is not moved by this user on this host: nobody listens on {}; `larder status` tells of all moves",
+                "{vm} is not being moved by this user on this host: no process listens on {}; `larder status` lists all moves",
                 self.control.display()
             ),
             _ => error.into(),
@@ -83,14 +83,14 @@ pub(super) fn limit(arguments: &MigrateLimitArguments) -> anyhow::Result<ExitCod
 pub(super) fn cancel(arguments: &MigrateCancelArguments) -> anyhow::Result<ExitCode> {
     let at = At::of(&arguments.at)?;
     cancel_migration(&at.control).map_err(|error| at.explain(error))?;
-    print("cancelling: the process that moves it says what becomes of it\n")?;
+    print("cancelling: the process that moves it reports the result\n")?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Formats the whole state of a move, for people.
 pub(crate) fn text(state: &MigrationState) -> String {
     let mut said = Lines::default();
-    let peer = state.peer.as_deref().unwrap_or("somewhere");
+    let peer = state.peer.as_deref().unwrap_or("an unknown host");
     said.line(
         "move",
         match state.direction {
@@ -106,7 +106,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
     }
     if let Some(course) = &state.course {
         said.line(
-            "left",
+            "remaining",
             format!(
                 "{} of {}{}",
                 human(course.remaining_bytes),
@@ -114,9 +114,9 @@ pub(crate) fn text(state: &MigrationState) -> String {
                 percent(course.remaining_bytes, course.total_bytes)
             ),
         );
-        said.line("guest changes", format!("{}/s", human(course.dirty_bytes_per_s)));
+        said.line("dirty rate", format!("{}/s", human(course.dirty_bytes_per_s)));
         if let Some(seconds) = course.expected_seconds {
-            said.line("to go", format!("{seconds:.0} s"));
+            said.line("time left", format!("{seconds:.0} s"));
         }
         if let Some(ms) = course.expected_downtime_ms {
             said.line("downtime", format!("{ms} ms expected"));
@@ -126,7 +126,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
         }
     }
     if let Some(ms) = state.downtime_ms {
-        said.line("stood still", format!("{ms} ms"));
+        said.line("paused for", format!("{ms} ms"));
     }
     let work = match state.direction {
         Direction::Leaving => "encoding",
@@ -137,7 +137,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
             .waiting
             .map(|lanes| format!("; {lanes:.1} lanes wait for the link"));
         said.line(
-            "goes over",
+            "transfer",
             format!(
                 "{}/s in {}/s; {:.2} CPUs, of which {work} {:.2}{}",
                 human(rates.stream_bytes_per_s),

@@ -60,7 +60,7 @@ impl DiskServers for LocalServers {
         hot.filter_map(|(socket, ranges)| match ranges {
             Ok(ranges) => Some((socket, ranges)),
             Err(error) => {
-                tracing::debug!("what of a disk is hot is not known: {error}");
+                tracing::debug!("the hot ranges of a disk are unknown: {error}");
                 None
             }
         })
@@ -70,7 +70,7 @@ impl DiskServers for LocalServers {
     fn warm(&self, socket: &Path, ranges: &str) {
         for (_, control, disk) in self.named(&[socket.to_owned()]) {
             if let Err(error) = warm_disk(&control, &disk, ranges) {
-                tracing::warn!("the cache of disk {disk} will not be warm at once: {error}");
+                tracing::warn!("the cache of disk {disk} cannot be warmed: {error}");
             }
         }
     }
@@ -134,7 +134,7 @@ impl LocalServers {
             if found.iter().all(|(socket, _)| socket != unknown) {
                 if Instant::now() > until {
                     return Err(format!(
-                        "there is no `larder vm` that serves {}: start it, as it was",
+                        "no `larder vm` serves {}: start it again, with the same file",
                         unknown.display()
                     ));
                 }

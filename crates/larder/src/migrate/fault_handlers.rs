@@ -10,7 +10,7 @@ pub(super) struct Pagers;
 
 impl FaultHandlers for Pagers {
     fn claim(&self, qemu: Process) -> Result<FaultClaim, String> {
-        let pid = Pid::from_raw(qemu.pid).ok_or("QEMU has no process number")?;
+        let pid = Pid::from_raw(qemu.pid).ok_or("QEMU has no process ID")?;
         match claim_faults_for_postcopy(pid) {
             Ok(claim) => Ok(Box::new(claim)),
             Err(error) => Err(error.to_string()),

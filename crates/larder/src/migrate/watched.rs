@@ -128,7 +128,9 @@ impl Watched {
         let beside = || listen(&format!("{}.{}", self.vm, std::process::id()));
         let started = listen(&self.vm).or_else(|_| beside());
         Ok(started
-            .inspect_err(|error| tracing::warn!("nobody can watch this move: {error}"))
+            .inspect_err(|error| {
+                tracing::warn!("the move has no control socket, so its state cannot be queried: {error}")
+            })
             .ok())
     }
 
@@ -275,11 +277,11 @@ impl Migration for Watched {
 
     fn limit(&self, patch: &MigrationPatch) -> Result<(), String> {
         let Moved::Sent { limits, whole, .. } = &self.moved else {
-            return Err("the limits are the source's: say it on the host that the VM comes from".to_owned());
+            return Err("the source enforces the limits: set them on the host that the VM comes from".to_owned());
         };
         if !whole && (patch.downtime_ms.is_some() || patch.timeout_s.is_some()) {
             return Err(
-                "downtime and time are not this process's, which carries the migration and does nothing else: tell QEMU"
+                "this process only carries the migration, and cannot limit its downtime or duration: set these limits in QEMU"
                     .to_owned(),
             );
         }
@@ -297,7 +299,7 @@ impl Migration for Watched {
                 limits.timeout = (seconds > 0).then(|| Duration::from_secs(seconds));
             }
         });
-        tracing::info!("other limits from now on: {}", limits_text(&limits_state(&now, *whole)));
+        tracing::info!("limits changed: {}", limits_text(&limits_state(&now, *whole)));
         Ok(())
     }
 

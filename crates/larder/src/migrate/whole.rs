@@ -43,11 +43,11 @@ const SHOW_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     let qmp = qmp_of(arguments)?;
-    let records = migration_folder().context("no record of the move can be kept")?;
+    let records = migration_folder().context("the record of the move cannot be saved")?;
     if arguments.take_back {
         return take_back(&qmp, &records, arguments.output);
     }
-    let to = arguments.to.as_ref().context("--to: to which host?")?;
+    let to = arguments.to.as_ref().context("--to is missing")?;
     let options = source::Options {
         qmp,
         records,
@@ -138,7 +138,7 @@ fn take_back(qmp: &Path, records: &Path, output: Output) -> anyhow::Result<ExitC
     match source::take_back(qmp, records, &LocalServers::default()) {
         Ok(()) => {
             print(&match output {
-                Output::Text => "the virtual machine goes on here\n".to_owned(),
+                Output::Text => "the virtual machine continues here\n".to_owned(),
                 Output::Json => format!("{:#}\n", json!({"vm": "here"})),
             })?;
             Ok(ExitCode::SUCCESS)
@@ -157,13 +157,13 @@ fn qmp_of(arguments: &MoveArguments) -> anyhow::Result<PathBuf> {
         return Ok(path.clone());
     }
     let Some(name) = &arguments.vm else {
-        bail!("which virtual machine? name it, or give --qmp");
+        bail!("no virtual machine was selected: give its name, or --qmp");
     };
     let path = path_of(name)?;
     match VmConfig::read(&path)?.memory.map(|memory| memory.qemu) {
         Some(QemuAt::Qmp(path)) => Ok(path),
         _ => bail!(
-            "{}: it does not say qmp = \"/path/of/its/QMP/socket\" in [memory]; give --qmp instead of a name",
+            "{}: it does not give qmp = \"/path/of/its/QMP/socket\" in [memory]; give --qmp instead of a name",
             path.display()
         ),
     }
@@ -190,7 +190,7 @@ impl Shown {
         self.last = Some(Instant::now());
         let rate = |bytes: u64| format!("{}/s", human(bytes));
         let mut text = format!(
-            "{:.0} s, round {}: {} of {} left; the guest changes {}, {} go over in {} ({:.1}x, {:.1} CPUs)",
+            "{:.0} s, round {}: {} of {} remaining; dirty rate {}; {} sent in {} ({:.1}x, {:.1} CPUs)",
             report.seconds,
             report.round,
             human(report.remaining_bytes),
@@ -203,7 +203,7 @@ impl Shown {
         );
         // Estimates from the first second are unreliable.
         if let Some(seconds) = report.expected_seconds.filter(|_| report.seconds >= 1.0) {
-            text = format!("{text}; {seconds:.0} s to go");
+            text = format!("{text}; {seconds:.0} s left");
         }
         let mut stderr = std::io::stderr().lock();
         // A failed write to stderr must not fail the move.
@@ -226,7 +226,7 @@ fn told(done: &Done, progress: &Progress) -> String {
     let mut lines = Lines::default();
     lines.line("moved", format!("in {:.1} s, {} rounds", done.seconds, done.rounds));
     if let Some(downtime) = done.downtime_ms {
-        lines.line("stood still", format!("{downtime} ms"));
+        lines.line("paused for", format!("{downtime} ms"));
     }
     if done.postcopy {
         lines.line("by", "post-copy");
@@ -249,8 +249,8 @@ pub(super) fn receive(
         settled = Some(Instant::now());
         asked_max = ASKED_AGAIN_MAX;
         tracing::warn!(
-            "the QEMU here has the virtual machine of an earlier move, and takes in no other: waiting {} s for that one's \
-             source, if it has not heard that it runs here; for another move start a new QEMU with '-incoming defer'",
+            "the QEMU here has the virtual machine of an earlier move, and accepts no other: waiting {} s for that move's \
+             source, in case it does not know that the virtual machine runs here; for another move start a new QEMU with '-incoming defer'",
             asked_max.as_secs()
         );
     }
@@ -270,7 +270,7 @@ pub(super) fn receive(
                     break (state, result);
                 }
                 if let Err(error) = result {
-                    tracing::warn!("{error}; waiting for the source to come again");
+                    tracing::warn!("{error}; waiting for the source to reconnect");
                 }
                 continue;
             }
@@ -280,7 +280,7 @@ pub(super) fn receive(
             break (state, result);
         }
         tracing::warn!(
-            "the virtual machine {} here, and its source may not have heard so: waiting {} s for it to ask",
+            "the virtual machine {} here, and its source may not know that: waiting {} s for it to ask",
             if state == (State::Running { whole: true }) {
                 "runs"
             } else {
@@ -289,34 +289,34 @@ pub(super) fn receive(
             asked_max.as_secs()
         );
     };
-    let qemu = "the QEMU here was left alone";
+    let qemu = "the QEMU here was not changed";
     match state {
         State::Running { whole: true } => {}
         State::Running { whole: false } => {
-            bail!("stopped in the middle of post-copy; {qemu}, and waits for memory: start this again at once")
+            bail!("stopped in the middle of post-copy; {qemu}, and waits for memory: restart this command at once")
         }
-        State::Ended => bail!("the virtual machine was let run here, and its QEMU has ended since"),
+        State::Ended => bail!("the virtual machine was started here, and its QEMU has ended since"),
         State::Never { reason } => {
             let why = result.err().map_or_else(String::new, |error| format!(" ({error})"));
             port.refuse_next(
-                "the QEMU there had begun to take in the VM when the mover before was lost, and is of no use for another \
+                "the QEMU there had begun to receive the VM when the previous receiver was lost, and cannot be used for another \
                  move: start a new one, and a receiver for it, and run the same command again",
             );
-            bail!("the virtual machine did not come{why}; its source has it, if its QEMU still runs: {reason}");
+            bail!("the virtual machine did not arrive{why}; its source has it, if its QEMU still runs: {reason}");
         }
         State::Waiting => bail!("stopped; {qemu}, and waits for a virtual machine"),
         State::Coming => bail!(
-            "stopped; {qemu}, and has or had a virtual machine coming, whose source takes it back, or, if all has arrived, \
-            asks for it until this is started again"
+            "stopped; {qemu}, and has or had an incoming virtual machine: its source resumes it, or, if all of it has arrived, \
+            asks for it until this command is restarted"
         ),
     }
     let delivered = delivered_state(&options.watched.delivered());
     print(&match output {
         Output::Text if delivered.wire_bytes == 0 => {
-            "the virtual machine ran here already, and nothing came\n".to_owned()
+            "the virtual machine ran here already, and nothing was received\n".to_owned()
         }
         Output::Text => format!(
-            "the virtual machine runs here; {} came for it\n",
+            "the virtual machine runs here; {} received\n",
             human(delivered.wire_bytes)
         ),
         Output::Json => {

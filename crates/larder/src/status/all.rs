@@ -47,10 +47,10 @@ fn no_vm() -> String {
     let folder = config::folder();
     let of_host = match rustix::process::geteuid().is_root() {
         true => "",
-        false => "; of those that the host serves root is told: sudo larder status",
+        false => "; the VMs that the host serves are shown to root: sudo larder status",
     };
     format!(
-        "there is no VM of yours: none has a file in {}, and none is served{of_host}\n",
+        "this user has no VM: none has a file in {}, and none is served{of_host}\n",
         folder.display()
     )
 }
@@ -84,7 +84,7 @@ fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[m
                 let how = match (is_not_served(error), &vm.mistake) {
                     (false, _) => "no answer",
                     (true, None) => "not served",
-                    (true, Some(_)) => "wrong file",
+                    (true, Some(_)) => "invalid file",
                 };
                 table.row([
                     vm.name.clone(),
@@ -138,7 +138,7 @@ fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
     let used_by = match (guest, clients) {
         (true, 0) => "guest".to_owned(),
         (true, _) => "guest, NBD".to_owned(),
-        (false, 0) => "nobody".to_owned(),
+        (false, 0) => "no client".to_owned(),
         (false, _) => "NBD".to_owned(),
     };
     [

@@ -34,14 +34,14 @@ fn disk_text(disk: &DiskState) -> String {
     if disk.away {
         lines.line(
             "away",
-            "its VM is on another host, or comes from one; the image is not open",
+            "its VM is on another host, or incoming from one; the image is not open",
         );
     }
     if let Some(server) = &disk.exports.vhost_user {
         let user = if server.connected {
             "in use"
         } else {
-            "nobody is connected"
+            "no client is connected"
         };
         lines.line("vhost-user", format!("{}, {user}", server.socket));
     }
@@ -71,14 +71,14 @@ fn disk_text(disk: &DiskState) -> String {
 /// Formats the guest's requests.
 fn requests_text(lines: &mut Lines, requests: &RequestsState) {
     let kinds = [
-        ("guest's reads", &requests.read),
+        ("guest reads", &requests.read),
         ("  writes", &requests.write),
         ("  flushes", &requests.flush),
         ("  discards", &requests.discard),
         ("  zeroes", &requests.write_zeroes),
     ];
     for (name, counts) in kinds {
-        let is_usual = ["guest's reads", "  writes"].contains(&name);
+        let is_usual = ["guest reads", "  writes"].contains(&name);
         if counts.count == 0 && !is_usual {
             continue;
         }
@@ -92,10 +92,10 @@ fn requests_text(lines: &mut Lines, requests: &RequestsState) {
         };
         lines.line(name, format!("{}{bytes}{errors}", counts.count));
         if counts.latency.count > 0 {
-            lines.line("    took", latency_text(&counts.latency));
+            lines.line("    latency", latency_text(&counts.latency));
         }
     }
-    lines.line("  under way", requests.under_way);
+    lines.line("  in flight", requests.under_way);
 }
 
 fn cache_text(lines: &mut Lines, cache: &CacheState) {
@@ -118,44 +118,47 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         let flush = match &cache.flush {
             FlushState { running: true, .. } => ", is being written to the disk".to_owned(),
             FlushState { error: Some(why), .. } => {
-                format!(", could not be written to the disk when that was wanted: {why}")
+                format!(", could not be written to the disk: {why}")
             }
             FlushState { error: None, .. } => String::new(),
         };
-        lines.line("  of it dirty", human(cache.dirty) + &flush);
+        lines.line("    dirty", human(cache.dirty) + &flush);
         lines.line("    cleaned", format!("{} so far", human(cache.cleaned)));
     }
-    lines.line("  not settled", human(cache.unsettled));
+    lines.line("  not durable", human(cache.unsettled));
     if cache.unproven > 0 {
-        lines.line("  not compared", human(cache.unproven));
+        lines.line("  unverified", human(cache.unproven));
     }
     let kinds = [
-        ("    had all", cache.hits),
-        ("    had a part", cache.partial_hits),
-        ("    had nothing", cache.misses),
-        ("    went past it", cache.bypassed_slow),
+        ("    hits", cache.hits),
+        ("    partial hits", cache.partial_hits),
+        ("    misses", cache.misses),
+        ("    bypassed", cache.bypassed_slow),
     ];
     let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
     lines.line("  reads", reads);
     for (name, count) in kinds {
         lines.line(name, format!("{count}{}", percent(count, reads)));
     }
-    lines.line("  hits took", latency_text(&cache.hit_latency));
-    lines.line("  others took", latency_text(&cache.miss_latency));
-    lines.line("  given", human(cache.hit_bytes));
+    lines.line("  hit latency", latency_text(&cache.hit_latency));
+    lines.line("  miss latency", latency_text(&cache.miss_latency));
+    lines.line("  hit bytes", human(cache.hit_bytes));
     lines.line(
-        "  shared",
-        format!("{} reads of what was being brought in", cache.joined),
+        "  coalesced",
+        format!("{} reads of data that was being filled in", cache.joined),
     );
-    lines.line("  brought in", human(cache.filled));
+    lines.line("  filled", human(cache.filled));
     if cache.warmed > 0 {
         lines.line(
-            "  of it ahead",
-            format!("{}, hot where the VM came from", human(cache.warmed)),
+            "    warmed",
+            format!("{}, hot on the host that the VM came from", human(cache.warmed)),
         );
     }
-    lines.line("  not kept", format!("{} reads, for want of time", cache.bypassed_busy));
-    lines.line("  left", format!("{} lines, to make room", cache.evicted));
+    lines.line(
+        "  not filled",
+        format!("{} reads, because too much was in flight", cache.bypassed_busy),
+    );
+    lines.line("  evicted", format!("{} lines, to free space", cache.evicted));
     let budget = cache
         .endurance
         .map_or(String::new(), |bytes| format!(", of {} a day", human(bytes)));
@@ -171,7 +174,7 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         let (reads, writes) = (cache.read_errors, cache.write_errors);
         lines.line("    errors", format!("{reads} of reads, {writes} of writes"));
     }
-    lines.line("    bookkeeping", format!("{} written", human(cache.metadata_written)));
+    lines.line("    metadata", format!("{} written", human(cache.metadata_written)));
     lines.line(
         "  the disk",
         format!("{} read, {} written", human(cache.disk_read), human(cache.disk_written)),
@@ -187,7 +190,7 @@ fn latency_text(latency: &Latency) -> String {
     let of = |share| latency.quantile(share).unwrap_or_default();
     match latency.mean() {
         Some(mean) => format!(
-            "{mean:.1?} on average, half of them {:.1?} at most, 99 % {:.1?}, all {:.1?}",
+            "{mean:.1?} on average, P50 {:.1?}, P99 {:.1?}, maximum {:.1?}",
             of(0.5),
             of(0.99),
             Duration::from_nanos(latency.max_ns)
@@ -209,11 +212,11 @@ fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
     lines.line("  not read yet", part(prefetch.unread));
     lines.line("  failed", format!("{} fetches", prefetch.errors));
     let kinds = [
-        ("  all in memory", prefetch.hits),
-        ("  waited for it", prefetch.waits),
-        ("  found a part", prefetch.partial_hits),
-        ("  found nothing", prefetch.misses),
-        ("  too long", prefetch.bypassed),
+        ("  hits", prefetch.hits),
+        ("  waits", prefetch.waits),
+        ("  partial hits", prefetch.partial_hits),
+        ("  misses", prefetch.misses),
+        ("  bypassed", prefetch.bypassed),
     ];
     let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
     lines.line("reads", reads);
@@ -228,7 +231,7 @@ fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
     lines.line(
         "streams so far",
         format!(
-            "{} forward, {} backward, {} by steps",
+            "{} forward, {} backward, {} strided",
             streams.forward, streams.backward, streams.strided
         ),
     );

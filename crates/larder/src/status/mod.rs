@@ -103,7 +103,7 @@ impl Wish {
             [Some(every), count, more] if is_number(&every) => {
                 if let Some(more) = more {
                     bail!(
-                        "'{}' is one too many: give [VM] [INTERVAL] [COUNT]",
+                        "unexpected argument '{}': give [VM] [INTERVAL] [COUNT]",
                         more.to_string_lossy()
                     );
                 }
@@ -129,18 +129,18 @@ fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
 
 /// Returns the message for a VM that is not served, with advice.
 pub(crate) fn not_served(name: &str, control: &Path) -> String {
-    let why = format!("{name} is not served: nobody listens on {}", control.display());
+    let why = format!("{name} is not served: no process listens on {}", control.display());
     let file = path_of(Path::new(name)).ok();
-    let others = "`larder status` tells of all that are";
+    let others = "`larder status` lists all that are";
     match file.filter(|path| path.exists()) {
         Some(path) => match VmConfig::read(&path) {
-            Err(error) => format!("{why}; its file is wrong: {error}"),
+            Err(error) => format!("{why}; its file is invalid: {error}"),
             Ok(_) => format!("{why}; {}, and {others}", server_of(name)),
         },
         None if find::is_socket(Path::new(name)) => {
-            format!("{why}; for the socket of that name in this folder give ./{name}")
+            format!("{why}; for the socket of that name in this directory give ./{name}")
         }
-        None if is_of_host(name) => format!("{why}; what the host serves root can ask: sudo larder status {name}"),
+        None if is_of_host(name) => format!("{why}; root can query what the host serves: sudo larder status {name}"),
         None => format!("{why}; it has no file in {} either; {others}", folder().display()),
     }
 }
@@ -173,12 +173,12 @@ fn vm_of(word: &OsString) -> Found {
 fn interval(word: &OsString) -> anyhow::Result<Duration> {
     let text = word.to_string_lossy();
     let Ok(seconds) = text.parse::<f64>() else {
-        bail!("'{text}' is no interval in seconds, as 1 or 0.5 is");
+        bail!("'{text}' is not an interval in seconds, such as 1 or 0.5");
     };
     match Duration::try_from_secs_f64(seconds) {
         Ok(every) if !every.is_zero() && every <= INTERVAL_MAX => Ok(every),
         _ => bail!(
-            "an interval of {text} s: give more than 0 s, and {} s at most",
+            "an interval of {text} s: give more than 0 s, and at most {} s",
             INTERVAL_MAX.as_secs()
         ),
     }
@@ -188,6 +188,6 @@ fn times(word: &OsString) -> anyhow::Result<u64> {
     let text = word.to_string_lossy();
     match text.parse() {
         Ok(count) if count > 0 => Ok(count),
-        _ => bail!("'{text}' is no count: say how many times, from 1 on"),
+        _ => bail!("'{text}' is not a count: give a number from 1"),
     }
 }

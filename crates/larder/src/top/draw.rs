@@ -24,11 +24,11 @@ const BAR_MAX: usize = 40;
 const MOVES_MAX: usize = 4;
 
 const HELP: &str = "\
- 1 VMs   2 all disks   3 the chosen disk, its latencies and its caches   4 memory
- Enter   more of what is chosen          Esc    back
- Up, Down, PageUp, PageDown, Home, End   choose
- s       sort by another column          Space  look now
- h       this                            q      quit";
+ 1 VMs   2 all disks   3 the selected disk, its latencies and its caches   4 memory
+ Enter   details of the selection        Esc    back
+ Up, Down, PageUp, PageDown, Home, End   select
+ s       sort by another column          Space  update now
+ h       this help                       q      quit";
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
     let moves = view.seen.moves.len().min(MOVES_MAX);
@@ -254,7 +254,7 @@ fn or_none(text: &str) -> &str {
 fn rates_line(rates: &Rates) -> String {
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", share * 100.0));
     format!(
-        "now      {:.0} r/s, {:.1} MiB/s; {:.0} w/s, {:.1} MiB/s; {:.0} f/s; {:.1} under way, {:.0} % busy; cache hits {}, read ahead {}",
+        "now      {:.0} r/s, {:.1} MiB/s; {:.0} w/s, {:.1} MiB/s; {:.0} f/s; {:.1} in flight, {:.0} % busy; cache hits {}, read ahead {}",
         rates.read.per_second,
         rates.read.bytes_per_second / MIB,
         rates.write.per_second,
@@ -272,7 +272,7 @@ fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> 
     let power = |bucket: &LatencyBucket| bucket.below_ns.map_or(64, |below| below.next_power_of_two().ilog2());
     let powers = || reads.iter().chain(writes).filter(|bucket| bucket.count > 0).map(power);
     let (Some(first), Some(last)) = (powers().min(), powers().max()) else {
-        return vec!["         no reads and writes were timed since the last look".to_owned()];
+        return vec!["         no reads and writes were timed since the last update".to_owned()];
     };
     let of = |buckets: &[LatencyBucket], at: u32| -> u64 {
         let there = buckets.iter().filter(|bucket| power(bucket) == at);

@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
         return rates::run(None, every, arguments.count, Output::Text);
     }
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
-        bail!("this is no terminal; --batch prints, line by line, to wherever you want");
+        bail!("standard input or output is not a terminal; --batch prints line by line to any output");
     }
     let (sender, seen) = mpsc::channel();
     let (more, wanted) = mpsc::channel();

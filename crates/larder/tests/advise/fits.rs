@@ -54,7 +54,7 @@ fn exit_status_reports_whether_vm_fits() {
         (small, "8000000TiB", 1, " does not fit: "),
         (untold, "8000000TiB", 1, " does not fit: "),
         (large, "1MiB", 3, "a VM of 1 MiB: fits only with over-commit: "),
-        (untold, "1MiB", 4, "a VM of 1 MiB: cannot be told: "),
+        (untold, "1MiB", 4, "a VM of 1 MiB: cannot be determined: "),
     ];
     for (vm, size, code, text) in cases {
         let (ended, said) = ask(vm, &format!("--would-fit {size} --stall 100% --overcommit 1000%"));
@@ -71,7 +71,7 @@ fn exit_status_reports_whether_vm_fits() {
 fn fit_respects_overcommit_limit() {
     let (code, said) = ask(Some(&twice_the_host()), "--would-fit 1MiB --stall 100%");
     assert!(
-        code == Some(1) && said.contains(" in all is not given (150 %)"),
+        code == Some(1) && said.contains("all VMs together may be given at most ") && said.contains(" (150 %)"),
         "{code:?} {said}"
     );
 }
@@ -94,7 +94,7 @@ fn fit_respects_active_share() {
         "--would-fit 1MiB --stall 100% --active-share 0% --overcommit 1000%",
     );
     assert!(
-        code == Some(1) && said.contains("of 0 KiB that may be"),
+        code == Some(1) && said.contains("of 0 KiB that are allowed"),
         "{code:?} {said}"
     );
 }

@@ -102,7 +102,7 @@ fn vm_exit_during_measurement_is_tolerated() {
     let pid = fake.id();
     let advice = advise_json("--for 2s");
     let why = gap(&advice, pid, "its CPU time and ready time").expect("is told");
-    assert_eq!(why, "it has ended meanwhile");
+    assert_eq!(why, "it has exited");
     assert_eq!(vm(&advice, pid)["memory"], serde_json::Value::Null);
 }
 
@@ -301,7 +301,7 @@ fn slow_disk_is_reported_as_bottleneck() {
     assert!(["disk-disguised", "disk-and-cpus"].contains(code), "{told:#}");
     assert!(text.contains(&format!("its disk {} took ", image.display())), "{text}");
     assert!(
-        text.contains("(with what its limits make them wait: iops-total=20)"),
+        text.contains("(including the delay by its limits: iops-total=20)"),
         "{text}"
     );
     // The finding does not appear for another VM.
@@ -319,9 +319,7 @@ fn silent_server_is_reported() {
     let advice = advise_json(&format!("--for 200ms --control {nobody}"));
     assert_eq!(advice["measured"]["silent"], serde_json::json!([nobody]));
     let gaps = advice["measured"]["gaps"].to_string();
-    assert!(
-        gaps.contains(&format!("what Larder tells at {nobody}")) && gaps.contains(&format!("there is no {nobody}"))
-    );
+    assert!(gaps.contains(&format!("Larder's report at {nobody}")) && gaps.contains(&format!("there is no {nobody}")));
     let (code, said) = advise(&format!(
         "--for 200ms --control {nobody} --would-fit 1B --stall 100% --overcommit 1000%"
     ));

@@ -73,13 +73,13 @@ fn file_without_cache_is_left_alone() {
         }
         let (code, said) = place.cache_command(&all);
         assert!(
-            code == Some(2) && said.contains("it is no cache of Larder's"),
+            code == Some(2) && said.contains("it is not a Larder cache"),
             "{all:?}: {said}"
         );
     }
     crate::qemu_io("raw", text(&image), &["read -P 7 0 4M"]);
     let (code, said) = place.cache_command(&["info", text(&place.path("none"))]);
-    assert!(code == Some(2) && said.contains("there is no such file"), "{said}");
+    assert!(code == Some(2) && said.contains("no such file"), "{said}");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn cache_in_use_cannot_be_changed() {
     let other = place.path("other");
     let (code, said) = place.cache_command(&["mode", text(&other), "pt", "--control", control]);
     assert!(
-        code == Some(2) && said.contains("has not") && said.contains(text(&cache)),
+        code == Some(2) && said.contains("does not use") && said.contains(text(&cache)),
         "{said}"
     );
     assert_eq!(served.cache()["mode"], json!("wt"));
@@ -188,7 +188,7 @@ fn resized_cache_keeps_contents_that_fit() {
             served.stop();
             misses
         };
-        assert!(resize("24M").contains("(100.0 %) stay"));
+        assert!(resize("24M").contains("(100.0 %) remain"));
         let told = place.info(&cache);
         assert_eq!((&told["size"], &told["closed"]), (&json!(24 * MIB), &json!(true)));
         assert_eq!((&told["occupancy"], reads()), (&json!(6 * MIB), 0));
@@ -203,7 +203,7 @@ fn resized_cache_keeps_contents_that_fit() {
         served.stop();
         reads();
         let (_, said) = place.cache_command(&["drop", text(&cache)]);
-        assert!(said.contains("no cache any more"), "{said}");
+        assert!(said.contains("the cache was removed"), "{said}");
     }
     assert!(!place.path("cache.resize").exists());
 }
@@ -226,10 +226,10 @@ fn impossible_resize_changes_nothing() {
     refused("20k", "too small");
     refused("4096TiB", "");
     fs::write(place.path("cache.resize"), b"mine").expect("a file");
-    refused("16M", "cache.resize, the new cache, cannot be made");
+    refused("16M", "cache.resize, the new cache, cannot be created");
     fs::remove_file(place.path("cache.resize")).expect("stays");
     let (code, said) = place.cache_command(&["resize", text(&image), "16M"]);
-    assert!(code == Some(2) && said.contains("it is no cache"), "{said}");
+    assert!(code == Some(2) && said.contains("it is not a Larder cache"), "{said}");
     let served = place.serve(&image, &cache, &[]);
     served.read_all(2);
     assert_eq!(served.count("misses"), 0);
@@ -255,7 +255,10 @@ fn cache_on_export_has_one_user() {
         &["mode", &fast.uri, "wa"],
     ] {
         let (code, said) = place.cache_command(command);
-        assert!(code == Some(2) && said.contains("another server uses it"), "{said}");
+        assert!(
+            code == Some(2) && said.contains("it is in use by another server"),
+            "{said}"
+        );
     }
     served.warm_up(1);
     served.kill();
@@ -301,7 +304,7 @@ fn resize_keeps_foreign_files() {
     for foreign in [b"mine".to_vec(), Vec::new(), disk] {
         fs::write(&beside, &foreign).expect("can be written");
         let (code, said) = place.cache_command(&["resize", text(&cache), "6M"]);
-        assert!(code == Some(2) && said.contains("cannot be made"), "{said}");
+        assert!(code == Some(2) && said.contains("cannot be created"), "{said}");
         assert!(said.contains("a file of that name exists"), "{said}");
         assert!(fs::read(&beside).expect("is there") == foreign);
     }

@@ -83,7 +83,10 @@ fn failed_cache_is_never_trusted_again() {
         assert!(said.contains("has failed"), "{said}");
         let control = text(&served.control);
         let (code, said) = place.cache_command(&["mode", &fast.uri, "wa", "--control", control]);
-        assert!(code == Some(2) && said.contains("does not work any more"), "{said}");
+        assert!(
+            code == Some(2) && said.contains("has failed, so it cannot be changed"),
+            "{said}"
+        );
         served.io(&["write -P 10 1M 4k"]);
         match stops {
             true => drop(served.stop()),
@@ -154,7 +157,7 @@ fn slow_cache_is_bypassed_temporarily() {
         });
     assert_eq!((latency["count"].as_u64(), slow), (Some(hits), hits), "{status}");
     let said = tool(text(crate::larder()), &["status", text(&served.control)]);
-    assert!(said.contains("went past it"), "{said}");
+    assert!(said.contains("bypassed"), "{said}");
     // Writes still go to the cache, and its data is right when it is used again.
     served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k"]);
     served.stop();
@@ -289,10 +292,7 @@ fn unanswered_read_delays_nothing_else() {
         served.settle();
         fast.stop();
         let mut reader = waiting_reader(&served, &fast);
-        served
-            .process
-            .wait_for("wait for it all the same: 1", LIMIT)
-            .expect("told");
+        served.process.wait_for("still wait for it: 1", LIMIT).expect("told");
         served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k", "read -P 7 1M 64k", "flush"]);
         if goes_on {
             fast.go_on();
@@ -301,7 +301,7 @@ fn unanswered_read_delays_nothing_else() {
             served.stop();
         } else {
             served.process.signal(libc::SIGTERM);
-            let said = served.process.wait_for("requests are left that wait", LIMIT);
+            let said = served.process.wait_for("some requests still wait", LIMIT);
             said.expect("it ends without it");
             // The process can exit only once the kernel has an answer.
             fast.go_on();

@@ -13,12 +13,7 @@ fn unsuitable_cache_file_is_left_alone() {
     let place = Place::new();
     let image = place.image("disk.raw", 8);
     let cache = place.path("cache");
-    place.refused(
-        &image,
-        text(&cache),
-        &[],
-        &["cache: there is no such file", "cache-size"],
-    );
+    place.refused(&image, text(&cache), &[], &["cache: no such file", "cache-size"]);
     assert!(!cache.exists());
     place.refused(
         &image,
@@ -34,7 +29,7 @@ fn unsuitable_cache_file_is_left_alone() {
         &["--cache-size", "8388607T"],
         &[
             text(&cache),
-            "its file system has no files of 8388607 TiB",
+            "its file system does not support files of 8388607 TiB",
             "smaller cache-size",
         ],
     );
@@ -52,7 +47,7 @@ fn unsuitable_cache_file_is_left_alone() {
         &image,
         text(&place.path("no/cache")),
         &["--cache-size", "4M"],
-        &["cannot be made"],
+        &["cannot be created"],
     );
     place.refused(
         &image,
@@ -66,11 +61,11 @@ fn unsuitable_cache_file_is_left_alone() {
     garbage[(1 << 20) - 1] = 1;
     fs::write(&cache, &garbage).expect("a file");
     for size in [&[][..], &["--cache-size", "8M"]] {
-        place.refused(&image, text(&cache), size, &["no cache, and not empty", "remove it"]);
+        place.refused(&image, text(&cache), size, &["not a cache, and not empty", "remove it"]);
     }
     assert!(fs::read(&cache).expect("is there") == garbage);
     // The disk itself is refused as its cache.
-    place.refused(&image, text(&image), &[], &["already in use here"]);
+    place.refused(&image, text(&image), &[], &["already in use by this process"]);
     qemu_io("raw", text(&image), &["read -P 7 0 8M"]);
     // Only the first MiB identifies a cache.
     garbage.swap((1 << 20) - 1, 1 << 20);
@@ -86,13 +81,13 @@ fn unsuitable_cache_file_is_left_alone() {
     let said = served.stop();
     assert!(
         said.contains(&format!(
-            "{}, which begins with zeros, becomes a cache of it",
+            "creating a cache for it on {}, which begins with zeros",
             text(&cache)
         )),
         "{said}"
     );
     let said = place.serve(&image, &cache, &[]).stop();
-    assert!(!said.contains("becomes a cache"), "{said}");
+    assert!(!said.contains("creating a cache"), "{said}");
 }
 
 /// A cache in use is refused to other servers, and a closed one to other disks.
@@ -155,11 +150,11 @@ fn cache_without_space_leaves_no_file() {
         &image,
         text(&cache),
         &["--cache-size", "16M"],
-        &["no room for 16", "smaller cache-size"],
+        &["no space for 16", "smaller cache-size"],
     );
     assert!(!cache.exists());
     fs::write(&cache, []).expect("a file");
-    place.refused(&image, text(&cache), &["--cache-size", "16M"], &["no room for 16"]);
+    place.refused(&image, text(&cache), &["--cache-size", "16M"], &["no space for 16"]);
     assert_eq!(cache.metadata().expect("is there").len(), 0);
     place.serve(&image, &cache, &["--cache-size", "4M"]).stop();
 }
@@ -172,12 +167,12 @@ fn conflicting_options_are_refused() {
         &image,
         text(&cache),
         &["--cache-size", "4M", "--share"],
-        &["--cache does not go with share", "old data"],
+        &["--cache cannot be combined with share", "stale data"],
     );
     for (option, value, words) in [
-        ("--cache-size", "4M", "--cache-size says nothing without cache"),
-        ("--cache-line", "4k", "--cache-line says nothing without cache"),
-        ("--cache-mode", "wt", "--cache-mode says nothing without cache"),
+        ("--cache-size", "4M", "--cache-size has no effect without cache"),
+        ("--cache-line", "4k", "--cache-line has no effect without cache"),
+        ("--cache-mode", "wt", "--cache-mode has no effect without cache"),
         ("--cache-line", "5k", "a power of two from 4 KiB to 64 KiB"),
         (
             "--cache-mode",
@@ -206,10 +201,10 @@ fn run_checks_caches_before_start() {
         command
     };
     let disk = |image, more: &str| format!("{},cache={}{more}", text(image), text(&cache));
-    assert_fails(run(&[disk(&image, "")], &[]), &["there is no such file", "cache-size"]);
+    assert_fails(run(&[disk(&image, "")], &[]), &["no such file", "cache-size"]);
     assert_fails(
         run(&[disk(&image, ",cache-size=4M,share=on")], &[]),
-        &["cache does not go with share"],
+        &["cache cannot be combined with share"],
     );
     let twice = [disk(&image, ",cache-size=4M"), disk(&other, ",cache-size=4M")];
     assert_fails(run(&twice, &[]), &["have the same cache="]);

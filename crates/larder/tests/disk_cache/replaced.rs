@@ -218,14 +218,20 @@ fn unsuitable_replacement_is_refused() {
         (&[], &["it works", "--with"]),
         (&["--with", text(&cache)], &["it works"]),
         (&["--with", text(&full)], &["not empty"]),
-        (&["--with", text(&missing)], &["cannot be made"]),
+        (&["--with", text(&missing)], &["cannot be created"]),
         (&["--with", text(&folder)], &["directory"]),
     ];
     for (options, words) in refusals {
         not_replaced(&place, &served, text(&cache), options, words);
         assert_eq!(file_of(&served), text(&cache));
     }
-    not_replaced(&place, &served, text(&full), &["--with", text(&missing)], &["has not"]);
+    not_replaced(
+        &place,
+        &served,
+        text(&full),
+        &["--with", text(&missing)],
+        &["does not use"],
+    );
     let small = place.path("small");
     not_replaced(
         &place,
@@ -247,9 +253,9 @@ fn unsuitable_replacement_is_refused() {
         )
     };
     for (body, words) in [
-        ("", "the body is to be JSON"),
-        ("{\"with\":\"relative\"}", "begins at the root"),
-        ("{\"size\":-1}", "the body is to be JSON"),
+        ("", "the body must be JSON"),
+        ("{\"with\":\"relative\"}", "must be absolute"),
+        ("{\"size\":-1}", "the body must be JSON"),
         ("{\"by\":\"/x\"}", "unknown field"),
     ] {
         let said = put(body);
@@ -356,7 +362,7 @@ fn dirty_cache_survives_discarded_journal() {
     place.refused(&image, text(&cache), &WRITE_BACK, &["--discard-journal"]);
     let check = place.disk_command(&["check", "--discard-journal", text(&image)]);
     let (_, said) = crate::support::run(check);
-    assert!(said.contains("given up: ") && said.contains(text(&cache)), "{said}");
+    assert!(said.contains("discarded: ") && said.contains(text(&cache)), "{said}");
     crate::assert_fails(place.without_cache(&image), &[text(&cache), "larder disk cache flush"]);
     place.refused(
         &image,
@@ -380,7 +386,7 @@ fn older_copy_of_cache_is_refused() {
     served.io(&["write -P 3 1M 64k", "flush"]);
     place.noted_lately(&cache);
     served.kill();
-    place.refused(&image, text(&old), &[], &["older copy", "was used with last"]);
+    place.refused(&image, text(&old), &[], &["older copy", "was last used with"]);
     let served = place.serve(&image, &cache, &[]);
     served.io(&["read -P 3 1M 64k"]);
 }

@@ -60,7 +60,7 @@ fn unclosed_cache_without_note_starts_empty() {
     served.kill();
     std::fs::remove_dir_all(place.path("state")).expect("it was noted");
     let served = place.serve(&image, &cache, &[]);
-    served.process.wait_for("is not believed", LIMIT).expect("told");
+    served.process.wait_for("cached data is not used", LIMIT).expect("told");
     served.read_all(2);
     assert!(served.count("misses") >= 2 * READS, "it is empty");
     served.warm_up(2);
@@ -431,7 +431,7 @@ fn block_device_is_disk_or_cache() {
         &disk.0,
         text(&cache.0),
         &["--cache-size", "4M"],
-        &["it has 8", "leave cache-size out"],
+        &["it has 8", "omit cache-size"],
     );
     for is_empty in [true, false] {
         let served = place.serve(&disk.0, &cache.0, &[]);
@@ -510,7 +510,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.stop();
     let served = serve(&[]);
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 8 15M 64k"]);
-    let message = "it was used without its cache";
+    let message = "the disk was used without its cache";
     served.process.wait_for(message, LIMIT).expect("told");
     served.warm_up(4);
     let said = served.stop();
@@ -538,7 +538,10 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.io(&["write -P 11 3M 64k"]);
     served.stop();
     let served = serve(&[]);
-    served.process.wait_for("is gone (looked for at", LIMIT).expect("told");
+    served
+        .process
+        .wait_for("does not exist (expected at", LIMIT)
+        .expect("told");
     served.io(&["read -P 11 3M 64k"]);
     served.stop();
 }
@@ -572,8 +575,8 @@ fn status_reports_cache() {
         "write-through, works",
         "8 MiB (8388608 bytes), lines of 4 KiB",
         "holds:          1 MiB (",
-        "had all:      ",
-        "had nothing:  ",
+        "hits:         ",
+        "misses:       ",
     ] {
         assert!(said.contains(part), "'{part}' in {said}");
     }

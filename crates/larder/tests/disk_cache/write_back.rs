@@ -136,7 +136,7 @@ fn deleted_cache_file_loses_nothing() {
         &format!("cache=\"{}\"", text(&cache)),
         &format!("larder disk cache replace {} --control PATH --with FILE", text(&cache)),
         &format!("larder disk cache flush {} --control PATH", text(&cache)),
-        "its cache was",
+        "the disk's cache was",
     ] {
         assert!(told.contains(part), "no '{part}' in {told}");
     }
@@ -211,10 +211,10 @@ fn flush_command_works_online_and_offline() {
     fs::rename(&image, &moved).expect("moves");
     refused(&place, &["flush", text(&cache)], &["disk.raw", "No such file"]);
     let said = cache_command(&place, &["flush", text(&cache), "--image", text(&moved)]);
-    assert!(said.contains("which has everything now"), "{said}");
+    assert!(said.contains("no dirty data remains"), "{said}");
     qemu_io("raw", text(&moved), &READS);
     let said = cache_command(&place, &["flush", text(&cache), "--image", text(&moved)]);
-    assert!(said.contains("the disk has everything"), "{said}");
+    assert!(said.contains("there is no dirty data"), "{said}");
     cache_command(&place, &["drop", text(&cache)]);
 }
 
@@ -225,7 +225,7 @@ fn unsure_dirty_data_needs_users_decision() {
     let harms: [(Harm, &str); 2] = [
         (
             |place, _| fs::remove_dir_all(place.path("state")).expect("was there"),
-            "nothing says that it has worked to its end",
+            "no state file confirms that it worked until its server ended",
         ),
         (
             |_, image| drop(tool("touch", &["-d", "+1 hour", text(image)])),
@@ -247,7 +247,9 @@ fn unsure_dirty_data_needs_users_decision() {
                     &format!("drop --lose-dirty {}", text(&cache)),
                 ],
             );
-            assert!(said.contains("nobody can") || said.contains("only you") || said.contains("nothing says"));
+            assert!(
+                said.contains("nobody can") || said.contains("only you") || said.contains("no state file confirms")
+            );
         }
         refused(&place, &["flush", text(&cache)], &[words]);
         cache_command(&place, &["flush", text(&cache), "--force"]);
@@ -297,7 +299,7 @@ fn write_back_needs_local_noted_cache() {
     fs::write(place.path("file"), []).expect("a file");
     let mut nowhere = place.serve_command(&image, text(&cache), &WRITE_BACK);
     nowhere.env("STATE_DIRECTORY", place.path("file/state"));
-    assert_fails(nowhere, &["write-back needs that", "file/state", "wt (write-through)"]);
+    assert_fails(nowhere, &["write-back needs it", "file/state", "wt (write-through)"]);
     assert!(!cache.exists(), "nothing is left behind");
     let mut through = place.serve_command(&image, text(&cache), &["--cache-size", "8M"]);
     through.env("STATE_DIRECTORY", place.path("file/state"));
@@ -306,7 +308,7 @@ fn write_back_needs_local_noted_cache() {
     refused(
         &place,
         &["mode", text(&cache), "wb", "--control", control],
-        &["write-back needs that"],
+        &["write-back needs it"],
     );
     assert_eq!(served.cache()["mode"], json!("wt"));
 }
@@ -410,7 +412,7 @@ fn cache_failing_writes_flushes_to_disk() {
         served.io(&["write -P 10 1M 64k", "write -P 11 3M 4k", "flush"]);
         served
             .process
-            .wait_for("all that only its cache had is on it now", LIMIT)
+            .wait_for("all data that only its cache had is written to it now", LIMIT)
             .expect("told");
         served.io(&["write -P 12 1088k 64k", "read -P 10 1M 64k", "read -P 12 1088k 64k"]);
         match stops {
@@ -525,7 +527,7 @@ fn dirty_cache_cannot_be_a_disk() {
     let served = place.start(place.without_cache(&cache));
     served
         .process
-        .wait_for("it begins like a disk cache", LIMIT)
+        .wait_for("it looks like the disk cache", LIMIT)
         .expect("told");
     served.stop();
 }
@@ -541,10 +543,10 @@ fn overwritten_dirty_cache_can_be_dropped() {
     let words = ["may have data that was never written", "drop --lose-dirty"];
     assert_fails(place.without_cache(&image), &words);
     let (code, said) = place.cache_command(&["drop", text(&cache)]);
-    assert!(code == Some(2) && said.contains("no cache of Larder's"), "{said}");
+    assert!(code == Some(2) && said.contains("not a Larder cache"), "{said}");
     let (code, said) = place.cache_command(&["drop", "--lose-dirty", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("there was no cache any more"), "{said}");
+    assert!(said.contains("there was no cache on it any more"), "{said}");
     assert!(fs::read(&cache).expect("is there") == junk, "it is somebody else's");
     place.start(place.without_cache(&image)).stop();
 }
@@ -559,7 +561,7 @@ fn dirty_cache_makes_image_incomplete() {
     served.io(&["write -P 9 1M 64k"]);
     served.kill();
     // This applies the journal, and not the cache's data.
-    assert_fails(place.without_cache(&image), &["never written to it"]);
+    assert_fails(place.without_cache(&image), &["never written to the disk"]);
     let (_, said) = run(place.disk_command(&["info", text(&image)]));
     assert!(said.contains("incomplete without its cache"), "{said}");
     cache_command(&place, &["flush", text(&cache)]);

@@ -138,7 +138,7 @@ fn crashed(before: &[u8], log: &[Change]) -> Vec<Vec<u8>> {
 /// Returns the errors that may cost data. A missing flag only costs time, and a flag to be cleared was there before.
 fn dangers(report: &Report) -> Vec<String> {
     let all = report.findings.iter().map(ToString::to_string);
-    all.filter(|text| text.starts_with("error") && !text.contains("is flagged wrongly"))
+    all.filter(|text| text.starts_with("error") && !text.contains("is wrongly flagged"))
         .collect()
 }
 

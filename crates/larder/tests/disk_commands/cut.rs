@@ -72,7 +72,7 @@ fn truncated_image_is_repaired_or_unchanged() {
             }
             assert_eq!(code, 1, "{what}: {ours:#}");
             assert!(Bytes::of(&made.image).0 == bytes.0, "{what}: it was changed: {ours:#}");
-            assert!(info.contains("state:            cut off"), "{what}: {info}");
+            assert!(info.contains("state:            truncated"), "{what}: {info}");
             let (_, said, _) = larder(&["disk", "check", "--repair"], &made.image);
             assert!(said.contains("nothing was changed"), "{what}: {said}");
         }

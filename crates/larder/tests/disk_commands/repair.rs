@@ -75,7 +75,7 @@ fn clusters_behind_unrepairable_entry_are_kept() {
     );
     let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1);
-    assert!(text.contains("cannot be mended"), "{text}");
+    assert!(text.contains("cannot be repaired"), "{text}");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn repaired_and_remaining_errors_listed_once() {
         .iter()
         .position(|line| line.starts_with("error: cluster 0 at 0x0: refcount 0"));
     let repaired = lines.iter().position(|line| line.starts_with("repaired: 1 error"));
-    let left = lines.iter().position(|line| *line == "left:");
+    let left = lines.iter().position(|line| *line == "remaining:");
     let aligned = lines.iter().position(|line| line.contains("not aligned"));
     assert!(mended.is_some() && aligned.is_some(), "{text}");
     assert!(mended < repaired && repaired < left && left < aligned, "{text}");

@@ -98,7 +98,10 @@ fn small_disk_needs_no_settings() {
     let (ours, words) = tune("1M", "64k");
     assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(false));
     assert!(words.contains("16 clusters, 1 L2 table of 64 KiB"), "{words}");
-    assert!(words.contains("in each VM's QEMU: it has that by itself\n"), "{words}");
+    assert!(
+        words.contains("in each VM's QEMU: it uses that by default\n"),
+        "{words}"
+    );
     assert!(!words.contains("l2-cache-size"), "{words}");
 }
 
@@ -106,11 +109,11 @@ fn small_disk_needs_no_settings() {
 fn worst_case_memory_is_bounded() {
     let (ours, words) = tune("16T", "64k");
     assert!(
-        words.contains("not even of 2 MiB (QEMU today; a larger cache does)"),
+        words.contains("not even of 2 MiB (QEMU today; a larger cache covers it)"),
         "{words}"
     );
     assert!(
-        words.contains("256 MiB at worst, when it would be 1.26 GiB but for --metadata-memory\n"),
+        words.contains("256 MiB at worst, instead of 1.26 GiB, because of --metadata-memory\n"),
         "{words}"
     );
     assert_eq!(ours["larder"]["most"], 256 << 20);

@@ -58,7 +58,7 @@ fn remote_access_needs_tls_and_token() {
         ),
         (
             &["--listen", "/nowhere/s.sock"],
-            &["/nowhere/s.sock", "its folder does not exist"],
+            &["/nowhere/s.sock", "its directory does not exist"],
         ),
         (
             &["--listen", "127.0.0.1:0", "--socket-mode", "0660"],

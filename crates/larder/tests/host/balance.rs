@@ -64,8 +64,8 @@ fn budgets_follow_working_sets() {
     let page = host.follow("/api/vm/db").next("vm");
     assert!(page["memory"]["moves"]["last"]["why"].is_string(), "{page}");
     for words in [
-        "budget moved: it is short of memory",
-        "budget moved: it waits for nothing",
+        "budget changed: it is short of memory",
+        "budget changed: it does not wait for memory",
         "vm=\"db\"",
         " %\"",
     ] {
@@ -135,7 +135,7 @@ fn bounds_are_validated_and_changed_live() {
         (&["--budget-min", "31MiB"], "min of 31 MiB is above its low of 30 MiB"),
         (
             &["--budget-min", "1MiB"],
-            "min of 1 MiB is too small: 17 MiB is the least",
+            "min of 1 MiB is too small: memory of 64 MiB needs at least 17 MiB",
         ),
         (
             &["--budget-max", "39MiB", "--budget-high", "39MiB"],

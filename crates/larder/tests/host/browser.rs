@@ -243,7 +243,7 @@ fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &
     let shown = |time: f64| format!("return document.querySelector('figure').larder()[0].at(-1) >= {time};");
     browser.wait("more looks", &shown(first.0 + 4.0));
     let last = look();
-    browser.wait("the last look", &shown(last.0));
+    browser.wait("the last update", &shown(last.0));
     let place = if kind == "read" { 1 } else { 2 };
     let rates = series(&browser.run(PLOTS), "Requests per second", place);
     let between: Vec<(f64, f64)> = rates

@@ -253,7 +253,7 @@ fn status_shows_memory() {
     assert_eq!(code, Some(0), "{said}");
     for words in [
         &["vm", "memory", "budget", "compressed"][..],
-        &["web", "vda", "64", "nobody"],
+        &["web", "vda", "64", "no", "client"],
         &["web", "64", "24", "works"],
         &["db", "64", "40", "works"],
     ] {
@@ -262,7 +262,7 @@ fn status_shows_memory() {
     let (_, said) = run(user.larder(&["status", "web"]));
     for part in [
         "web.raw",
-        "guest's reads",
+        "guest reads",
         "budget:           24 MiB, used ",
         "swap cache:",
         "  written:",
@@ -272,7 +272,7 @@ fn status_shows_memory() {
     }
     let (_, said) = run(user.larder(&["status", "db"]));
     assert!(
-        said.contains("moves:") && said.contains("low 20 MiB") && !said.contains("image"),
+        said.contains("bounds:") && said.contains("low 20 MiB") && !said.contains("image"),
         "{said}"
     );
     let (_, said) = run(user.larder(&["status", "web", "--output", "json"]));
@@ -301,7 +301,7 @@ fn status_shows_memory() {
     alone.pager.process.kill();
     let (code, said) = run(user.larder(&["status"]));
     assert!(
-        code == Some(1) && said.contains("db: its memory: nobody listens"),
+        code == Some(1) && said.contains("db: its memory: no process listens"),
         "{said}"
     );
     drop(memory);
@@ -366,6 +366,6 @@ fn top_shows_memory() {
     top.shows(&["comp/s", "refault/s"]);
     top.tmux(&["send-keys", "Down"]);
     top.tmux(&["send-keys", "Enter"]);
-    top.shows(&["memory of web", "swap cache:", "lost, some:", "web.swap"]);
+    top.shows(&["memory of web", "swap cache:", "pressure, some:", "web.swap"]);
     top.tmux(&["send-keys", "q"]);
 }

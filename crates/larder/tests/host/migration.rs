@@ -130,7 +130,7 @@ fn leaving(vm: &str) -> MigrationState {
         evidence: Some(EvidenceState {
             ns_per_byte: 1.5,
             classes: vec![ClassState {
-                class: "3 to 4 bits to a byte".to_owned(),
+                class: "3 to 4 bits per byte".to_owned(),
                 batches: 77,
                 method: "lz4".to_owned(),
                 offers: vec![offer("plain", 9000.0), offer("lz4", 4000.0), offer("zstd", 6000.0)],
@@ -278,7 +278,7 @@ fn killed_mover_keeps_last_state() {
     assert_eq!(host.value(&of("phase", ",phase=\"moving\"")), Some(1.0));
     let (code, said) = run(user.larder(&["status"]));
     assert!(
-        code == Some(1) && said.contains("web: its move: nobody listens"),
+        code == Some(1) && said.contains("web: its move: no process listens"),
         "{said}"
     );
 }
@@ -292,8 +292,8 @@ fn status_shows_moves() {
     let (code, said) = run(user.larder(&["status"]));
     assert_eq!(code, Some(0), "{said}");
     for part in [
-        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB left, changes 286 MiB/s, ",
-        "17 s to go",
+        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB remaining, dirty rate 286 MiB/s, ",
+        "17 s left",
         "db moves from 192.0.2.7: moving",
     ] {
         assert!(said.contains(part), "no {part} in {said}");
@@ -303,7 +303,7 @@ fn status_shows_moves() {
         "web.raw",
         "web to host2.example:4446",
         "900 ms expected",
-        "3 to 4 bits to a byte, 77 batches: lz4 2.5x",
+        "3 to 4 bits per byte, 77 batches: lz4 2.5x",
     ] {
         assert!(said.contains(part), "no {part} in {said}");
     }
@@ -323,7 +323,7 @@ fn status_shows_moves() {
     );
     let (code, said) = run(user.larder(&["migrate", "cancel", "mail"]));
     assert!(
-        code == Some(2) && said.contains("mail is not moved by this user"),
+        code == Some(2) && said.contains("mail is not being moved by this user"),
         "{said}"
     );
     moving.change(|state| state.course.as_mut().expect("has one").verdict = Some("it will not".to_owned()));
@@ -339,7 +339,7 @@ fn top_shows_moves() {
     let top = Top::start(&user);
     top.shows(&[
         "larder top: 1 VMs",
-        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB left",
+        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB remaining",
     ]);
     moving.change(|state| state.course.as_mut().expect("has one").round = 4);
     top.shows(&["moving, round 4"]);
@@ -436,7 +436,7 @@ fn page_shows_move_and_its_end() {
         "1.5 CPUs",
         "a downtime of 300 ms",
         "250 ms",
-        "3 to 4 bits to a byte",
+        "3 to 4 bits per byte",
         "lz4 4.00 µs (2.50x, 1.50 µs)",
     ] {
         assert!(

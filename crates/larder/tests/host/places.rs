@@ -315,9 +315,9 @@ fn odd_files_block_no_command() {
     add_odd_files(&user);
     let _vm = user.vm("web");
     for (arguments, words) in [
-        (&["status"][..], "it is a FIFO, and no regular file"),
-        (&["status"], "it is a device, and no regular file"),
-        (&["status"], "it is longer than 4194304 bytes"),
+        (&["status"][..], "it is a FIFO, not a regular file"),
+        (&["status"], "it is a device, not a regular file"),
+        (&["status"], "it is longer than the limit of 4194304 bytes"),
         (&["top", "--batch", "-n", "1"], "web"),
         (&["advise", "--for", "500ms"], ""),
         (
@@ -326,9 +326,9 @@ fn odd_files_block_no_command() {
         ),
         (
             &["vm", "fifo", "--check"],
-            "fifo.toml: it is a FIFO, and no regular file",
+            "fifo.toml: it is a FIFO, not a regular file",
         ),
-        (&["vm", "zeros"], "zeros.toml: it is a device, and no regular file"),
+        (&["vm", "zeros"], "zeros.toml: it is a device, not a regular file"),
     ] {
         let mut process = Process::start(user.larder(arguments)).expect("starts");
         process.wait_for(words, LIMIT).expect("says so");

@@ -110,7 +110,7 @@ fn detach_keeps_users_changes() {
     host.virsh(&["detach-disk", "many-disks", "vdb", "--config"]);
     let said = host.larder(&["libvirt", "detach", "many-disks", "--apply"]);
     assert!(
-        said.contains("vdb: the domain has it no more") && said.contains("disk vda"),
+        said.contains("vdb: the domain no longer has this disk") && said.contains("disk vda"),
         "{said}"
     );
     let after = host.xml("many-disks");

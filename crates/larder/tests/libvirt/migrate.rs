@@ -214,7 +214,7 @@ fn libvirt_watches_and_cancels_move() {
     assert!(!status.success(), "{}", virsh.output());
     let ended = sender.end().expect("ends");
     assert!(
-        ended.0 == Some(2) && ended.1.contains("the migration did not end well"),
+        ended.0 == Some(2) && ended.1.contains("the migration did not end properly"),
         "{ended:?}"
     );
     let ended = receiver.end().expect("ends");

@@ -48,10 +48,10 @@ fn unsuitable_domain_is_refused_with_advice() {
     attach(
         "no-disk",
         &[],
-        &["no disk that can be Larder's", "sda: it is on the sata bus"],
+        &["no disk that Larder can serve", "sda: it is on the sata bus"],
     );
     host.define(&domain("my vm", DISK));
-    attach("my vm", &[], &["'my vm' is no name", "virsh domrename"]);
+    attach("my vm", &[], &["'my vm' is not a valid name", "virsh domrename"]);
     let private = DISK.to_owned()
         + "</devices><cpu><numa><cell id='0' cpus='0' memory='64' unit='MiB' memAccess='private'/></numa></cpu><devices>";
     host.define(&domain("private", &private));
@@ -63,14 +63,14 @@ fn unsuitable_domain_is_refused_with_advice() {
     attach(
         "web",
         &["--cache-dir", "/run/none", "--cache-size", "1GiB"],
-        &["/run/none", "no such folder"],
+        &["/run/none", "no such directory"],
     );
     host.works(&[
         "sh",
         "-c",
         "mkdir -p /etc/larder/vms; echo '# mine' >/etc/larder/vms/web.toml",
     ]);
-    attach("web", &[], &["/etc/larder/vms/web.toml is there", "move it away"]);
+    attach("web", &[], &["/etc/larder/vms/web.toml exists", "move it away"]);
     assert_eq!(
         fs::read_to_string(host.inside("/etc/larder/vms/web.toml"))
             .ok()
@@ -110,7 +110,7 @@ fn running_domain_is_not_disturbed() {
     host.virsh(&["start", "--paused", "web"]);
     let running = host.virsh(&["dumpxml", "web"]);
     let said = host.larder(&["libvirt", "attach", "web", "--apply"]);
-    assert!(said.contains("the domain runs: its disks are QEMU's until"), "{said}");
+    assert!(said.contains("the domain runs: QEMU serves its disks until"), "{said}");
     assert_eq!(host.virsh(&["dumpxml", "web"]), running);
     // From the next start until its end, the domain's disks are Larder's.
     host.virsh(&["destroy", "web"]);
@@ -118,7 +118,7 @@ fn running_domain_is_not_disturbed() {
     host.larder(&["status", "/run/larder/web.sock"]);
     host.refused(
         &["larder", "libvirt", "detach", "web", "--apply"],
-        &["runs", "disk vda is Larder's"],
+        &["runs", "Larder serves its disk vda"],
     );
     host.virsh(&["destroy", "web"]);
     host.larder(&["libvirt", "detach", "web", "--apply"]);
@@ -156,8 +156,8 @@ fn attached_running_domain_starts_again() {
     let said = host.larder(&["libvirt", "attach", "web", "--apply"]);
     for words in [
         "vda: serial number 'f9160a20-70c7-38f4-a980-29f0c16f0155' has 36 bytes; the guest sees the first 20",
-        "vdb is left alone: queues='65'",
-        "vdd is left alone: ",
+        "vdb stays with QEMU: queues='65'",
+        "vdd stays with QEMU: ",
         "no multiple of the sectors of 4096 bytes",
     ] {
         assert!(said.contains(words), "{words}: {said}");
@@ -222,7 +222,7 @@ fn killed_attach_or_detach_is_completed() {
     install_script(script, &virsh);
     host.refused(
         &[&["larder"], &attach[..]].concat(),
-        &["the domain is as it was", "no such thing"],
+        &["the domain is unchanged", "no such thing"],
     );
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
     let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt"))

@@ -43,13 +43,13 @@ fn control_socket_reports_changes_and_detaches() {
         (
             "{\"budget\": 41943040, \"compressed\": 41943040}",
             409,
-            "leave nothing for the guest",
+            "leave too little of a budget of",
         ),
         ("{\"budget\": 18446744073709551615}", 200, ""),
         (
             "{\"compressed\": 18446744073709551615}",
             409,
-            "leave nothing for the guest",
+            "leave too little of a budget of",
         ),
         ("{\"budget\": 41943040, \"compressed\": 0}", 200, ""),
         ("{\"range\": {\"least\": 1}}", 400, "least"),

@@ -88,7 +88,7 @@ fn successor_keeps_encryption_key() {
     for encrypt in [&[][..], &["--encrypt", "off"], &["--encrypt", "on"]] {
         pager.process.kill();
         pager = attach(&holder, encrypt);
-        let told = "what goes to the disks is encrypted, as the pager before had it";
+        let told = "data on the disks is encrypted, as the previous pager was configured";
         assert_eq!(
             pager.process.output().contains(told),
             encrypt == ["--encrypt", "off"],
@@ -119,7 +119,7 @@ fn unencrypted_state_changes_only_on_reattach() {
     pager.process.kill();
     let attach = holder.attach(folder.path(), &disks);
     let mut pager = attach.start().expect("it takes the place");
-    let told = "what goes to the disks is not encrypted, as the pager before had it";
+    let told = "data on the disks is not encrypted, as the previous pager was configured";
     pager.process.wait_for(told, LIMIT).expect("it is logged");
     assert!(!pager.state().expect("answers").disks[0].encrypted);
     assert_eq!(holder.check(), NONE);
@@ -154,7 +154,9 @@ fn damaged_key_loses_pages_never_corrupts() {
     assert!(lost.len() > 2000 && lost.len() < 11_000, "{} pages", lost.len());
     let told = pager.state().expect("answers").lost_pages;
     assert_eq!(told, lost.len() as u64);
-    let logged = pager.process.wait_for(" is lost, its stored copy is damaged", LIMIT);
+    let logged = pager
+        .process
+        .wait_for(" is lost, because its stored copy is damaged", LIMIT);
     logged.expect("it is logged");
     pager.detach().expect("lets go");
 }

@@ -47,7 +47,7 @@ fn process_without_pager_can_be_killed() {
     fixture.verifier.process.kill();
     let (code, said) = fixture.ask("status");
     assert!(
-        code == Some(2) && said.contains("nobody listens") || said.contains("killed"),
+        code == Some(2) && said.contains("no process listens") || said.contains("killed"),
         "{said}"
     );
 }

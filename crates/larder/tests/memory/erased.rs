@@ -131,7 +131,7 @@ fn pages_of_ended_process_are_erased() {
             assert!(readable(&disk.bytes).len() > 4000);
             if is_refused {
                 let said = refusal(&disk.name, "1TiB");
-                assert!(said.contains("were asked for"), "{said}");
+                assert!(said.contains("was requested"), "{said}");
                 assert!(readable(&disk.bytes).is_empty(), "{}", disk.name);
             } else {
                 let other = Fixture::new();
@@ -177,7 +177,7 @@ fn swap_file_of_ended_process_emptied() {
             }
             _ => {
                 let (code, said) = run(attach.command());
-                assert!(code == Some(2) && said.contains("there is room for"), "{said}");
+                assert!(code == Some(2) && said.contains("there is space for"), "{said}");
                 assert!(!path.exists(), "the file is left");
             }
         }

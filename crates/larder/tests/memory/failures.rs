@@ -47,7 +47,7 @@ fn damaged_page_on_disk_is_poisoned() {
     assert!(lost.iter().all(|page| damaged.contains(page)), "{lost:?}");
     let state = pager.state().expect("answers");
     assert_eq!(state.lost_pages, lost.len() as u64);
-    let each = " is lost, its stored copy is damaged: whoever touches it gets a memory error";
+    let each = " is lost, because its stored copy is damaged: a thread that touches it gets a memory error";
     // At least the first hundred are reported individually.
     let first = 100;
     let told = pager.process.wait_for_count(each, first, LIMIT);
@@ -140,7 +140,7 @@ fn failed_reads_are_retried() {
     for _ in 0..2 {
         assert_eq!(holder.check(), NONE);
     }
-    let logged = pager.process.wait_for(": it is tried again", LIMIT);
+    let logged = pager.process.wait_for(": the read is retried", LIMIT);
     logged.expect("it is logged");
     std::fs::remove_file(&switch).expect("was there");
     assert_eq!(pager.state().expect("answers").lost_pages, 0);
@@ -181,7 +181,7 @@ fn unreadable_pages_are_lost_and_reported() {
     assert!(lost.len() >= 3 && state.lost_pages == lost.len() as u64, "{state:#?}");
     let told = pager
         .process
-        .wait_for(" is lost, it cannot be read from the disk", LIMIT);
+        .wait_for(" is lost, because it cannot be read from the disk", LIMIT);
     told.expect("it is told");
     let said = status(&folder);
     assert!(said.contains(&format!("{} pages\n", lost.len())), "{said}");
@@ -208,8 +208,8 @@ fn unwritable_disk_loses_nothing() {
     limit(&folder, &["--budget", "20MiB", "--compressed", "2MiB"]);
     pager.wait_until(|state| state.disks[0].failed).expect("it is given up");
     for text in [
-        "nothing is lost; another place of it is tried",
-        "it is not written to any more",
+        "nothing is lost; another segment is tried",
+        "the disk is not written to any more",
     ] {
         pager.process.wait_for(text, LIMIT).expect("it is told");
     }
@@ -217,7 +217,7 @@ fn unwritable_disk_loses_nothing() {
     is_told.expect("a problem");
     let said = status(&folder);
     assert!(
-        said.contains(", cannot be written to") && said.contains("as the disk for them fails"),
+        said.contains(", cannot be written to") && said.contains("because their disk fails"),
         "{said}"
     );
     assert_eq!(holder.check(), NONE);
@@ -252,11 +252,8 @@ fn unreachable_server_is_awaited() {
     let state = is_told.expect("it is told");
     assert!(!state.disks[0].failed && state.lost_pages == 0, "{state:#?}");
     let said = status(&folder);
-    assert!(
-        said.contains(", cannot be reached: who wants a page of it waits"),
-        "{said}"
-    );
-    let said = " cannot be reached: whoever wants a page that is there waits until it can";
+    assert!(said.contains(", cannot be reached: faults on its pages wait"), "{said}");
+    let said = " cannot be reached: threads that need a page from it wait until it can";
     pager.process.wait_for(said, LIMIT).expect("it is logged");
     // Waits for as many failures as would disable a disk that answers with errors.
     let failed = "cannot reconnect";

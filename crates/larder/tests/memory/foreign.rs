@@ -52,7 +52,7 @@ fn ivshmem_region_keeps_its_pages() {
     let state = pager.wait_for_budget().expect("within the budget");
     assert_eq!(state.size, 64 * MIB, "more than the RAM is managed");
     let said = pager.process.output();
-    assert!(said.contains("left alone") && said.contains("/region"), "{said}");
+    assert!(said.contains("not managed") && said.contains("/region"), "{said}");
     assert_eq!(region.metadata().expect("is there").blocks() * 512, REGION_MIB * MIB);
     assert!(
         std::fs::read(&region).expect("is there") == content,
@@ -100,7 +100,10 @@ fn page_touched_externally_keeps_its_content() {
     assert_eq!(holder.check(), NONE);
     pager
         .process
-        .wait_for("found in memory, of zeros: its stored copy is put back", LIMIT)
+        .wait_for(
+            "found in memory, filled with zeros, which its stored copy replaces",
+            LIMIT,
+        )
         .expect("it is reported");
     pager.detach().expect("it detaches");
     assert_eq!(holder.check(), NONE);

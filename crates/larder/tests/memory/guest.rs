@@ -110,7 +110,7 @@ fn hotplugged_memory_is_managed() {
     let limit = crate::support::LIMIT;
     pager
         .process
-        .wait_for("memory was plugged in", limit)
+        .wait_for("memory was hotplugged", limit)
         .expect("it is told");
     guest.process.wait_for("GROWN", limit).expect("it has more memory");
     guest.works(0).expect("goes on");

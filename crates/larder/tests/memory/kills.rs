@@ -62,7 +62,7 @@ fn successor_of_killed_pager_detaches_cleanly() {
         pager.process.kill();
         // The process waits for its memory, which no pager installs.
         let mut pager = attach.start().expect("it takes the place");
-        assert!(pager.stood_still.is_none() && pager.process.output().contains("in the place of another pager"));
+        assert!(pager.stood_still.is_none() && pager.process.output().contains("in place of another pager"));
         verifier.works().expect("goes on");
         pager.wait_for_budget().expect("within the budget");
         pager.detach().expect("lets go");

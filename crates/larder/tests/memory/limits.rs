@@ -10,10 +10,10 @@ fn budget_changes_while_process_works() {
     let mut fixture = Fixture::with("compressible");
     let mut pager = fixture.attach(&["--budget", "56MiB"]).start().expect("it attaches");
     for (budget, said_wanted) in [
-        ("24MiB", "budget 24 MiB, of that up to 12 MiB compressed pages; "),
-        ("40MiB", "budget 40 MiB, of that up to 20 MiB compressed pages; "),
-        ("20MiB", "budget 20 MiB, of that up to 10 MiB compressed pages; "),
-        ("1GiB", "budget 1 GiB, of that up to 512 MiB compressed pages; "),
+        ("24MiB", "budget 24 MiB, of which up to 12 MiB for compressed pages; "),
+        ("40MiB", "budget 40 MiB, of which up to 20 MiB for compressed pages; "),
+        ("20MiB", "budget 20 MiB, of which up to 10 MiB for compressed pages; "),
+        ("1GiB", "budget 1 GiB, of which up to 512 MiB for compressed pages; "),
     ] {
         let (code, said) = fixture.ask(&format!("limit --budget {budget}"));
         assert!(code == Some(0) && said.starts_with(said_wanted), "{said}");
@@ -43,7 +43,7 @@ fn stall_time_is_reported() {
     // One of the program's threads only waits for commands, so not all threads stall.
     assert_eq!(pressure.full.total_us, 0, "{pressure:?}");
     let (_, said) = fixture.ask("status");
-    assert!(said.contains("lost, some:") && said.contains(" in all"), "{said}");
+    assert!(said.contains("pressure, some:") && said.contains(" in all"), "{said}");
     pager.detach().expect("lets go");
     fixture.verify();
 }
@@ -54,22 +54,22 @@ fn chosen_compressed_limit_stays() {
     let mut pager = fixture.start();
     let (_, said) = fixture.ask("limit --budget 40MiB --compressed 8MiB");
     assert!(
-        said.starts_with("budget 40 MiB, of that up to 8 MiB compressed pages; "),
+        said.starts_with("budget 40 MiB, of which up to 8 MiB for compressed pages; "),
         "{said}"
     );
     let (_, said) = fixture.ask("limit --budget 36MiB");
     assert!(
-        said.starts_with("budget 36 MiB, of that up to 8 MiB compressed pages; "),
+        said.starts_with("budget 36 MiB, of which up to 8 MiB for compressed pages; "),
         "{said}"
     );
     for (limits, why) in [
         (
             "--budget 4MiB",
-            "a budget of 4 MiB is too small: 17 MiB is the least for memory of 64 MiB",
+            "a budget of 4 MiB is too small: memory of 64 MiB needs at least 17 MiB",
         ),
         (
             "--budget 20MiB --compressed 19MiB",
-            "19 MiB of compressed pages in a budget of 20 MiB leave nothing for the guest",
+            "19 MiB of compressed pages leave too little of a budget of 20 MiB for the guest",
         ),
     ] {
         let (code, said) = fixture.ask(&format!("limit {limits}"));
@@ -87,7 +87,7 @@ fn incompressible_memory_is_reported() {
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::Incompressible));
     let state = is_told.expect("a problem");
     assert!(state.used > state.budget, "{state:#?}");
-    let told = "what is in memory cannot be compressed, and there is no swap cache";
+    let told = "the pages in memory cannot be compressed, and there is no swap cache";
     pager.process.wait_for(told, LIMIT).expect("it is logged");
     let (_, said) = fixture.ask("status");
     assert!(said.contains(told), "{said}");
@@ -135,7 +135,7 @@ fn full_tiers_are_reported_without_loss() {
         state.used > state.budget && state.compressed.used <= 3 * MIB,
         "{state:#?}"
     );
-    let told = "there is no room left for evicted pages";
+    let told = "there is no space left for evicted pages";
     pager.process.wait_for(told, LIMIT).expect("it is logged");
     fixture.works();
     pager.detach().expect("lets go");

@@ -28,7 +28,7 @@ fn second_pager_is_refused() {
     let mut fixture = Fixture::new();
     let mut pager = fixture.start();
     let wanted = format!(
-        "larder: process {} is managed by another larder already: detach that, or stop it",
+        "larder: process {} is already managed by another larder: detach or stop that one",
         fixture.pid()
     );
     let other = on_tmpfs();
@@ -50,11 +50,11 @@ fn too_small_budgets_are_refused() {
     for (words, wanted) in [
         (
             &["--budget", "16MiB"][..],
-            "larder: a budget of 16 MiB is too small: 17 MiB is the least for memory of 64 MiB",
+            "larder: a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
         ),
         (
             &["--budget", "32MiB", "--compressed", "31MiB"],
-            "larder: 31 MiB of compressed pages in a budget of 32 MiB leave nothing for the guest",
+            "larder: 31 MiB of compressed pages leave too little of a budget of 32 MiB for the guest",
         ),
     ] {
         let said = refusal(&fixture.attach(words));
@@ -92,7 +92,7 @@ fn unsuitable_processes_are_refused() {
     let said = refusal(&attach);
     assert!(said.contains("(larder): its memory cannot be managed:"), "{said}");
     let said = refusal_of(kernel_thread());
-    assert!(said.contains("is a thread of the kernel"), "{said}");
+    assert!(said.contains("is a kernel thread"), "{said}");
 }
 
 /// Returns the PID of a kernel thread.
@@ -141,7 +141,7 @@ fn attach_without_rights_is_refused() {
     std::fs::remove_file(&program).expect("was there");
     drop(folder);
     assert!(
-        code == Some(2) && said.contains(": no right to ") && said.contains("be root"),
+        code == Some(2) && said.contains(": no permission to ") && said.contains("run as root"),
         "{said}"
     );
     fixture.verify();

@@ -85,7 +85,9 @@ fn detach_beyond_group_limit_is_refused() {
     fixture.works();
     // A detach by a signal is refused, too.
     pager.process.signal(libc::SIGTERM);
-    let refused = pager.process.wait_for("not detached, and goes on: ", LIMIT);
+    let refused = pager
+        .process
+        .wait_for("not detached, and the memory is still managed: ", LIMIT);
     assert!(refused.expect("is refused").contains(&place));
     fixture.works();
     group.limit(None);
@@ -105,7 +107,7 @@ fn detach_stops_when_room_runs_out() {
     let code = detach.wait(LIMIT).expect("ends").code();
     assert!(matches!(code, Some(1 | 2)), "{code:?}");
     let said = detach.output();
-    let wanted = "stopped, and its memory is kept within the budget again";
+    let wanted = "stopped, and its memory is limited to the budget again";
     assert!(said.contains(wanted) && said.contains("control group"), "{said}");
     slow.is_managed();
     let (_, status) = run({
@@ -142,10 +144,7 @@ fn signal_or_command_cancels_detach() {
     );
     slow.is_managed();
     let (code, said) = run(slow.command(&["--cancel"]));
-    assert!(
-        code == Some(2) && said.contains("it is not being detached from"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("no detach is running"), "{said}");
     assert_eq!(slow.holder.check(), NONE);
     drop(slow.server);
     slow.holder.stop();
@@ -183,7 +182,7 @@ fn concurrent_detaches_share_free_memory() {
     slow.is_detaching();
     let (code, said) = fixture.ask("detach");
     assert!(
-        code == Some(2) && said.contains("are for other processes that are detached from now"),
+        code == Some(2) && said.contains("are claimed by other detaches in progress"),
         "{code:?} {said}"
     );
     fixture.works();
@@ -240,15 +239,15 @@ fn full_tmpfs_refuses_detach_logging_once() {
     pager.process.signal(libc::SIGTERM);
     let refused = pager
         .process
-        .wait_for("not detached, and goes on: ", LIMIT)
+        .wait_for("not detached, and the memory is still managed: ", LIMIT)
         .expect("is refused");
-    let place = format!("the tmpfs {}, which its memory is a file of,", tmpfs.path().display());
+    let place = format!("the tmpfs {} that contains its memory's file", tmpfs.path().display());
     assert!(refused.contains(&place), "{refused}");
     assert_eq!(holder.check(), NONE);
     std::fs::remove_file(&filler).expect("was there");
     drop(filling);
     let said = pager.process.output();
-    assert_eq!(said.matches("there is no memory for a page").count(), 1, "{said}");
+    assert_eq!(said.matches("there is no free memory for a page").count(), 1, "{said}");
     pager.detach().expect("lets go");
     assert_eq!(holder.check(), NONE);
     holder.stop();
@@ -296,7 +295,7 @@ fn attach_refuses_memory_in_huge_pages() {
     tool("mount", &["-o", "remount,huge=never", &at]);
     let said = refusal();
     assert!(
-        said.contains("are in huge pages, of which no part can be taken out safely"),
+        said.contains("are in huge pages, of which no part can be removed safely"),
         "{said}"
     );
     holder.stop();

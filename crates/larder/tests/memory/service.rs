@@ -106,7 +106,7 @@ fn service_manages_successive_qemus_through_kills() {
     let vm = Vm::new("lives");
     let service = vm.serve();
     let (code, said) = vm.ask("status");
-    let wanted = format!("the memory of {} is not managed: nobody listens on ", vm.name);
+    let wanted = format!("the memory of {} is not managed: no process listens on ", vm.name);
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
 
     let mut first = vm.boot();
@@ -121,7 +121,7 @@ fn service_manages_successive_qemus_through_kills() {
     // A second service changes nothing.
     let second_service = vm.serve();
     second_service
-        .wait_for("is managed by another larder already", LIMIT)
+        .wait_for("is already managed by another larder", LIMIT)
         .expect("is refused");
     ends(second_service);
     first.works().expect("it works");
@@ -134,9 +134,7 @@ fn service_manages_successive_qemus_through_kills() {
     service.kill();
     // The guest is stalled by now, and its next pager takes over at once.
     let service = vm.serve();
-    service
-        .wait_for("in the place of another pager", LIMIT)
-        .expect("attaches");
+    service.wait_for("in place of another pager", LIMIT).expect("attaches");
     second.works().expect("it works");
     vm.wait_for_budget(&service, &second);
     let before_end = Alone::of(second.pid()).watched;
@@ -160,10 +158,7 @@ fn reload_applies_budget_and_reports_rest() {
     service.signal(libc::SIGHUP);
     let state = vm.wait_until(&service, |state| state.budget == 40 * MIB);
     assert_eq!(state.compressed.limit, 9 * MIB);
-    for left in [
-        "left: quarantine-ms: as before until",
-        "left: prefetch: as before until",
-    ] {
+    for left in ["quarantine-ms: takes effect when", "prefetch: takes effect when"] {
         service.wait_for(left, LIMIT).expect("is told");
     }
     // An invalid file changes nothing, and neither does an impossible setting.
@@ -171,7 +166,7 @@ fn reload_applies_budget_and_reports_rest() {
         ("budget = \"1MiB", ": memory: a budget of 1 MiB is too small"),
         (
             "budget = \"16MiB",
-            "a budget of 16 MiB is too small: 17 MiB is the least for memory of 64 MiB",
+            "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
         ),
         ("bugdet = \"40MiB", "unknown key 'bugdet' (did you mean 'budget'?)"),
     ] {
@@ -203,7 +198,7 @@ fn detached_process_is_left_alone() {
     let (service, mut verifier) = (vm.serve(), vm.boot());
     vm.wait_for_budget(&service, &verifier);
     let (code, said) = vm.ask("detach");
-    let alone = format!("process {} is alone again", verifier.pid());
+    let alone = format!("process {} is no longer managed", verifier.pid());
     assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
     verifier.works().expect("it works");
     // Leaves the service time for another check: its inaction cannot be waited for.
@@ -233,14 +228,14 @@ fn stop_outlives_cancelled_detach_of_another() {
     vm.wait_until(&service, |state| state.detach_problem.is_some());
     service.signal(libc::SIGTERM);
     service
-        .wait_for("detaching: everything is brought back into memory", LIMIT)
+        .wait_for("detaching: all pages are being paged in", LIMIT)
         .expect("begins");
     // By the time this is answered, the service's own detach has been refused.
     let (code, said) = vm.ask("status");
     assert_eq!(code, Some(0), "{said}");
     cancel_detach(&memory_control_of(&vm.name)).expect("answers");
     service
-        .wait_for("the detach has ended: cancelled", LIMIT)
+        .wait_for("the detach was stopped: cancelled", LIMIT)
         .expect("is logged");
     group.freeze(false);
     let mut service = service;
@@ -265,14 +260,12 @@ fn successor_uses_swap_cache_of_pages() {
     let told = service.lines();
     service.signal(libc::SIGHUP);
     let left = service
-        .wait_for_after(told, "left: swap-cache: ", LIMIT)
+        .wait_for_after(told, "swap-cache: takes", LIMIT)
         .expect("is told");
-    assert!(left.contains("until this service is started again"), "{left}");
+    assert!(left.contains("when this service is restarted"), "{left}");
     service.kill();
     let service = vm.serve();
-    service
-        .wait_for("in the place of another pager", LIMIT)
-        .expect("attaches");
+    service.wait_for("in place of another pager", LIMIT).expect("attaches");
     verifier.works().expect("it works");
     let state = vm.state().expect("answers");
     assert!(state.disks.iter().all(|disk| disk.name.ends_with("/one")), "{state:#?}");
@@ -298,10 +291,11 @@ fn stalled_guest_tolerates_impossible_config() {
     service.kill();
     vm.write(&FILE.replace("32MiB", "16MiB\"\nswap-size = \"64MiB\"\nswap-cache = \"/nosuch/swap"));
     let service = vm.serve();
-    service
-        .wait_for("in the place of another pager", LIMIT)
-        .expect("attaches");
-    for told in ["a budget of 16 MiB is too small: 17 MiB is the least", "/nosuch/swap"] {
+    service.wait_for("in place of another pager", LIMIT).expect("attaches");
+    for told in [
+        "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
+        "/nosuch/swap",
+    ] {
         assert!(service.output().contains(told), "{told}: {}", service.output());
     }
     verifier.report().expect("nothing is wrong");
@@ -336,7 +330,7 @@ fn other_users_pid_file_is_refused() {
     let of = |user| std::os::unix::fs::chown(&path, Some(user), None).expect("root may");
     of(OTHER);
     let service = vm.serve();
-    let why = format!("user {OTHER} can change what is there");
+    let why = format!("user {OTHER} can replace it");
     service.wait_for(&why, LIMIT).expect("it says why");
     assert!(vm.state().is_none(), "it is not managed");
     of(0);
@@ -414,7 +408,7 @@ fn waiting_attach_reports_unmanageable_process() {
     let mut pager = Process::start(command).expect("starts");
     pager.wait_for("its memory cannot be managed", LIMIT).expect("is told");
     pager
-        .wait_for("is this the process that runs the VM? (it is tried again)", LIMIT)
+        .wait_for("is this the process that runs the VM? (Larder will try again)", LIMIT)
         .expect("is told");
     cat.kill();
     assert!(pager.wait(LIMIT).expect("ends").success(), "{}", pager.output());

@@ -94,7 +94,7 @@ fn successor_ignores_tracer_and_external_mapping() {
     pager.process.kill();
     let mut pager = fixture.start();
     let said = pager.process.output();
-    let warned = said.matches("its memory is managed on, though it could not be attached to anew: ");
+    let warned = said.matches("its memory stays managed, although a new attach would be refused: ");
     assert_eq!(warned.count(), 2, "{said}");
     fixture.works();
     pager.wait_for_budget().expect("within the budget");
@@ -115,7 +115,7 @@ fn successor_ignores_tracer_and_external_mapping() {
     assert_eq!(fixture.alone(), before);
     // A first attach is still refused.
     let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
-    assert!(code == Some(2) && said.contains("is mapped by process"), "{said}");
+    assert!(code == Some(2) && said.contains("is also mapped by process"), "{said}");
     drop(mapped);
     fixture.verify();
 }
@@ -183,7 +183,9 @@ fn frozen_process_detaches_after_thaw() {
         code == Some(0) && said.contains("is still managed: cancelled"),
         "{said}"
     );
-    let refused = pager.process.wait_for("not detached, and goes on: cancelled", LIMIT);
+    let refused = pager
+        .process
+        .wait_for("not detached, and the memory is still managed: cancelled", LIMIT);
     refused.expect("it is logged");
     pager.wait_for_budget().expect("within the budget");
     pager.process.signal(libc::SIGTERM);
@@ -225,7 +227,7 @@ fn detach_reports_killed_pager() {
     let mut pager = fixture.start();
     fixture.works();
     let (code, said) = fixture.ask("detach");
-    assert!(code == Some(0) && said.contains("is alone again"), "{said}");
+    assert!(code == Some(0) && said.contains("is no longer managed"), "{said}");
     pager.process.wait(LIMIT).expect("ends");
     fixture.verify();
 }

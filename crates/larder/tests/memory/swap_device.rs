@@ -97,7 +97,7 @@ fn successor_uses_swap_device_claimed_meanwhile() {
     };
     let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("it goes on");
     let said = pager.process.output();
-    assert!(said.contains("it is used all the same"), "{said}");
+    assert!(said.contains("Larder uses it nevertheless"), "{said}");
     fixture.works();
     pager.detach().expect("it detaches");
     drop(claimed);

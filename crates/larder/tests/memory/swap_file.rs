@@ -57,7 +57,7 @@ fn killed_pagers_swap_cache_is_reserved() {
     let (mut fixture, mut pager) = managed(&swap);
     pager.process.kill();
     let said = refusal(&attach(&Fixture::new(), &swap, "64MiB"));
-    let wanted = format!("pages of process {} are on it, whose pager has ended", fixture.pid());
+    let wanted = format!("it holds pages of process {}, whose pager has ended", fixture.pid());
     assert!(said.contains(&wanted), "{said}");
     // It cannot be served as a disk either.
     let socket = disk.path().join("nbd");
@@ -69,7 +69,7 @@ fn killed_pagers_swap_cache_is_reserved() {
         "--nbd",
         &uri,
     ]));
-    let wanted = format!("swap cache, with memory of process {}", fixture.pid());
+    let wanted = format!("swap cache with memory of the running process {}", fixture.pid());
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     let mut pager = attach(&fixture, &swap, "64MiB").start().expect("it goes on");
     fixture.works();
@@ -116,7 +116,7 @@ fn swap_cache_without_space_takes_none() {
     for size in ["1000TiB", "8000000TiB"] {
         for path in [&new, &empty] {
             let said = refusal(&attach(&fixture, path, size));
-            assert!(said.contains("and there is room for"), "{said}");
+            assert!(said.contains("and there is space for"), "{said}");
             assert_eq!((there(&new), there(&empty)), (None, Some(0)));
         }
     }
@@ -156,7 +156,7 @@ fn swap_cache_cannot_be_slow_store() {
         &[&["--budget", BUDGET], &both[..]].concat(),
     ));
     assert!(
-        said.contains("is given as the swap cache and as the slow store"),
+        said.contains("is given both as the swap cache and as the slow store"),
         "{said}"
     );
     assert!(!path.exists());

@@ -46,7 +46,7 @@ fn managed_process_has_no_userfaultfd() {
         std::thread::sleep(std::time::Duration::from_millis(20));
         fixture.verifier.report().expect("nothing is wrong");
         pager = fixture.start();
-        assert!(pager.process.output().contains("in the place of another pager"));
+        assert!(pager.process.output().contains("in place of another pager"));
         assert_eq!(held(&fixture), IN_RING);
         fixture.works();
     }

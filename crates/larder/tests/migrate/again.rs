@@ -18,7 +18,7 @@ use crate::tls::Authority;
 use crate::wire::{END, OPEN};
 
 const PAGES: usize = 2000;
-const IS_BACK: &str = "the link is back after";
+const IS_BACK: &str = "the link was restored after";
 
 /// Carries a main channel, lets `happens` act when `held_at` bytes have crossed the lanes, and checks that everything
 /// arrives. Returns the sender's output.
@@ -226,9 +226,9 @@ fn lost_link_fails_after_patience() {
     between.relay.wait_until_held(LIMIT).expect("so much");
     between.relay.stall();
     let [sender, receiver] = between.fail();
-    assert!(sender.contains("and did not come back in 1 s: "), "{sender}");
+    assert!(sender.contains("and could not be restored within 1 s: "), "{sender}");
     assert!(
-        receiver.contains("and the sender did not come back in 1 s"),
+        receiver.contains("and the sender did not reconnect within 1 s"),
         "{receiver}"
     );
     assert!(was_closed(&source));
@@ -243,7 +243,7 @@ fn dead_receiver_is_not_awaited() {
     between.receiver.process.kill();
     let [sender, _] = between.fail();
     assert!(
-        sender.contains("and cannot be made again: cannot connect to 127.0.0.1:") && sender.contains("refused"),
+        sender.contains("and cannot be re-established: cannot connect to 127.0.0.1:") && sender.contains("refused"),
         "{sender}"
     );
     assert!(was_closed(&source));
@@ -262,8 +262,7 @@ fn restarted_receiver_rejects_old_session() {
     between.relay.release();
     let (code, said) = between.sender.end().expect("it ends");
     assert_eq!(code, Some(2), "{said}");
-    let text =
-        "and cannot be made again: the receiver refuses: there is no such session here: this receiver was started";
+    let text = "and cannot be re-established: the receiver refuses: there is no such session here: this receiver was restarted";
     assert!(said.contains(text), "{said}");
     assert!(was_closed(&source));
     second
@@ -292,7 +291,7 @@ fn lost_link_is_shown_in_status() {
     };
     between.relay.stall();
     between.relay.cut();
-    when("link lost, trying again since ");
+    when("link lost, reconnecting for ");
     let state: serde_json::Value = serde_json::from_str(&status(&["--output", "json"])).expect("JSON");
     assert!(
         state["link"]["lost_seconds"].as_f64() >= Some(0.0) && state["link"]["losses"] == 1,

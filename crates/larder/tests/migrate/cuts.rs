@@ -128,8 +128,8 @@ fn breaks(stages: &[Stage], breaks: impl Fn(&mut Session), sender: &[&str], rece
     }
 }
 
-const CUT_OFF: &str = "or something in between cut it off";
-const NETWORK: &str = "nothing was heard from the other side for 10 s: its host or the network is down";
+const CUT_OFF: &str = "or something between the hosts cut the connection";
+const NETWORK: &str = "nothing was received from the other side for 10 s: its host or the network is down";
 
 #[test]
 fn killed_sender_is_noticed_at_once() {
@@ -185,7 +185,7 @@ fn silent_network_is_given_up() {
 
 #[test]
 fn destination_exit_is_a_failure() {
-    let text = "the migration did not end well: the destination's QEMU has closed its end, or has ended";
+    let text = "the migration did not end properly: the destination's QEMU has closed its end, or has exited";
     let ends = |session: &mut Session| {
         let qemu = session.qemu.as_mut().expect("begun");
         qemu.destination.shutdown(Shutdown::Both).expect("a socket");
@@ -213,7 +213,7 @@ fn destination_exit_at_full_window_noticed() {
 
 #[test]
 fn source_exit_is_a_failure() {
-    let text = "the migration did not end well: the source's QEMU has cancelled it, given it up, or ended";
+    let text = "the migration did not end properly: the source's QEMU has cancelled it, aborted it, or exited";
     let ends = |session: &mut Session| {
         let qemu = session.qemu.as_mut().expect("begun");
         qemu.source.shutdown(Shutdown::Both).expect("a socket");
@@ -245,7 +245,7 @@ fn missing_qemu_is_reported_by_both() {
     let source = between.source();
     let [sender, receiver] = between.fail();
     let text = format!(
-        "cannot connect to QEMU at {}: No such file or directory (os error 2); is it started with '-incoming unix:",
+        "cannot connect to QEMU at {}: No such file or directory (os error 2); was it started with '-incoming unix:",
         between.path("qemu").display()
     );
     assert!(receiver.contains(&format!("larder: {text}")), "{receiver}");

@@ -163,7 +163,7 @@ fn failed_disk_move_keeps_vm_here() {
     let (code, said) = run(send(&here, &source, &receiver, &[]));
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("its disks cannot be opened at the destination"), "{said}");
-    assert!(said.contains("it is no cache, and not empty"), "{said}");
+    assert!(said.contains("it is not a cache, and not empty"), "{said}");
     works_for_a_round(&source);
     let is = disk(&here);
     assert!(!is.away && disk(&there).away);

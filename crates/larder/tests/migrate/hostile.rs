@@ -105,7 +105,7 @@ fn frames_outside_window_are_refused() {
         sender.send(0, &Frame::literal(1, 100, b"behind a gap"));
         sender.send(0, &Frame::literal(2, 100, b"behind a gap"));
     });
-    bad_sender("the sender sent something of channel 4", |sender| {
+    bad_sender("the sender sent data of channel 4", |sender| {
         let frame = Frame {
             channel: 4,
             ..next(1, b"of no channel")
@@ -131,7 +131,7 @@ fn frames_out_of_order_are_refused() {
         sender.send(0, &Frame::literal(3, 200, b"behind a gap"));
     });
     bad_sender(
-        "a frame's header: the order is 1, and may be after nothing later",
+        "a frame's header: the order is 1, and may be that of a frame of at least one byte",
         |sender| {
             let frame = Frame {
                 after: 2,
@@ -156,14 +156,14 @@ fn frames_that_decode_wrongly_are_refused() {
     };
     let wrong: [(&str, Frame); 9] = [
         (
-            "frame 1: what was decoded has the checksum ",
+            "frame 1: the decoded data has the checksum ",
             Frame {
                 raw_crc: 5,
                 ..next(1, b"changed")
             },
         ),
         (
-            "frame 1: what was decoded has the checksum ",
+            "frame 1: the decoded data has the checksum ",
             Frame {
                 raw_crc: crc32c(&[8; 4096]),
                 ..stored.clone()
@@ -198,7 +198,7 @@ fn frames_that_decode_wrongly_are_refused() {
             },
         ),
         (
-            "frame 1: no method has the number 77",
+            "frame 1: unknown method number 77",
             Frame {
                 method: 77,
                 ..stored.clone()
@@ -249,7 +249,7 @@ fn frames_that_decode_wrongly_are_refused() {
 fn invalid_sender_messages_are_refused() {
     let whole = FIRST.len() as u64;
     bad_sender(
-        "the sender sent Open of channel 0 with 0 and 0 bytes, which no sender sends",
+        "the sender sent Open of channel 0 with 0 and 0 bytes, which violates the protocol",
         |sender| sender.tell(OPEN, 0),
     );
     bad_sender("the end of channel 0 at 13 bytes", |sender| {
@@ -259,13 +259,13 @@ fn invalid_sender_messages_are_refused() {
         sender.tell(CLOSE, whole);
         sender.tell(CLOSE, whole);
     });
-    bad_sender("the sender sent the end of all, while channel 0 is open", |sender| {
+    bad_sender("the sender sent END while channel 0 is open", |sender| {
         sender.tell(END, 0)
     });
     for kind in [DELIVERED, RETURN, CLOSED, RECEIVED] {
-        bad_sender(", which no sender sends", |sender| sender.tell(kind, 1));
+        bad_sender(", which violates the protocol", |sender| sender.tell(kind, 1));
     }
-    bad_sender("the sender sent something of channel 4", |sender| {
+    bad_sender("the sender sent data of channel 4", |sender| {
         say(&sender.control, &message(OPEN, 4, 0, b""))
     });
     bad_sender("larder: the sender: it \u{fffd} says so [2J", |sender| {
@@ -289,7 +289,7 @@ fn malformed_messages_are_refused() {
         put(&mut bytes, 4, &65_537_u32.to_le_bytes());
         say(&sender.control, &bytes);
     });
-    bad_sender("the sender moves a whole virtual machine", |sender| {
+    bad_sender("the sender moves a complete virtual machine", |sender| {
         say(&sender.control, &message(NOTE, 0, 0, &[1; 1000]));
     });
 }
@@ -426,7 +426,7 @@ fn bad_receiver(text: &str, says: &[Vec<u8>]) {
 #[test]
 fn invalid_receiver_messages_are_refused() {
     let whole = FIRST.len() as u64;
-    let text = ", which no receiver sends";
+    let text = ", which violates the protocol";
     bad_receiver(
         "that 15 bytes of channel 0 were delivered, of which 14 were sent",
         &[message(DELIVERED, 0, whole + 1, b"")],
@@ -442,21 +442,18 @@ fn invalid_receiver_messages_are_refused() {
         bad_receiver(text, &[message(kind, 0, 0, b"")]);
     }
     bad_receiver(
-        "the receiver says that it has received 2 frames of lane 0, which may be 0 to 1",
+        "the receiver confirms 2 frames of lane 0; the valid range is 0 to 1",
         &[message(RECEIVED, 0, 2, b"")],
     );
     bad_receiver(
-        "the receiver says that it has received 0 frames of lane 1, which may be 0 to 0",
+        "the receiver confirms 0 frames of lane 1; the valid range is 0 to 0",
         &[message(RECEIVED, 1, 0, b"")],
     );
     bad_receiver(
-        "the other side says that it has received 2 messages, which may be 0 to 1",
+        "the other side confirms 2 messages; the valid range is 0 to 1",
         &[message(ALIVE, 0, 2, b"")],
     );
-    bad_receiver(
-        "more notes than anybody reads",
-        &vec![message(NOTE, 0, 0, b"a note"); 100],
-    );
+    bad_receiver("too many unread notes", &vec![message(NOTE, 0, 0, b"a note"); 100]);
     bad_receiver(
         "larder: the receiver: as it says",
         &[message(FAILED, 0, 0, b"as it says")],

@@ -114,8 +114,11 @@ fn stayed(mover: &mut Process, destination: &Vm) {
         panic!("it was moved, and then: {:#?}", writes_on(destination));
     }
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("the VM goes on here"), "{said}");
-    assert!(said.contains("QEMU does not know how far its queue 0 is"), "{said}");
+    assert!(said.contains("the VM continues here"), "{said}");
+    assert!(
+        said.contains("QEMU does not know the position of its queue 0"),
+        "{said}"
+    );
 }
 
 /// Waits until some of the guest's writes are pending. On a busy machine that need not be all of them, because a

@@ -45,7 +45,7 @@ fn postcopy_and_pager_exclude_each_other() {
     let (code, output) = run(post_copy(&source, &waits, &[]));
     assert_eq!(code, Some(1), "{output}");
     assert!(
-        output.contains("nothing was changed: a pager keeps the memory"),
+        output.contains("nothing was changed: a pager manages the memory"),
         "{output}"
     );
     source.works().expect("it runs");
@@ -53,7 +53,7 @@ fn postcopy_and_pager_exclude_each_other() {
     pager.process.kill();
     let (code, output) = run(post_copy(&source, &waits, &[]));
     assert!(
-        code == Some(1) && output.contains("a pager keeps the memory"),
+        code == Some(1) && output.contains("a pager manages the memory"),
         "{output}"
     );
     let mut pager = attach.start().expect("it attaches");

@@ -151,7 +151,7 @@ fn sender_of_other_authority_is_refused() {
     refused(
         [&wrong.words(), &right.words()],
         [
-            "does not accept this one's certificate",
+            "does not accept this sender's certificate",
             "the TLS handshake failed: invalid peer certificate: UnknownIssuer",
         ],
         &right.words(),
@@ -217,7 +217,7 @@ fn only_given_fingerprints_are_accepted() {
     let to_server = [tls, folder, "--peer", &wrong, "--peer", &server];
     let to_client = [tls, folder, "--peer", &client, "--peer", &wrong];
     let to_wrong = [tls, folder, "--peer", &wrong];
-    let none = "which is none of those that were given";
+    let none = "which is none of the given ones";
     refused(
         [&to_wrong, &to_client],
         [none, "the greeting of a sender: "],
@@ -243,12 +243,12 @@ fn one_sided_tls_fails_both_sides() {
     let right = Authority::new();
     refused(
         [&[], &right.words()],
-        ["it speaks TLS: give --tls", "it does not speak TLS"],
+        ["the other side speaks TLS: use --tls", "the sender does not speak TLS"],
         &right.words(),
     );
     refused(
         [&right.words(), &[]],
-        ["has the receiver --tls?", "it speaks TLS: give --tls"],
+        ["does the receiver have --tls?", "the other side speaks TLS: use --tls"],
         &[],
     );
 }
@@ -268,7 +268,7 @@ fn peers_are_remembered_at_first_use() {
             let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
             assert_eq!(lines, [format!("127.0.0.1 {key}")]);
             let said = side.process.output();
-            let told = format!("has the fingerprint {key}, which {} remembers", file.display());
+            let told = format!("has the fingerprint {key}, which is recorded in {}", file.display());
             assert_eq!(said.contains(&told), is_first, "{said}");
         }
     }
@@ -306,7 +306,7 @@ fn changed_certificate_is_refused_until_given() {
     let file = destination.remembered("senders");
     let waiting = Waiting::start(&destination.words());
     let said = waiting.refuses(&source.words());
-    let why = format!("your certificate has the public key {new}, and another one is remembered of 127.0.0.1");
+    let why = format!("your certificate has the public key {new}, and another one is recorded for 127.0.0.1");
     assert!(said.contains(&why), "{said}");
     assert!(!said.contains(&file.display().to_string()), "{said}");
     let why = format!(
@@ -346,14 +346,17 @@ fn peer_is_accepted_by_certificate_name() {
     refused(
         [&to_other, &to_client],
         [
-            "nor is it for a name that was given (--peer)",
+            "and it is for none of the given names (--peer)",
             "the greeting of a sender: ",
         ],
         &to_server,
     );
     let waiting = Waiting::start(&to_other);
     let said = waiting.refuses(&to_server);
-    assert!(said.contains("nor is it for a name that was given (--peer)"), "{said}");
+    assert!(
+        said.contains("and it is for none of the given names (--peer)"),
+        "{said}"
+    );
     assert!(waiting.is_untouched());
     for which in ["senders", "receivers"] {
         assert!(!right.remembered(which).exists(), "{which}");

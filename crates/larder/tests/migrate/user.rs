@@ -59,7 +59,7 @@ fn receiver_refuses_other_users_qemu() {
     let _source = between.source();
     let said = between.fail();
     assert!(
-        said[1].contains("somebody else than QEMU's user listens there"),
+        said[1].contains("a process of a user other than QEMU's listens there"),
         "{}",
         said[1]
     );

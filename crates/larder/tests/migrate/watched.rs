@@ -79,11 +79,11 @@ fn move_reports_progress_and_obeys_limits() {
     assert!(wire > 0 && wire < stream.len() as u64, "{moving}");
     for refused in [&["--downtime", "500"][..], &["--timeout", "5"]] {
         let (code, said) = migrate(&["limit"], &sockets.source, refused);
-        assert!(code == Some(2) && said.contains("tell QEMU"), "{said}");
+        assert!(code == Some(2) && said.contains("set these limits in QEMU"), "{said}");
     }
     let (code, said) = migrate(&["limit"], &sockets.destination, &["--bandwidth", "1GiB"]);
     assert!(
-        code == Some(2) && said.contains("the limits are the source's"),
+        code == Some(2) && said.contains("the source enforces the limits"),
         "{said}"
     );
     let (code, said) = migrate(&["limit"], &sockets.source, &["--cpu", "3.5", "--bandwidth", "1GiB"]);

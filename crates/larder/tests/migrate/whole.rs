@@ -197,7 +197,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(1), "{said}");
     assert!(
-        said.contains("cancelled; the VM goes on here") && !control.exists(),
+        said.contains("cancelled; the VM continues here") && !control.exists(),
         "{said}"
     );
     source.works().expect("it goes on");
@@ -223,7 +223,7 @@ fn unsuitable_destination_keeps_vm_here() {
         ("-smp 2", "processors (-smp): 1 at the source, 2 at the destination"),
         (
             "-cpu Nehalem",
-            "Nehalem-x86_64-cpu at the destination, which has not all that the guest may use: CPUID 80000001h ECX 0x4",
+            "Nehalem-x86_64-cpu at the destination, which lacks features that the guest may use: CPUID 80000001h ECX 0x4",
         ),
         ("-device virtio-rng-pci", " 1af4:1005 is missing at the source"),
         ("-uuid 9a8b7c6d-0000-1111-2222-333344445555", "UUID (-uuid): "),
@@ -231,7 +231,7 @@ fn unsuitable_destination_keeps_vm_here() {
         let other = machine.incoming_by(&words(&with(options))).expect("QEMU starts");
         let waits = receiver(&other);
         let (code, heard) = moves(&source, &waits, &[]);
-        let is_told = heard.contains("it cannot be moved, and nothing was changed: ") && heard.contains(said);
+        let is_told = heard.contains("the VM cannot be moved, and nothing was changed: ") && heard.contains(said);
         assert!(code == Some(1) && is_told, "{options}: {code:?} {heard}");
         assert_eq!(verdict(&heard).expect("JSON")["vm"], "here", "{options}");
     }
@@ -239,7 +239,7 @@ fn unsuitable_destination_keeps_vm_here() {
     let stream_alone = Side::receiver(larder(), &machine.folder().join("nothing"), &[]).expect("it listens");
     let (code, heard) = moves(&source, &stream_alone, &[]);
     assert!(
-        code == Some(1) && heard.contains("start it with --qmp in the place of --connect"),
+        code == Some(1) && heard.contains("start it with --qmp instead of --connect"),
         "{heard}"
     );
     source.works().expect("it goes on");
@@ -251,7 +251,7 @@ fn unsuitable_destination_keeps_vm_here() {
     let _qemu = UnixStream::connect(&sender).expect("it listens");
     let (code, heard) = side.end().expect("it ends");
     assert!(
-        code == Some(2) && heard.contains("or send by larder migrate VM"),
+        code == Some(2) && heard.contains("or send with larder migrate VM"),
         "{heard}"
     );
     // The source cannot write its record of the move and gives up; the receiver waits for another source.
@@ -264,12 +264,11 @@ fn unsuitable_destination_keeps_vm_here() {
     let mut command = move_command(larder(), source.qmp_for_others(), &to, &[]);
     command.env("RUNTIME_DIRECTORY", &full.0);
     let (code, heard) = run(command);
-    let is_told = heard.contains("the VM goes on here: no record of the move can be kept: ");
+    let is_told = heard.contains("the VM continues here: the record of the move cannot be saved: ");
     assert!(code == Some(1) && is_told, "{heard}");
     source.works().expect("it goes on");
     let (code, heard) = moves(&source, &waits, &[]);
-    let is_told =
-        heard.contains("of another model there (-cpu), which the guest may see: qemu64-x86_64-cpu (AuthenticAMD)");
+    let is_told = heard.contains("models differ (-cpu), which the guest may notice: qemu64-x86_64-cpu (AuthenticAMD)");
     assert!(code == Some(0) && is_told, "{heard}");
     destination.works().expect("it runs there");
     assert_eq!(waits.end().expect("it ends").0, Some(0));
@@ -296,7 +295,7 @@ fn stays_paused(release: Release) {
     assert_eq!(code, Some(2), "{heard}");
     assert_eq!(source.run_state().expect("answers"), after, "{said}");
     assert_eq!(
-        said.contains("QEMU calls that 'postmigrate' now"),
+        said.contains("QEMU calls this state 'postmigrate' now"),
         after == "postmigrate",
         "{said}"
     );
@@ -402,7 +401,7 @@ fn killed_mover_needs_new_destination_qemu() {
     let mut mover = slow_mover(&source, &waits);
     let again = || receive_whole_command(larder(), "127.0.0.1:0", destination.qmp_for_others(), &[]);
     for (code, said) in [moves(&source, &waits, &[]), take_back(&source), run(again())] {
-        assert!(code == Some(2) && said.contains(" is being moved already: "), "{said}");
+        assert!(code == Some(2) && said.contains(" is already being moved: "), "{said}");
     }
     mover.kill();
     let (code, said) = moves(&source, &waits, &[]);
@@ -423,7 +422,7 @@ fn killed_mover_needs_new_destination_qemu() {
         &[],
     ));
     let other = other.expect("larder starts");
-    other.wait_for(" takes in no other: ", LIMIT).expect("it says so");
+    other.wait_for(" accepts no other: ", LIMIT).expect("it says so");
 }
 
 /// If the source's QEMU is killed before everything was sent, both sides report that the VM is lost.
@@ -437,7 +436,7 @@ fn killed_source_qemu_is_reported_lost() {
     source.process.kill();
     mover.wait_for("whether it has all of the VM", LIMIT).expect("it asks");
     let (code, heard) = waits.end().expect("it ends");
-    assert!(code == Some(2) && heard.contains("did not come"), "{heard}");
+    assert!(code == Some(2) && heard.contains("did not arrive"), "{heard}");
     mover.signal(libc::SIGTERM);
     let mut mover = Side {
         process: mover,

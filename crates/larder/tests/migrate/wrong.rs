@@ -21,11 +21,11 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1",
-        "larder: cannot connect to 127.0.0.1:1: Connection refused (os error 111); does 'larder migrate receive' listen there, and does a firewall let it?",
+        "larder: cannot connect to 127.0.0.1:1: Connection refused (os error 111); is 'larder migrate receive' listening there, and does a firewall allow the connection?",
     ),
     (
         "send --listen s --to 127.0.0.1:port",
-        "error: invalid value '127.0.0.1:port' for '--to <HOST[:PORT]>': 'port' is no port; give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446",
+        "error: invalid value '127.0.0.1:port' for '--to <HOST[:PORT]>': 'port' is not a port; give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446",
     ),
     (
         "send --listen s --to nosuch.invalid:4446",
@@ -33,27 +33,27 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 192.0.2.1:4446",
-        "larder: this goes over a network: give --tls DIR with certificates, or --insecure if whoever can listen there may see and change the guest's memory",
+        "larder: the memory would be sent over a network: give --tls DIR with certificates, or --insecure if everyone on that network may see and change the guest's memory",
     ),
     (
         "send --listen s --to [2001:db8::1]:4446",
-        "larder: this goes over a network: give --tls DIR with certificates",
+        "larder: the memory would be sent over a network: give --tls DIR with certificates",
     ),
     (
         "send --listen taken --to 127.0.0.1:1",
-        "larder: socket taken is taken: another process listens on it; choose another path, or stop that process",
+        "larder: socket taken is in use: another process listens on it; choose another path, or stop that process",
     ),
     (
         "send --listen file --to 127.0.0.1:1",
-        "larder: file exists and is no socket; it is left alone: choose another path",
+        "larder: file exists and is not a socket; it was not changed: choose another path",
     ),
     (
         "send --listen /nosuch/s --to 127.0.0.1:1",
-        "larder: cannot listen on /nosuch/s: No such file or directory (os error 2); its folder does not exist",
+        "larder: cannot listen on /nosuch/s: No such file or directory (os error 2); its directory does not exist",
     ),
     (
         "send --listen LONG --to 127.0.0.1:1",
-        " is 120 bytes long; the kernel takes at most 107: choose a shorter one, for example in /run/larder",
+        " is 120 bytes long; the kernel accepts at most 107: choose a shorter one, for example in /run/larder",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --lanes 65",
@@ -65,11 +65,11 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls /nosuch",
-        "larder: cannot read certificates from /nosuch/ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR wants ca-cert.pem, client-cert.pem and client-key.pem there",
+        "larder: cannot read certificates from /nosuch/ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR must contain ca-cert.pem, client-cert.pem and client-key.pem",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls . --peer 00",
-        "error: invalid value '00' for '--peer <FINGERPRINT|NAME>': '00' is neither a fingerprint nor a name: give what 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE' says, 64 hexadecimal digits",
+        "error: invalid value '00' for '--peer <FINGERPRINT|NAME>': '00' is neither a fingerprint nor a name: give the output of 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE', 64 hexadecimal digits",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls . --insecure",
@@ -85,11 +85,11 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "receive --listen 0.0.0.0:0 --connect q",
-        "larder: this goes over a network: give --tls DIR with certificates, or --insecure if whoever can listen there may see and change the guest's memory",
+        "larder: the memory would be sent over a network: give --tls DIR with certificates, or --insecure if everyone on that network may see and change the guest's memory",
     ),
     (
         "receive --listen [::]:0 --connect q",
-        "larder: this goes over a network: give --tls DIR with certificates",
+        "larder: the memory would be sent over a network: give --tls DIR with certificates",
     ),
     (
         "receive --listen 192.0.2.1:1 --connect q --insecure",
@@ -97,7 +97,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "receive --listen 127.0.0.1:22x --connect q",
-        "error: invalid value '127.0.0.1:22x' for '--listen <ADDRESS[:PORT]>': '22x' is no port; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446",
+        "error: invalid value '127.0.0.1:22x' for '--listen <ADDRESS[:PORT]>': '22x' is not a port; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446",
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --channels 0",
@@ -109,15 +109,15 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --tls .",
-        "larder: cannot read certificates from ./ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR wants ca-cert.pem, server-cert.pem and server-key.pem there",
+        "larder: cannot read certificates from ./ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR must contain ca-cert.pem, server-cert.pem and server-key.pem",
     ),
     (
         "send --listen s --to 4446",
-        "error: invalid value '4446' for '--to <HOST[:PORT]>': '4446' is a number and no host; give HOST or HOST:PORT",
+        "error: invalid value '4446' for '--to <HOST[:PORT]>': '4446' is a number, not a host; give HOST or HOST:PORT",
     ),
     (
         "send --listen s --to 127.0.0.1:0",
-        "error: invalid value '127.0.0.1:0' for '--to <HOST[:PORT]>': nobody listens on port 0; give HOST or HOST:PORT",
+        "error: invalid value '127.0.0.1:0' for '--to <HOST[:PORT]>': port 0 cannot be connected to; give HOST or HOST:PORT",
     ),
     (
         "send --listen s --to [::1",
@@ -125,7 +125,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to tcp:host2.example:4446",
-        "error: invalid value 'tcp:host2.example:4446' for '--to <HOST[:PORT]>': 'tcp:host2.example' is no name of a host; give HOST or HOST:PORT",
+        "error: invalid value 'tcp:host2.example:4446' for '--to <HOST[:PORT]>': 'tcp:host2.example' is not a host name; give HOST or HOST:PORT",
     ),
     ("send --listen s --to [::1]:1", "larder: cannot connect to [::1]:1: "),
     (
@@ -134,7 +134,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1 --bandwidth 0",
-        "error: invalid value '0' for '--bandwidth <SIZE>': nothing would go over; for no limit leave it out",
+        "error: invalid value '0' for '--bandwidth <SIZE>': nothing would be sent; omit the option for no limit",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --cpu -1",
@@ -142,11 +142,11 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1 --control file",
-        "larder: file exists and is no socket; it is left alone: choose another path",
+        "larder: file exists and is not a socket; it was not changed: choose another path",
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --control /nosuch/c",
-        "larder: cannot listen on /nosuch/c: No such file or directory (os error 2); its folder does not exist",
+        "larder: cannot listen on /nosuch/c: No such file or directory (os error 2); its directory does not exist",
     ),
     (
         "receive --listen nosuch.invalid:4446 --connect q",
@@ -154,7 +154,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --user nobody.at.all",
-        "larder: --user nobody.at.all: there is no such user; give a name, or a number that has one",
+        "larder: --user nobody.at.all: no such user; give a name, or the number of an existing user",
     ),
     (
         "receive --listen 127.0.0.1:0 --qmp q --user nobody",
@@ -174,7 +174,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "--qmp stale --to 127.0.0.1:1",
-        "larder: cannot connect to QEMU's QMP socket stale: Connection refused (os error 111); nobody listens there: has its QEMU ended?",
+        "larder: cannot connect to QEMU's QMP socket stale: Connection refused (os error 111); no process listens there: has its QEMU exited?",
     ),
     (
         "--qmp LONG --to 127.0.0.1:1",
@@ -182,19 +182,19 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "--qmp silent --to 127.0.0.1:1",
-        "larder: QEMU does not answer at its QMP socket silent: has it another client? it talks to one at a time; give it a second socket with another -qmp",
+        "larder: QEMU does not answer at its QMP socket silent: does it have another client? It serves one at a time; give it a second socket with another -qmp",
     ),
     (
         "--qmp ssh --to 127.0.0.1:1",
-        "larder: what came from the QMP socket ssh is no QMP: 'SSH-2.0-x'; is it the path of -qmp unix:PATH,server=on,wait=off?",
+        "larder: the data from the QMP socket ssh is no QMP: 'SSH-2.0-x'; is it the path of -qmp unix:PATH,server=on,wait=off?",
     ),
     (
         "--qmp json --to 127.0.0.1:1",
-        "larder: what came from the QMP socket json is no QMP: '{\\\"a\\\":1}'; is it",
+        "larder: the data from the QMP socket json is no QMP: '{\\\"a\\\":1}'; is it",
     ),
     (
         "--qmp escape --to 127.0.0.1:1",
-        "larder: what came from the QMP socket escape is no QMP: '\\u{1b}[2J'; is it",
+        "larder: the data from the QMP socket escape is no QMP: '\\u{1b}[2J'; is it",
     ),
     (
         "--qmp q --to 127.0.0.1:1 --timeout 0",
@@ -223,15 +223,15 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "status nosuch",
-        "larder: nosuch is not moved by this user on this host: nobody listens on ",
+        "larder: nosuch is not being moved by this user on this host: no process listens on ",
     ),
     (
         "status ./file",
-        "larder: ./file is no socket; give the path that the server was given with --control",
+        "larder: ./file is not a socket; give the path that the server was given with --control",
     ),
     (
         "status a\u{1b}[2J",
-        "larder: a\\u001b[2J is not moved by this user on this host",
+        "larder: a\\u001b[2J is not being moved by this user on this host",
     ),
     (
         "limit nosuch --bandwidth 1000",
@@ -241,7 +241,7 @@ const WRONG: [(&str, &str); 60] = [
         "limit nosuch",
         "error: the following required arguments were not provided:\n  <--bandwidth <SIZE>|--cpu <PROCESSORS>|--downtime <MILLISECONDS>|--timeout <SECONDS>>",
     ),
-    ("cancel ./ssh", "no control socket of Larder"),
+    ("cancel ./ssh", "not a control socket of Larder"),
 ];
 
 #[test]
@@ -257,7 +257,7 @@ fn full_monitor_backlog_is_not_awaited() {
         command.arg("migrate").args(line.split(' ')).arg("--qmp").arg(&path);
         let (code, said) = run(command);
         assert!(
-            code == Some(2) && said.contains("has it another client?"),
+            code == Some(2) && said.contains("does it have another client?"),
             "{line}: {said}"
         );
     }

@@ -139,7 +139,7 @@ fn data_entry_into_metadata_is_refused() {
         served.io(&["read -P 17 64k 64k", "write -P 17 64k 4k"]);
         let log = served.stop();
         assert!(
-            log.contains(&format!("{place:#x}, where metadata is")) && log.contains(text(&image)),
+            log.contains(&format!("{place:#x}, which holds metadata")) && log.contains(text(&image)),
             "{log}"
         );
         assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");

@@ -208,7 +208,7 @@ fn missing_journal_refuses_image_until_discarded() {
         assert!(said.contains(word), "'{word}' is missing: {said}");
     }
     let (_, said) = disk(&["info"], &image);
-    assert!(said.contains("is not to be found"), "{said}");
+    assert!(said.contains("cannot be found"), "{said}");
     assert!(said.contains("state:            incomplete"), "{said}");
     let (code, said) = disk(&["check"], &image);
     assert_eq!(code, Some(1), "{said}");
@@ -218,7 +218,7 @@ fn missing_journal_refuses_image_until_discarded() {
     assert!(said.contains("--discard-journal"), "{said}");
     let (code, said) = disk(&["check", "--discard-journal"], &image);
     assert!(matches!(code, Some(0 | 1)), "{said}");
-    assert!(said.contains("nobody can say what that was"), "{said}");
+    assert!(said.contains("they are unknown"), "{said}");
     let server = anybody.serve(&image).serving();
     server.io(&LOST);
     server.stop();
@@ -291,7 +291,7 @@ fn overlay_reports_backing_files_journal() {
     };
     is_told("pending", text(&journal));
     fs::remove_file(&journal).expect("removes");
-    is_told("missing", "is not to be found");
+    is_told("missing", "cannot be found");
     let (_, said) = disk(&["check", "--discard-journal", "--repair"], &base);
     let (_, of_overlay) = disk(&["info", "--backing-chain"], &overlay);
     assert!(!of_overlay.contains("journal:"), "{said} {of_overlay}");
@@ -430,7 +430,7 @@ fn journal_can_be_discarded() {
     assert!(!journal.exists(), "{said}");
     let removed = format!("removed: {}\n", text(&journal));
     for words in [
-        "given up: ",
+        "discarded: ",
         " for 384 KiB of its disk, made between 20",
         "  guest offsets 0x10000 to 0x20000 (64 KiB)\n  guest offsets 0x1400000 to 0x1450000 (320 KiB)\n",
         &removed,
@@ -438,7 +438,7 @@ fn journal_can_be_discarded() {
         assert!(said.contains(words), "'{words}' is missing: {said}");
     }
     let (_, said) = disk(&["check", "--discard-journal"], &image);
-    assert!(said.contains("nothing to give up"), "{said}");
+    assert!(said.contains("nothing to discard"), "{said}");
     assert_eq!(health(&image), Health::Clean);
     let server = Who::default().serve(&image).serving();
     server.io(&LOST);
@@ -455,12 +455,12 @@ fn journal_is_not_needed_after_reboot() {
     bytes.put_u64(AUTOCLEAR, bytes.u64_at(AUTOCLEAR) ^ 1 << 60);
     fs::write(&image, &bytes.0).expect("writes");
     let (_, said) = disk(&["info"], &image);
-    assert!(said.contains("before the host was started"), "{said}");
+    assert!(said.contains("before the last boot of the host"), "{said}");
     let server = Who::default().serve(&image).serving();
     server.io(&LOST);
     let said = server.stop();
     assert!(
-        said.contains("WARN") && said.contains("its journal is not here"),
+        said.contains("WARN") && said.contains("its journal is missing"),
         "{said}"
     );
 }

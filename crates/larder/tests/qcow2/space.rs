@@ -109,7 +109,7 @@ fn stop_on_full_disk_is_safe() {
         let said = served.process.output();
         // Either everything is in the image, or the server reports that it is not.
         assert!(
-            status.code() == Some(0) || said.contains("what was written last may not be on the disk"),
+            status.code() == Some(0) || said.contains("the last writes may not be on the disk"),
             "{said}"
         );
         health(&image);

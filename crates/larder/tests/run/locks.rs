@@ -155,7 +155,7 @@ fn server_waits_for_predecessors_writes() {
     let writes = File::options().read(true).write(true).open(&image).expect("opens");
     lock_byte(&writes, 300, libc::F_WRLCK);
     signal(guest.pid(), Signal::CONT);
-    guest.line_with("the writes of a server that was killed have not ended; waiting up to 3 s");
+    guest.line_with("writes of a killed server are still in flight; waiting up to 3 s");
     assert!(!guest.children("disk serve").into_iter().any(listens));
     drop(writes);
     guest.child_when("disk serve", |pid| pid != killed && listens(pid));
@@ -170,14 +170,14 @@ fn server_never_starts_on_replaced_image() {
     let elsewhere = place.path("elsewhere.raw");
     let mut guest = idle(&place, &[], &[&drive(&image, "")]);
     let waits = format!(
-        "larder: disk {}: no server is started until it finds the same files: {}",
+        "larder: disk {}: its server is not restarted until its files are back: {}",
         image.display(),
         image.display()
     );
 
     fs::rename(&image, &elsewhere).expect("can be renamed");
     let other = place.image("disk.raw", 8);
-    guest.line_with("the image was moved while it is in use");
+    guest.line_with("the image was moved while in use");
     kill_server(&guest, &image);
     assert_eq!(
         guest.line(&waits),
@@ -193,7 +193,7 @@ fn server_never_starts_on_replaced_image() {
     guest.child_when("disk serve", listens);
 
     fs::remove_file(&image).expect("can be removed");
-    guest.line_with("the image was deleted or replaced while it is in use");
+    guest.line_with("the image was deleted or replaced while in use");
     kill_server(&guest, &image);
     let said = guest.line(&format!("{waits} was deleted or replaced: copy "));
     let contents = said.split(' ').find(|word| word.starts_with("/proc/"));
@@ -275,7 +275,7 @@ fn printed_commands_inherit_no_locks() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(
-        said.contains("not the file that the process which started this server has locked"),
+        said.contains("not the file that the parent process has locked"),
         "{said}"
     );
 }

@@ -143,7 +143,7 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, optio
     let (code, output) = guest.end();
     assert_eq!(code, 0, "{output}");
     let died = format!(
-        "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is started again",
+        "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted",
         image.display()
     );
     assert_eq!(output.matches(&died).count(), kills, "{output}");
@@ -229,7 +229,7 @@ fn qemu_exits_without_its_server() {
     // The next server cannot start either.
     let disk = format!("larder: disk {}:", image.display());
     guest.line(&format!("{disk} its server died (signal: 9 (SIGKILL))"));
-    guest.line(&format!("{disk} no server is started"));
+    guest.line(&format!("{disk} its server is not restarted"));
     signal(guest.pid(), Signal::TERM);
     let (code, output) = guest.end();
     assert_eq!(code, 0, "QEMU's own:\n{output}");
@@ -286,7 +286,7 @@ fn later_signal_ends_wait_for_server() {
     signal(guest.pid(), Signal::TERM);
     signal(guest.pid(), Signal::CONT);
     guest.line(&format!(
-        "larder: disk {}: waiting for what is still to be written; a signal ends that",
+        "larder: disk {}: waiting for data that is not written yet; a signal ends the wait",
         image.display()
     ));
     signal(guest.pid(), Signal::TERM);

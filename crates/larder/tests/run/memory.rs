@@ -67,7 +67,7 @@ fn guest_within_budget_survives_pager_kills() {
         let pager = guest.child_when("memory attach", |_| true);
         signal(pager, Signal::KILL);
         guest.wait_until_gone(&[pager]);
-        guest.line("larder: memory: its pager died (signal: 9 (SIGKILL)) and is started again");
+        guest.line("larder: memory: its pager died (signal: 9 (SIGKILL)) and is restarted");
         guest.line("VERIFIED");
         guest.line("VERIFIED");
     }

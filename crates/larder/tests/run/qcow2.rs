@@ -100,7 +100,7 @@ fn debian_on_overlay_survives_reset() {
         overlay.display()
     ));
     assert!(
-        told.contains("not needed, since Larder does without: l2-cache-size"),
+        told.contains("ignored, because Larder does not need them: l2-cache-size"),
         "{told}"
     );
     guest.line("WORKED");
@@ -132,7 +132,7 @@ fn debian_on_overlay_survives_reset() {
     assert_eq!(code, 0, "{output}");
     assert!(!output.contains("IT IS WRITTEN"), "{output}");
     let refused = format!(
-        "{}: a write that would make the disk begin like a qcow2 image",
+        "{}: a write that would give the disk the header of a qcow2 image",
         guessed.display()
     );
     assert_eq!(output.matches(&refused).count(), 1, "{output}");

@@ -37,23 +37,23 @@ fn impossible_run_is_refused_before_start() {
         (
             &[],
             &["-drive", &served, "-m", "much"],
-            "cannot tell the size of the guest's RAM",
+            "cannot determine the size of the guest's RAM",
         ),
         (
             &[],
             &["-drive", &served, "-object", &private, "-M", "memory-backend=r"],
-            "which is no folder",
+            "which is not a directory",
         ),
         (&["--disk", "/a,sreial=x"], &[], "did you mean 'serial'?"),
         (
             &["--disk", "/a,share=on,prefetch=8M"],
             &[],
-            "--disk /a: prefetch does not go with share",
+            "--disk /a: prefetch cannot be combined with share",
         ),
         (
             &["--memory-budget", "17MiB"],
             &["-m", "1G"],
-            "--memory-budget: a budget of 17 MiB is too small: 23 MiB is the least for memory of 1 GiB",
+            "--memory-budget: a budget of 17 MiB is too small: memory of 1 GiB needs at least 23 MiB",
         ),
         (
             &[
@@ -78,7 +78,7 @@ fn impossible_run_is_refused_before_start() {
         assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
     }
     let output = output(&place, &[], "true".as_ref(), &[]);
-    assert!(text(&output.stderr).contains("comes the QEMU program"), "{output:?}");
+    assert!(text(&output.stderr).contains("give the QEMU program"), "{output:?}");
 }
 
 /// Advice about an image that cannot be served names the option by which the image was given.
@@ -104,15 +104,15 @@ fn advice_names_the_right_option() {
         (Some(&other), &[][..], "other.vmdk looks like a VMDK image"),
         (Some(&other), &[], "add format=raw"),
         (Some(&luks), &[], "encrypted"),
-        (Some(&luks), &[], "attach it by -drive, and QEMU serves it"),
+        (Some(&luks), &[], "attach it with -drive, and QEMU serves it"),
         (Some(&used), &[], "in use by another process"),
         (Some(&used), &[], "share=on"),
-        (Some(&shared), &[], "the other process must let others use it too"),
+        (Some(&shared), &[], "the other process must share it too"),
         (None, &["-drive", &used_drive], "-device virtio-blk-pci,share-rw=on"),
         (
             None,
             &["-drive", &used_for_device, "-device", "virtio-blk-pci,drive=x"],
-            "; share-rw=on at its -device",
+            "add share-rw=on to its -device",
         ),
     ] {
         let options: Vec<&str> = disk.map(|disk| ["--disk", disk]).into_iter().flatten().collect();
@@ -175,12 +175,12 @@ fn odd_disk_starts_as_under_qemu() {
         (
             &disk,
             "logical_block_size=1024,physical_block_size=1024",
-            "stays with QEMU: vhost-user-blk has nothing for the property physical_block_size=1024",
+            "stays with QEMU: vhost-user-blk does not support the property physical_block_size=1024",
         ),
         (
             &part,
             "logical_block_size=4096,physical_block_size=4096",
-            "stays with QEMU: vhost-user-blk has nothing for the property physical_block_size=4096",
+            "stays with QEMU: vhost-user-blk does not support the property physical_block_size=4096",
         ),
         (&qcow2, "share-rw=on", "stays with QEMU: "),
         (&empty, "bootindex=1", "stays with QEMU: "),
@@ -279,7 +279,7 @@ fn backing_files_are_checked_too() {
     let dry = output(&place, &["--dry-run", "--disk", &disk], qemu(), &[]);
     let said = text(&dry.stderr);
     assert_eq!(dry.status.code(), Some(0), "{said}");
-    assert!(said.contains(&format!("disk {disk}: not checked to the end")), "{said}");
+    assert!(said.contains(&format!("disk {disk}: not checked completely")), "{said}");
 
     let rebased = Command::new("qemu-img")
         .args(["rebase", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", "base.raw"])
@@ -496,8 +496,8 @@ fn dry_run_reports_problems() {
     for message in [
         format!("larder: cannot open {missing}"),
         format!("larder: {other} looks like a VMDK image"),
-        format!("larder: disk {again}: the command line has it twice"),
-        format!("larder: disk {nbd}: not checked to the end"),
+        format!("larder: disk {again}: the command line gives it twice"),
+        format!("larder: disk {nbd}: not checked completely"),
         "larder: the guest's RAM of 1000 TiB does not fit in /dev/shm".to_owned(),
     ] {
         assert!(said.contains(&message), "{message}: {said}");
@@ -520,7 +520,8 @@ fn backing_file_as_disk_is_refused() {
     let output = output(&place, &["--disk", &overlay, "--disk", &base], qemu(), &[]);
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
-    let told = format!("larder: {base}: already in use here, as another disk or behind one");
+    let told =
+        format!("larder: {base}: already in use by this process, as another disk or in the backing chain of one");
     assert!(said.contains(&told), "{said}");
 }
 
@@ -546,7 +547,7 @@ fn qemu_without_served_disks_is_unchanged() {
     assert_eq!(guest.end().0, 128 + 15);
 }
 
-/// Servers can be told apart by their command lines, and larder reports the death of each.
+/// Servers can be distinguished by their command lines, and larder reports the death of each.
 #[test]
 fn servers_are_distinguishable_and_deaths_reported() {
     let place = Place::new("called");
@@ -568,7 +569,7 @@ fn servers_are_distinguishable_and_deaths_reported() {
         assert_eq!(short_name(server), "larder");
         signal(server, Signal::KILL);
         guest.line(&format!(
-            "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is started again",
+            "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted",
             image.display()
         ));
         let next = guest.child_when("disk serve", |pid| {

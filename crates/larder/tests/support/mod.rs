@@ -28,12 +28,12 @@ pub fn larder() -> &'static Path {
 
 /// Creates a directory on the disk that the project is built on.
 pub fn on_disk() -> TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder in target/tmp")
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("creating a directory in target/tmp")
 }
 
 /// Creates a directory on tmpfs.
 pub fn on_tmpfs() -> TempDir {
-    tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm")
+    tempfile::tempdir_in("/dev/shm").expect("creating a directory in /dev/shm")
 }
 
 /// Creates an image of zeros.
@@ -41,7 +41,7 @@ pub fn image(folder: &Path, bytes: u64) -> PathBuf {
     let path = folder.join("disk.raw");
     File::create(&path)
         .and_then(|file| file.set_len(bytes))
-        .expect("an image");
+        .expect("creating the image");
     path
 }
 
@@ -73,14 +73,14 @@ pub fn works(guest: &mut FrontEnd, seed: u64) {
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let give_up = Instant::now() + LIMIT;
     while !is_so() {
-        assert!(Instant::now() < give_up, "not within {LIMIT:?}: {what}");
+        assert!(Instant::now() < give_up, "still not true after {LIMIT:?}: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 /// Waits until a server listens on a unix socket.
 pub fn wait_for_listener(socket: &Path) {
-    wait_until(&format!("{} is listened on", socket.display()), || {
+    wait_until(&format!("a server listens on {}", socket.display()), || {
         UnixStream::connect(socket).is_ok()
     });
 }
@@ -109,11 +109,11 @@ pub fn tool(program: &str, arguments: &[&str]) -> String {
         // The timeout ends a tool whose server does not answer.
         let mut command = Command::new("timeout");
         command.args(["--kill-after=10", &LIMIT.as_secs().to_string(), program]);
-        let output = command.args(arguments).output().expect("timeout is there");
+        let output = command.args(arguments).output().expect("timeout(1) is installed");
         let not_there = output.status.code() == Some(127);
         assert!(
             !not_there,
-            "there is no {program}: testbed/setup.sh installs what the tests need"
+            "{program} is missing: testbed/setup.sh installs what the tests need"
         );
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         tries += 1;
@@ -208,7 +208,7 @@ pub struct Mount(pub PathBuf);
 impl Mount {
     pub fn new(at: &Path, arguments: &[&str]) -> Self {
         need_root("to mount a file system");
-        std::fs::create_dir_all(at).expect("a folder");
+        std::fs::create_dir_all(at).expect("creating the mount point");
         let mut all = arguments.to_vec();
         all.push(at.to_str().expect("UTF-8"));
         tool("mount", &all);
@@ -257,7 +257,7 @@ pub fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
     }
     command.args(["-c", MARK.0, "-c", "sleep 1000000", uri]);
     let client = Process::start(command).expect("starts");
-    client.wait_for(MARK.1, LIMIT).expect("an answer");
+    client.wait_for(MARK.1, LIMIT).expect("the commands complete");
     let said = client.output();
     assert!(!said.contains("failed"), "{said}");
     client

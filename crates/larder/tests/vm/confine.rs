@@ -66,7 +66,7 @@ fn check_follows_confined_servers_rules() {
     vm.write(&TWO.replace("data.raw", "link.raw"));
     assert_eq!(check(), (Some(0), "web: 2 disks can be served".to_owned()));
     std::os::unix::fs::lchown(&link, Some(12345), None).expect("root may");
-    let wanted = "belongs to user 12345, who could lead it to any file of this host";
+    let wanted = "belongs to user 12345, who could redirect it to any file of this host";
     for (code, said) in [check(), run(vm.command(CONFINED))] {
         assert!(code == Some(2) && said.contains(wanted), "{said}");
     }
@@ -97,7 +97,7 @@ fn confined_reload_finds_relative_file() {
     };
     let process = Process::start(command(CONFINED)).expect("larder starts");
     process.wait_for(" ready ", LIMIT).expect("it serves");
-    let unchanged = (Some(0), "web: all is as its file says already".to_owned());
+    let unchanged = (Some(0), "web: already as configured in its file".to_owned());
     assert_eq!(run(command(&["--reload"])), unchanged);
     assert_eq!(reload(&vm), unchanged);
     ends(process);
@@ -592,7 +592,7 @@ fn unnamed_dirty_cache_is_explained() {
     let is_refused = |unnamed: &str| {
         let unnamed = at(unnamed);
         let flush = format!("`larder disk cache flush {}`", text(&unnamed));
-        let key = format!("(write cache = \"{}\" there)", text(&unnamed));
+        let key = format!("(add cache = \"{}\" to the VM's file)", text(&unnamed));
         let (code, said) = run(vm.command(CONFINED));
         assert!(
             code == Some(2) && said.contains(&flush) && said.contains(&key),
@@ -640,7 +640,7 @@ fn confined_server_reloads_its_file() {
     assert!(next().starts_with("READY=1"));
     assert_eq!(
         reload(&vm),
-        (Some(0), "web: all is as its file says already".to_owned())
+        (Some(0), "web: already as configured in its file".to_owned())
     );
     assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
 
@@ -662,7 +662,7 @@ fn confined_server_reloads_its_file() {
     for part in [
         "changed disk data: limits: iops-total=5000",
         &format!("changed disk vda: cache: {}", text(&new)),
-        "left    disk more: it is new, and this server is confined: it is served when the VM's server is started again",
+        "pending disk more: it is new, and this server is confined: it is served when the VM's server is restarted",
     ] {
         assert!(said.contains(part), "{part}: {said}");
     }
@@ -675,7 +675,7 @@ fn confined_server_reloads_its_file() {
     vm.write(&TWO.replace("system.cache", "another.cache"));
     process.signal(libc::SIGHUP);
     process
-        .wait_for("the VM's file was read again: 1 changed", LIMIT)
+        .wait_for("the VM's file was reloaded: 1 changed", LIMIT)
         .expect("it says so");
     // Clients cannot pass the names of files to open.
     let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
@@ -696,7 +696,7 @@ fn confined_reload_knows_socket_owners() {
     let process = start(&vm);
     assert_eq!(
         reload(&vm),
-        (Some(0), "web: all is as its file says already".to_owned())
+        (Some(0), "web: already as configured in its file".to_owned())
     );
     ends(process);
 }

@@ -282,7 +282,7 @@ fn hung_file_server_stalls_one_disk() {
         // The status covers both disks: neither disk's thread waits in the kernel.
         assert_eq!(vm.disks().len(), 2);
         let reloaded = run(vm.command(&["--reload"]));
-        assert_eq!(reloaded, (Some(0), "web: all is as its file says already".to_owned()));
+        assert_eq!(reloaded, (Some(0), "web: already as configured in its file".to_owned()));
         far.answer();
         works(&mut guest, 2);
         drop((near, guest));

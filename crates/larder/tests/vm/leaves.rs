@@ -54,7 +54,7 @@ fn leaves(vm: &Vm) -> Result<(), String> {
 
 fn refuses(vm: &Vm, queue: usize) {
     let why = leaves(vm).expect_err("it is not left");
-    assert!(why.contains(&format!("how far its queue {queue} is")), "{why}");
+    assert!(why.contains(&format!("the position of its queue {queue}")), "{why}");
     assert_eq!(vm.disks()[0]["away"], false);
 }
 

@@ -328,7 +328,7 @@ fn inherited_sockets_are_served_and_kept() {
     let status = other.wait(LIMIT).expect("ends");
     let said = other.output();
     assert_eq!(status.code(), Some(2), "{said}");
-    for word in ["vdx", "this VM has none there", text(&vm.path("data.nbd"))] {
+    for word in ["vdx", "this VM has no socket there", text(&vm.path("data.nbd"))] {
         assert!(said.contains(word), "nothing of {word}: {said}");
     }
     let vm = two();
@@ -386,7 +386,7 @@ fn path_names_one_vm_alone() {
     // Another spelling of the path is the same file.
     let mut command = Command::new(larder());
     command.arg("vm").arg(vm.path("y/../web.toml")).arg("--reload");
-    let unchanged = "web: all is as its file says already".to_owned();
+    let unchanged = "web: already as configured in its file".to_owned();
     assert_eq!(run(command), (Some(0), unchanged));
     // The command in the message works.
     let (_, said) = run(vm.command(&[]));
@@ -450,9 +450,9 @@ fn check_covers_sockets_and_caches() {
     let (code, said) = run(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
     for what in [
-        "data.raw exists and is no socket",
-        "nowhere/data.nbd: there is no folder ",
-        "nowhere/system.cache cannot be made: there is no folder ",
+        "data.raw exists and is not a socket",
+        "nowhere/data.nbd: there is no directory ",
+        "nowhere/system.cache cannot be created: there is no directory ",
         "data.raw is the image ",
     ] {
         assert!(said.contains(what), "nothing of '{what}': {said}");
@@ -460,7 +460,7 @@ fn check_covers_sockets_and_caches() {
     vm.write(&TWO.replace("16MiB", "900TiB"));
     let (code, said) = run(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("there is room for"), "{said}");
+    assert!(said.contains("are free in"), "{said}");
 }
 
 #[test]
@@ -500,10 +500,10 @@ fn check_covers_served_disks() {
     let wrong_format = right.replace("base.raw\", format = \"raw\"", "base.raw\", format = \"qcow2\"");
     for (file, wanted) in [
         (TWO.to_owned(), "which the VM's file does not name"),
-        (wrong_format, "is raw, and the VM's file says qcow2"),
+        (wrong_format, "the format raw, but the VM's file gives qcow2"),
         (
             right.replace("format = \"qcow2\"\n", ""),
-            "the VM's file does not say its format",
+            "the VM's file does not give its format",
         ),
         (right.replace("16MiB", "32MiB"), "it has 16 MiB, not 32 MiB"),
     ] {
@@ -608,14 +608,14 @@ fn status_lists_unserved_vms() {
     };
     let (code, said) = status(&[]);
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("not served") && said.contains("wrong file"), "{said}");
+    assert!(said.contains("not served") && said.contains("invalid file"), "{said}");
     assert!(said.contains("web.toml:1:1: unknown key 'bogus'"), "{said}");
     // The word is the name of a VM, not an interval.
     let (code, said) = status(&["100"]);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("`larder vm 100` serves it"), "{said}");
     let (_, said) = status(&["web"]);
-    assert!(said.contains("its file is wrong: "), "{said}");
+    assert!(said.contains("its file is invalid: "), "{said}");
 }
 
 /// A service with an invalid file exits with 78, and is not restarted; one that cannot start exits with 2.

@@ -22,7 +22,7 @@ fn reload_applies_changes_under_guest() {
     works(&mut guest, 1);
     assert_eq!(
         reload(&vm),
-        (Some(0), "web: all is as its file says already".to_owned())
+        (Some(0), "web: already as configured in its file".to_owned())
     );
 
     let changed = TWO
@@ -112,7 +112,7 @@ fn reload_adds_and_removes_disks() {
     vm.write(TWO);
     let (code, said) = reload(&vm);
     assert!(
-        code == Some(1) && said.contains("left    disk third: it is in use"),
+        code == Some(1) && said.contains("pending disk third: it is in use"),
         "{said}"
     );
     works(&mut guest, 2);
@@ -177,9 +177,9 @@ fn reload_names_unchangeable_settings() {
     let (code, said) = reload(&vm);
     assert_eq!(code, Some(1), "{said}");
     for part in [
-        "left    the control socket",
-        "left    disk vda: format, cache, queues, serial, socket: as before until the VM's server is started again",
-        "left    disk data: nbd: as before",
+        "pending the control socket",
+        "pending disk vda: format, cache, queues, serial, socket: takes effect when the VM's server is restarted",
+        "pending disk data: nbd: takes effect",
     ] {
         assert!(said.contains(part), "{part}: {said}");
     }
@@ -229,14 +229,14 @@ fn reload_leaves_memory_to_pager() {
     let memory = "\n[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"\n";
     vm.write(&format!("{}{memory}", TWO.replace("iops-total = 1000000\n", "")));
     let (code, said) = reload(&vm);
-    let elsewhere = "left    memory: not by this server; `systemctl reload larder-memory@web`";
+    let elsewhere = "pending memory: not managed by this server; `systemctl reload larder-memory@web`";
     assert!(
         code == Some(1) && said.contains(elsewhere) && said.contains("changed disk data: limits: none"),
         "{said}"
     );
     assert_eq!(
         reload(&vm),
-        (Some(0), "web: all is as its file says already".to_owned())
+        (Some(0), "web: already as configured in its file".to_owned())
     );
     // A file without a disk would end the server.
     vm.write(&format!("control = \"control\"\n{memory}"));

@@ -78,7 +78,7 @@ fn connection_survives_stop_and_kill() {
             let started = guest.start_queue_at(1, base);
             assert!(started.is_ok(), "{started:?}: {}", service.process.output());
         }
-        assert!(service.process.output().contains("connection goes on"));
+        assert!(service.process.output().contains("connection continues"));
         drop(guest);
         becomes("nothing is kept of a connection that has ended", || {
             service.kept().expect("is known").is_empty()
@@ -184,7 +184,11 @@ fn stalled_service_manager_is_tolerated() {
     process.wait_for(" ready ", LIMIT).expect("serves");
     let mut guest = connect(&vm, Options::default());
     works(&mut guest, 1);
-    assert!(process.output().contains("does not listen"), "{}", process.output());
+    assert!(
+        process.output().contains("does not accept messages"),
+        "{}",
+        process.output()
+    );
     process.signal(libc::SIGTERM);
     assert!(process.wait(LIMIT).expect("ends").success());
     becomes("it is closed", || is_closed(&guest));
@@ -229,22 +233,22 @@ fn unresumable_connection_is_closed() {
         File::from(found.expect("is kept").1.try_clone().expect("is copied"))
     };
     let ways: [Way<'_>; 6] = [
-        ("ended while it answered a message", &|kept| {
+        ("ended while it was answering a message", &|kept| {
             ledger(kept).write_all_at(&[1], 8).expect("writes");
         }),
-        ("makes no sense", &|kept| {
+        ("stored state of the connection is invalid", &|kept| {
             ledger(kept).write_all_at(&[9], 8).expect("writes");
         }),
-        ("makes no sense", &|kept| {
+        ("stored state of the connection is invalid", &|kept| {
             let bytes = 1u64 << 40;
             (4096..).step_by(1 << 20).take(2).for_each(|at| {
                 ledger(kept).write_all_at(&bytes.to_le_bytes(), at).expect("writes");
             });
         }),
-        ("has not kept the ledger", &|kept| {
+        ("has not stored the ledger", &|kept| {
             kept.retain(|(name, _)| name != "larder/vda/ledger");
         }),
-        ("has not kept the connection", &|kept| {
+        ("has not stored the connection", &|kept| {
             kept.retain(|(name, _)| name != "larder/vda/connection");
         }),
         // The store had room for only some of the descriptors.
@@ -319,7 +323,7 @@ fn removed_disk_closes_connection() {
     becomes("it is closed", || is_closed(&guest));
     becomes("nothing is kept", || service.kept().expect("is known").is_empty());
     becomes("it is told", || {
-        service.process.output().contains("there is no such disk any more")
+        service.process.output().contains("the disk no longer exists")
     });
 }
 

@@ -32,7 +32,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[[disk]]\nimage = \"http://x/y\"",
-        "FILE:2:9: image: 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: fetch it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it",
+        "FILE:2:9: image: 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: download it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nserail = \"x\"",
@@ -40,11 +40,11 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "serial = \"x\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: unknown key 'serial'; it says something of a disk: write it below [[disk]]",
+        "FILE:1:1: unknown key 'serial'; it is a key of a disk: write it below [[disk]]",
     ),
     (
         "[[disk]]\nimage = \"/a\"\ncontrol-mode = \"0600\"",
-        "FILE:3:1: unknown key 'control-mode'; it says something of the VM: write it above the first [[disk]]",
+        "FILE:3:1: unknown key 'control-mode'; it is a key of the VM: write it above the first [[disk]]",
     ),
     (
         "[[disk]]\nimage = \"/a\"\ncontrol = \"/b\"",
@@ -52,7 +52,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "colour = \"red\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: unknown key 'colour'; known are uuid, control, control-mode, control-owner, control-group, disk, memory",
+        "FILE:1:1: unknown key 'colour'; the known keys are uuid, control, control-mode, control-owner, control-group, disk, memory",
     ),
     (
         "memory = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
@@ -60,11 +60,11 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "budget = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: unknown key 'budget'; it says something of the memory: write it below [memory]",
+        "FILE:1:1: unknown key 'budget'; it is a key of the memory: write it below [memory]",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nswap-size = \"1GiB\"",
-        "FILE:3:1: unknown key 'swap-size'; it says something of the memory: write it below [memory]",
+        "FILE:3:1: unknown key 'swap-size'; it is a key of the memory: write it below [memory]",
     ),
     (
         "[memory]\nqmp = \"/q\"\n[[disk]]\nimage = \"/a\"",
@@ -72,11 +72,11 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[memory]\nbudget = \"1GiB\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: memory: how is QEMU found? Add qmp = \"/path/of/its/QMP/socket\", or pid-file = \"/path/of/its/pid/file\"",
+        "FILE:1:1: memory: it does not give the location of QEMU; add qmp = \"/path/of/its/QMP/socket\", or pid-file = \"/path/of/its/pid/file\"",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\npid-file = \"/p\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: memory: QEMU is found by qmp or by pid-file: leave one of them out",
+        "FILE:1:1: memory: QEMU is located by either qmp or pid-file: omit one of them",
     ),
     (
         "[[disk]]\nimage = \"/a\"\n[memory]\nqmp = \"/q\"\nbudget = \"1GX\"",
@@ -92,27 +92,27 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nuuid = \"x\"",
-        "FILE:4:1: unknown key 'uuid'; it says something of the VM: write it above [memory]",
+        "FILE:4:1: unknown key 'uuid'; it is a key of the VM: write it above [memory]",
     ),
     (
         "[memory]\nbudget = 1000000\nqmp = \"/q\"",
-        "FILE:1:1: memory: a budget of 1000000 B is too small: 16 MiB is the least, and 26 bytes for each page of the memory",
+        "FILE:1:1: memory: a budget of 1000000 B is too small: the minimum is 16 MiB, and 26 bytes for each page of the memory",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\ncompressed = \"1GiB\"\nqmp = \"/q\"",
-        "FILE:1:1: memory: 1 GiB of compressed pages in a budget of 1 GiB leave nothing for the guest",
+        "FILE:1:1: memory: 1 GiB of compressed pages leave too little of a budget of 1 GiB for the guest",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-size = \"1GiB\"",
-        "FILE:1:1: memory: swap-size says nothing without swap-cache; give that too, or leave it out",
+        "FILE:1:1: memory: swap-size has no effect without swap-cache; give both, or neither",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nslow-store = \"/s\"\nslow-size = \"1MiB\"",
-        "FILE:1:1: memory: a slow store of 1 MiB is too small; 16 MiB is the least",
+        "FILE:1:1: memory: a slow store of 1 MiB is too small; the minimum is 16 MiB",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-cache = \"/s\"\nslow-store = \"/s\"",
-        "FILE:1:1: memory: the swap cache and the slow store are both /s; give each its own, or leave the slow store out",
+        "FILE:1:1: memory: the swap cache and the slow store are both /s; give each its own disk, or omit the slow store",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nquarantine-ms = 600001",
@@ -140,7 +140,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[[disk]]\nimage = \"/a\"\ncache-size = \"8G\"",
-        "FILE:1:1: disk vda: cache-size says nothing without cache, the file or device that the cache is on; give that too",
+        "FILE:1:1: disk vda: cache-size has no effect without cache, the file or device of the cache; give that option too",
     ),
     (
         "[[disk]]\nimage = \"/a\"\ncache = \"a.cache\"",
@@ -156,7 +156,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[[disk]]\nimage = \"/a\"\nname = \"x\"\n[[disk]]\nimage = \"/b\"\nname = \"x\"",
-        "FILE:4:1: disk x: another one has that name; give it another: name = \"...\"",
+        "FILE:4:1: disk x: another disk has that name; give it a different one: name = \"...\"",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nsocket = \"s\"\n[[disk]]\nimage = \"/b\"\nsocket = \"./s\"",
@@ -195,7 +195,7 @@ fn check_covers_memory() {
     for (more, wanted) in [
         (
             "swap-cache = \"IMAGES/swap\"",
-            "memory: swap cache IMAGES/swap: it does not exist; say how large it may become (--swap-size, swap-size in a VM's file)",
+            "memory: swap cache IMAGES/swap: it does not exist; give its maximum size (--swap-size, swap-size in a VM's file)",
         ),
         (
             "swap-cache = \"IMAGES/data.raw\"",
@@ -207,11 +207,11 @@ fn check_covers_memory() {
         ),
         (
             "swap-cache = \"IMAGES/swap\"\nswap-size = \"900TiB\"",
-            "memory: swap cache IMAGES/swap: it is to have 900 TiB, and",
+            "memory: swap cache IMAGES/swap: 900 TiB was requested, and",
         ),
         (
             "swap-cache = \"IMAGES/no/swap\"\nswap-size = \"32MiB\"",
-            "memory: swap cache IMAGES/no/swap: look at its folder: ",
+            "memory: swap cache IMAGES/no/swap: inspect its directory: ",
         ),
         (
             "swap-cache = \"IMAGES/other\"\nswap-size = \"32MiB\"",
@@ -244,7 +244,7 @@ fn memory_needs_its_section() {
     command.args(["memory", "attach", "--vm"]).arg(vm.file());
     let (code, said) = run(command);
     let wanted = format!(
-        "larder: {}: it says nothing of memory: add [memory]",
+        "larder: {}: it has no [memory] section: add one",
         super::text(&vm.file())
     );
     assert!(code == Some(2) && said.starts_with(&wanted), "{said}");
@@ -298,8 +298,8 @@ fn vm_is_named_by_its_file() {
             "no-such-vm",
             "/etc/larder/vms/no-such-vm.toml: No such file or directory (os error 2); write one, or give the path of one with a / in it",
         ),
-        ("two words", "'two words' is no name of a VM"),
-        (".hidden", "'.hidden' is no name of a VM"),
+        ("two words", "'two words' is not a valid name of a VM"),
+        (".hidden", "'.hidden' is not a valid name of a VM"),
     ] {
         let mut command = std::process::Command::new(crate::support::larder());
         command.args(["vm", name]);

@@ -101,8 +101,8 @@ struct Attempt<'a> {
 /// A [`super::model::Mismatch`] if the disk's content is wrong, or another failure.
 pub(super) fn run(larder: &Path, folder: &Path, plan: &Plan) -> anyhow::Result<Done> {
     let mut random = Random::new(plan.seed);
-    let folder = tempfile::tempdir_in(folder).context("a folder for the image")?;
-    let sockets = tempfile::tempdir_in("/dev/shm").context("a folder for sockets")?;
+    let folder = tempfile::tempdir_in(folder).context("creating a directory for the image")?;
+    let sockets = tempfile::tempdir_in("/dev/shm").context("creating a directory for sockets")?;
     let store = Store::make(
         plan.place,
         plan.format,
@@ -127,7 +127,7 @@ pub(super) fn run(larder: &Path, folder: &Path, plan: &Plan) -> anyhow::Result<D
 
 impl Attempt<'_> {
     fn run(&mut self) -> anyhow::Result<Done> {
-        let mut server = self.start().context("the first server")?;
+        let mut server = self.start().context("starting the first server")?;
         let mut guest = self.warm_up()?;
         let before = self.kill(&mut server, &mut guest)?;
         let in_flight = guest.drain(&mut self.model);
@@ -171,7 +171,7 @@ impl Attempt<'_> {
     fn start(&self) -> anyhow::Result<Server> {
         let give_up = Instant::now() + LIMIT;
         loop {
-            let program = self.larder.to_str().context("the program's path is no UTF-8")?;
+            let program = self.larder.to_str().context("the program's path is not UTF-8")?;
             let mut command = mortal(program);
             command.args(["disk", "serve", self.store.address(), "--format"]);
             command.arg(match self.plan.format {
@@ -224,7 +224,10 @@ impl Attempt<'_> {
             if is_so(&holds) {
                 return Ok(holds);
             }
-            ensure!(Instant::now() < give_up, "not within {LIMIT:?}: {what}; {holds:?}");
+            ensure!(
+                Instant::now() < give_up,
+                "still not true after {LIMIT:?}: {what}; {holds:?}"
+            );
             std::thread::sleep(POLL_INTERVAL);
         }
     }
@@ -241,10 +244,12 @@ impl Attempt<'_> {
         }
         let give_up = Instant::now() + LIMIT;
         while self.holds()?.bytes < FILLED {
-            ensure!(Instant::now() < give_up, "the cache does not hold all");
+            ensure!(Instant::now() < give_up, "the cache does not hold all written data");
             guest.read_all(BLOCKS[0], &mut self.model, &mut self.random)?;
         }
-        self.wait_until("all is settled", |holds| holds.unsettled == 0 && holds.dirty == 0)?;
+        self.wait_until("all lines are clean and checkpointed", |holds| {
+            holds.unsettled == 0 && holds.dirty == 0
+        })?;
         if self.plan.mode == CacheMode::Pt {
             self.set_mode(CacheMode::Pt)?;
         }
@@ -304,10 +309,10 @@ impl Attempt<'_> {
         let server = match self.start() {
             Ok(server) => server,
             Err(error) => {
-                ensure!(!self.plan.is_control, "it is not served: {error:#}");
+                ensure!(!self.plan.is_control, "the disk is not served: {error:#}");
                 ensure!(
                     self.store.bytes()? == image,
-                    "the image was changed by a server that said: {error:#}"
+                    "a server that refused the image has changed it: {error:#}"
                 );
                 let said = format!("{error:#}");
                 let is_dirty = self.plan.mode == CacheMode::Wb && before.dirty > 0;
@@ -322,7 +327,7 @@ impl Attempt<'_> {
                     }
                     return Ok(Outcome::JournalRefused);
                 }
-                return Err(error.context("it is not served"));
+                return Err(error.context("the disk is not served"));
             }
         };
         self.compare(server, before)
@@ -341,7 +346,7 @@ impl Attempt<'_> {
             matches!(output.status.code(), Some(0 | 1)) && is_sound,
             "{command:?}: {said}"
         );
-        let server = self.start().context("the server without a journal")?;
+        let server = self.start().context("starting the server without a journal")?;
         self.compare(server, Holds::default()).map(drop)
     }
 
@@ -353,22 +358,26 @@ impl Attempt<'_> {
             (true, false, false) => Outcome::Anew,
             (false, true, false) => Outcome::Compared,
             (false, false, true) => Outcome::Believed,
-            _ => bail!("it does not say what becomes of its cache: {said}"),
+            _ => bail!("the server does not log how it treats its cache: {said}"),
         };
         self.unproven = at_first.unproven;
         if self.plan.is_control {
             let after = Holds::loaded(&self.control(), before)?;
             self.unproven = self.unproven.max(after.unproven);
-            let after = self.wait_until("all is compared", |holds| holds.unproven == 0)?;
+            let after = self.wait_until("all lines are compared", |holds| holds.unproven == 0)?;
             self.warmth.killed(before, after);
         }
         let compared = self.read_several_times();
-        compared.with_context(|| format!("the server said: {}", server.process.output()))?;
+        compared.with_context(|| format!("the server's output: {}", server.process.output()))?;
         let code = server.ask_to_end()?;
-        ensure!(code == Some(0), "it ended with {code:?}: {}", server.process.output());
+        ensure!(
+            code == Some(0),
+            "the server exited with {code:?}: {}",
+            server.process.output()
+        );
         let contents = self.store.contents()?;
         let compared = self.model.check(0, &contents);
-        compared.context("the image after the server's end")?;
+        compared.context("checking the image after the server's exit")?;
         Ok(outcome)
     }
 
@@ -386,19 +395,21 @@ impl Attempt<'_> {
                 guest.write(any_range(Use::Foreign, random), model)?;
             }
         }
-        for when in ["at once", "again"] {
+        for when in ["first read", "second read"] {
             let block = BLOCKS[random.below(BLOCKS.len() as u64) as usize];
             guest.read_all(block, model, random).context(when)?;
         }
         let holds = self.holds()?;
         self.unproven = self.unproven.max(holds.unproven);
-        self.wait_until("all is compared", |holds| holds.unproven == 0)?;
+        self.wait_until("all lines are compared", |holds| holds.unproven == 0)?;
         if is_passed_by && !uses_cache_at_once {
             self.set_mode(CacheMode::Wt)?;
         }
         let (model, random) = (&mut self.model, &mut self.random);
         for block in BLOCKS {
-            guest.read_all(block, model, random).context("when all was compared")?;
+            guest
+                .read_all(block, model, random)
+                .context("reading after all lines were compared")?;
         }
         Ok(())
     }

@@ -109,7 +109,11 @@ impl Guest {
     fn receive(&mut self, model: &mut Model) -> anyhow::Result<()> {
         let reply = self.client.receive()?;
         ensure!(reply.error == 0, "a request failed: {} {}", reply.error, reply.message);
-        match self.tasks.remove(&reply.cookie).context("a reply to no request")? {
+        match self
+            .tasks
+            .remove(&reply.cookie)
+            .context("a reply to an unknown request")?
+        {
             Task::Write(range, version) => model.complete(&range, version),
             // Until the next read, the old content and zeros are both allowed.
             Task::Discard(_) => {}
@@ -152,7 +156,10 @@ impl Guest {
     fn flush(&mut self) -> anyhow::Result<()> {
         let cookie = self.client.send(nbd::FLUSH, 0, &(0..0), &[])?;
         let reply = self.client.receive()?;
-        ensure!(reply.cookie == cookie && reply.error == 0, "the flush fails: {reply:?}");
+        ensure!(
+            reply.cookie == cookie && reply.error == 0,
+            "the flush failed: {reply:?}"
+        );
         Ok(())
     }
 
@@ -206,7 +213,7 @@ impl Guest {
             while !reads.is_empty() {
                 let reply = self.client.receive()?;
                 ensure!(reply.error == 0, "a read failed: {} {}", reply.error, reply.message);
-                let range = reads.remove(&reply.cookie).context("a reply to no request")?;
+                let range = reads.remove(&reply.cookie).context("a reply to an unknown request")?;
                 let bytes = reply.data(&range).map_err(anyhow::Error::msg)?;
                 model.check(range.start, &bytes)?;
             }

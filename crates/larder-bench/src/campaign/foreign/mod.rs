@@ -170,7 +170,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
         plans.retain(|plan| plan.name() == *only);
         ensure!(
             !plans.is_empty(),
-            "there is no try {only} among those of --tries and --controls"
+            "--only {only}: no such attempt within --tries and --controls"
         );
     }
     let report = campaign.run_plans(&plans);
@@ -192,8 +192,8 @@ impl Campaign<'_> {
 
     /// Returns the plans of all attempts, evenly spread over all kinds of disks, delays and loads.
     fn plans(&self) -> anyhow::Result<Vec<Plan>> {
-        ensure!(!self.delays.is_empty(), "there are no delays");
-        ensure!(!self.folders.is_empty(), "there is no folder for images");
+        ensure!(!self.delays.is_empty(), "--delays is empty");
+        ensure!(!self.folders.is_empty(), "--folder is empty: no directory for images");
         let mut plans = Vec::new();
         for number in 0..self.tries.max(self.controls) {
             for is_control in [false, true] {
@@ -241,7 +241,7 @@ impl Campaign<'_> {
                         if shown.elapsed() > PROGRESS_INTERVAL {
                             *shown = Instant::now();
                             eprintln!(
-                                "{} of {} tries, {} failures",
+                                "{} of {} attempts, {} failures",
                                 report.count(),
                                 plans.len(),
                                 report.failures.len()
@@ -351,7 +351,7 @@ impl Report {
             controls.warmth.add(done.warmth.clone());
             if is_idle && plan.place != Place::Nbd && done.outcome != Outcome::Believed {
                 self.failures.push(format!(
-                    "{}: a plain kill of an idle server, and the next one did not use the cache at once: {:?}, seed {}",
+                    "{}: after a plain kill of an idle server, the next one did not use the cache at once: {:?}, seed {}",
                     plan.name(),
                     done.outcome,
                     campaign.seed
@@ -371,7 +371,7 @@ impl Report {
         for (place, controls) in &self.controls {
             if let Some(share) = controls.warmth.of_settled().filter(|share| *share < SETTLED_MIN) {
                 self.failures.push(format!(
-                    "{}: a plain kill leaves {:.2} % of the settled lines at the median",
+                    "{}: the median share of checkpointed lines that survive a plain kill is {:.2} %",
                     place.word(),
                     share * 100.0
                 ));
@@ -414,25 +414,25 @@ impl fmt::Display for Cell {
 }
 
 /// Column titles of a [`Cell`]'s row.
-const COLUMNS: &str = "tries | stale | lost | failed | compared | begun anew | refused (dirty) | refused (journal) | trusted | requests in flight |";
+const COLUMNS: &str = "attempts | stale | lost | failed | compared | emptied | refused (dirty) | refused (journal) | trusted | requests in flight |";
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rule = "--- | ".repeat(10);
-        writeln!(f, "| image, mode, place | {COLUMNS}\n| --- | {}", rule.trim_end())?;
+        writeln!(f, "| image, mode, location | {COLUMNS}\n| --- | {}", rule.trim_end())?;
         for ((format, mode, place), cell) in &self.kinds {
             writeln!(f, "| {format}, {mode}, {} | {cell} |", place.word())?;
         }
         writeln!(f, "| all | {} |", self.total())?;
         writeln!(
             f,
-            "\n| written so long after the kill | {COLUMNS}\n| --- | {}",
+            "\n| delay between kill and write | {COLUMNS}\n| --- | {}",
             rule.trim_end()
         )?;
         for (delay, cell) in &self.delays {
             writeln!(f, "| {delay:?} | {cell} |")?;
         }
-        writeln!(f, "\n| nobody wrote | {COLUMNS}\n| --- | {}", rule.trim_end())?;
+        writeln!(f, "\n| no other program wrote | {COLUMNS}\n| --- | {}", rule.trim_end())?;
         for (place, controls) in &self.controls {
             writeln!(f, "| {} | {} |", place.word(), controls.cell)?;
         }
@@ -485,7 +485,7 @@ mod tests {
             )
         };
         let all: BTreeSet<_> = plans(504, 0, &delays).iter().map(key).collect();
-        assert_eq!(all.len(), 504, "each once");
+        assert_eq!(all.len(), 504, "each combination occurs once");
         let few = plans(24, 12, &delays[..2]);
         assert_eq!(few.len(), 36);
         let tries: BTreeSet<_> = few.iter().filter(|plan| !plan.is_control).map(key).collect();

@@ -113,7 +113,7 @@ impl Model {
     pub(super) fn check(&mut self, start: u64, bytes: &[u8]) -> anyhow::Result<()> {
         ensure!(
             (bytes.len() as u64).is_multiple_of(SECTOR),
-            "{} bytes are read",
+            "a read of {} bytes is not a multiple of a sector",
             bytes.len()
         );
         for (sector, found) in (start / SECTOR..).zip(bytes.chunks(SECTOR as usize)) {

@@ -203,7 +203,7 @@ impl Store {
     }
 
     fn device(&self) -> anyhow::Result<&Path> {
-        Ok(&self.device.as_ref().context("there is no device")?.0)
+        Ok(&self.device.as_ref().context("the image has no loop device")?.0)
     }
 
     fn qemu_io(&self, cache: &str, pieces: &[(Range<u64>, Vec<u8>)], is_flushed: bool) -> anyhow::Result<()> {
@@ -288,7 +288,7 @@ struct LoopDevice(PathBuf);
 impl LoopDevice {
     fn new(file: &Path) -> anyhow::Result<Self> {
         let path = tool(Command::new("losetup").args(["--find", "--show"]).arg(file));
-        let path = path.context("a loop device, which needs root")?;
+        let path = path.context("creating a loop device, which needs root")?;
         Ok(Self(path.into()))
     }
 }
@@ -313,14 +313,14 @@ pub(super) fn tool(command: &mut Command) -> anyhow::Result<String> {
 }
 
 fn text(path: &Path) -> anyhow::Result<&str> {
-    path.to_str().context("a path that is no UTF-8")
+    path.to_str().context("a path is not UTF-8")
 }
 
 fn wait_until_listening(server: &Process, socket: &Path) -> anyhow::Result<()> {
     let give_up = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {
         if Instant::now() > give_up || server.has_ended() {
-            return Err(error).with_context(|| format!("no NBD server: {}", server.output()));
+            return Err(error).with_context(|| format!("the NBD server does not listen: {}", server.output()));
         }
         std::thread::sleep(Duration::from_millis(2));
     }

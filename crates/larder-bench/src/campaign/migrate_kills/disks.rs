@@ -153,7 +153,7 @@ impl Disks {
         let export = nbd.then(|| export(&image, folder.path())).transpose()?;
         let text = match &export {
             Some((_, uri)) => uri,
-            None => image.to_str().context("the folder's path is no UTF-8")?,
+            None => image.to_str().context("the directory's path is not UTF-8")?,
         };
         let host = |_| {
             let short = tempfile::tempdir_in("/dev/shm")?;
@@ -240,7 +240,7 @@ impl Disks {
     /// Returns the output of both servers, for diagnosis.
     pub(super) fn said(&self) -> String {
         let [one, other] = [self.at, 1 - self.at].map(|of| self.servers[of].output());
-        format!("server: {one}\nserver there: {other}")
+        format!("source's server: {one}\ndestination's server: {other}")
     }
 
     /// Checks that the hosts' view of the disk matches the VM's location.
@@ -255,7 +255,7 @@ impl Disks {
         };
         ensure!(
             is_right,
-            "the VM is at the {place:?}; its disk (open, and after a restart): here {here:?}, there {there:?}"
+            "the VM is at the {place:?}; its disk (open now, open after a restart): source {here:?}, destination {there:?}"
         );
         Ok(())
     }
@@ -305,7 +305,7 @@ fn export(image: &Path, folder: &Path) -> anyhow::Result<(Process, String)> {
 
 /// Checks that all printed ticks are on the disk. For the next tick, each sector may have the old or the new data.
 fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
-    let last = ticks.checked_sub(1).context("the guest has told of nothing")?;
+    let last = ticks.checked_sub(1).context("the guest has printed no tick")?;
     let written = |tick: u64| {
         format!("tick {tick}\n")
             .into_bytes()
@@ -315,7 +315,9 @@ fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
     };
     for tick in (last + 1).saturating_sub(PLACES)..=last {
         let place = (tick % PLACES) as usize * PLACE_BYTES;
-        let is = contents.get(place..place + PLACE_BYTES).context("it is too short")?;
+        let is = contents
+            .get(place..place + PLACE_BYTES)
+            .context("the disk's content is too short")?;
         let was: Vec<u8> = written(tick).collect();
         let may_be: Vec<u8> = written(tick + PLACES).collect();
         let is_under_way = tick + PLACES == last + 1;
@@ -326,7 +328,7 @@ fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
         for (sector, ((is, was), may_be)) in sectors.enumerate() {
             ensure!(
                 is == was || is_under_way && is == may_be,
-                "sector {sector} of tick {tick} (the last one is {last}) is {:?}",
+                "sector {sector} of tick {tick} (the last tick is {last}) holds {:?}",
                 String::from_utf8_lossy(&is[..20])
             );
         }
@@ -356,17 +358,17 @@ mod tests {
     /// All printed ticks must be on the disk, and at most one later tick.
     fn missing_or_extra_ticks_are_detected() {
         for ticks in [1, 5, PLACES, PLACES * 3 + 7] {
-            verify(&disk(ticks), ticks).expect("all of it");
+            verify(&disk(ticks), ticks).expect("all ticks are on the disk");
             // One tick was written but not printed.
-            verify(&disk(ticks + 1), ticks).expect("one more");
-            verify(&disk(ticks), ticks + 1).expect_err("one is missing");
+            verify(&disk(ticks + 1), ticks).expect("one tick more is allowed");
+            verify(&disk(ticks), ticks + 1).expect_err("a missing tick is detected");
             // With fewer ticks the slots were still empty.
             if ticks >= PLACES {
-                verify(&disk(ticks + 2), ticks).expect_err("two more");
+                verify(&disk(ticks + 2), ticks).expect_err("two ticks more are detected");
             }
             let mut damaged = disk(ticks);
             damaged[(ticks as usize - 1) % PLACES as usize * PLACE_BYTES + 777] ^= 1;
-            verify(&damaged, ticks).expect_err("one is wrong");
+            verify(&damaged, ticks).expect_err("a wrong tick is detected");
         }
     }
 

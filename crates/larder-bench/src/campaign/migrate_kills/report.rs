@@ -136,7 +136,7 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             out,
-            "| what happened | stayed | moved | lost with its QEMU |\n|---|---|---|---|"
+            "| fault | at the source | at the destination | lost with its QEMU |\n|---|---|---|---|"
         )?;
         let mut rows: Vec<_> = self.rows.iter().collect();
         rows.sort_by_key(|((fault, stage), _)| (*fault as u32, *stage as u32));
@@ -151,8 +151,8 @@ impl fmt::Display for Stage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Before => "before the hand-over",
-            Self::HandOver => "in it",
-            Self::After => "after it",
+            Self::HandOver => "during the hand-over",
+            Self::After => "after the move",
         })
     }
 }

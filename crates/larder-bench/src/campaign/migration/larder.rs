@@ -97,7 +97,7 @@ impl Side {
         let address = said.rsplit(' ').next().and_then(|word| word.parse().ok());
         Ok(Self {
             process,
-            address: Some(address.with_context(|| format!("no address in '{said}'"))?),
+            address: Some(address.with_context(|| format!("no address in the receiver's line '{said}'"))?),
         })
     }
 

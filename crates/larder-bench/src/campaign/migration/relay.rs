@@ -144,7 +144,7 @@ impl Relay {
         let mut state = self.shared.lock();
         while !state.held {
             let left = give_up.saturating_duration_since(Instant::now());
-            ensure!(!left.is_zero(), "{} bytes have come, no more", state.carried);
+            ensure!(!left.is_zero(), "the lanes have carried only {} bytes", state.carried);
             let waited = self.shared.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -161,7 +161,10 @@ impl Relay {
         let (mut before, mut same) = (0, 0);
         while same < LOOKS {
             let carried = self.carried();
-            ensure!(Instant::now() < give_up, "{carried} bytes have come");
+            ensure!(
+                Instant::now() < give_up,
+                "the lanes have carried {carried} bytes, and the flow has not stopped"
+            );
             same = if carried >= bytes && carried == before {
                 same + 1
             } else {

@@ -73,8 +73,8 @@ impl Tap {
     /// If a thread of the tap has failed.
     pub fn finish(self) -> anyhow::Result<Vec<Carried>> {
         rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both)?;
-        let channels = self.accepting.join().ok().context("the tap has failed")?;
-        let digest = |pump: JoinHandle<Digest>| pump.join().ok().context("the tap has failed");
+        let channels = self.accepting.join().ok().context("a thread of the tap panicked")?;
+        let digest = |pump: JoinHandle<Digest>| pump.join().ok().context("a thread of the tap panicked");
         channels
             .into_iter()
             .map(|[there, back]| {

@@ -34,7 +34,7 @@ impl Release {
         );
         test_bed("debian13.stamp")?;
         let enter = project().join("testbed/debian13.sh");
-        let mut command = mortal(enter.to_str().context("the project's path is no UTF-8")?);
+        let mut command = mortal(enter.to_str().context("the project's path is not UTF-8")?);
         command.arg(QEMU);
         Ok(command)
     }
@@ -371,7 +371,7 @@ impl Vm {
     /// If QEMU rejects the command, or has exited.
     pub fn ask(&mut self, command: &str, arguments: &Value) -> anyhow::Result<Value> {
         let line = self.monitor.run(command, &arguments.to_string());
-        let line = line.with_context(|| format!("QEMU said {}", self.process.output()))?;
+        let line = line.with_context(|| format!("QEMU's output: {}", self.process.output()))?;
         let mut answer: Value = serde_json::from_str(&line)?;
         Ok(answer["return"].take())
     }
@@ -453,7 +453,7 @@ impl Vm {
             }
             if ["completed", "failed", "cancelled"].contains(&is.as_str()) || Instant::now() > give_up {
                 let said = self.process.output();
-                bail!("the migration is {is}, not {wanted:?}; QEMU said {said}");
+                bail!("the migration is {is}, not {wanted:?}; QEMU's output: {said}");
             }
             std::thread::sleep(LOOK);
         }
@@ -488,14 +488,17 @@ impl Vm {
             let console = self.console();
             ensure!(
                 !ENDS.iter().any(|end| console.contains(end)),
-                "the guest has ended: {console}"
+                "the guest has failed or exited: {console}"
             );
             if console.matches(word).count() >= goal {
                 return Ok(());
             }
             let said = self.process.output();
-            ensure!(!has_ended, "QEMU has ended: {said}");
-            ensure!(Instant::now() < give_up, "the guest stands still: {console}\n{said}");
+            ensure!(!has_ended, "QEMU has exited: {said}");
+            ensure!(
+                Instant::now() < give_up,
+                "the guest makes no progress: {console}\n{said}"
+            );
             std::thread::sleep(LOOK);
         }
     }
@@ -527,7 +530,10 @@ impl Vm {
 pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
     // A line may begin on one console and end on the next.
     let text = consoles.concat();
-    ensure!(!text.contains("MISMATCH"), "the guest's memory is wrong: {text}");
+    ensure!(
+        !text.contains("MISMATCH"),
+        "the guest's memory has wrong content: {text}"
+    );
     let mut next = 0;
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     for line in whole.lines().filter(|line| line.contains("TICK")) {
@@ -537,10 +543,10 @@ pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
             .and_then(|rest| rest.split(' ').next());
         let number: u64 = number
             .and_then(|number| number.parse().ok())
-            .with_context(|| format!("'{line}' in {text}"))?;
-        ensure!(number == next, "{number} follows {next} less one: {text}");
+            .with_context(|| format!("the line '{line}' has no tick number: {text}"))?;
+        ensure!(number == next, "tick {number} instead of tick {next}: {text}");
         next += 1;
     }
-    ensure!(next > 0, "the guest has not begun: {text}");
+    ensure!(next > 0, "the guest has printed no tick: {text}");
     Ok(next)
 }

@@ -39,7 +39,7 @@ impl GuestMemory for Guest {
                 if let Some(Message::Removed(_) | Message::Unmapped(_)) = message.decode() {
                     world.comes(Moment::ToldOfRemoval);
                 }
-                world.log(|| format!("pager hears {:x?}", message.decode()));
+                world.log(|| format!("pager receives {:x?}", message.decode()));
             }
             count
         }))
@@ -133,7 +133,7 @@ impl GuestMemory for Guest {
 
     fn take_out(&self, run: PageRun) -> io::Result<()> {
         self.call(|world| {
-            world.log(|| format!("pager takes out {run:?}"));
+            world.log(|| format!("pager punches out {run:?}"));
             punch(world, run);
         });
         Ok(())
@@ -201,7 +201,7 @@ impl Backing for Files {
             }
             // The pages are punched one at a time, and the process runs meanwhile.
             for page in run.pages() {
-                world.log(|| format!("worker takes out {page:?}"));
+                world.log(|| format!("worker punches out {page:?}"));
                 punch(world, PageRun::one(page));
                 if world.chance(50) {
                     world.call();

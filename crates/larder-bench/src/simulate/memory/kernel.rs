@@ -120,7 +120,7 @@ impl Kernel {
 
     pub(super) fn area(&self, page: PageIndex) -> &Area {
         let area = self.areas.iter().find(|area| area.region.contains(page));
-        area.expect("every page is of an area")
+        area.expect("every page belongs to an area")
     }
 
     fn page(&mut self, page: PageIndex) -> &mut Page {
@@ -150,7 +150,7 @@ impl Kernel {
                 return Access::Done(Rc::clone(frame));
             }
             (Pte::Mapped { .. }, Some(_)) => Cause::Protected,
-            (Pte::Mapped { .. }, None) => unreachable!("what is taken out is not mapped"),
+            (Pte::Mapped { .. }, None) => unreachable!("a punched-out page is not mapped"),
             (Pte::None | Pte::Protected, Some(_)) => Cause::Minor,
             (Pte::None | Pte::Protected, None) => Cause::Missing,
         };
@@ -269,13 +269,13 @@ impl Kernel {
     /// Registers the area with userfaultfd, so that its faults are reported.
     pub(super) fn register(&mut self, first: PageIndex) {
         let area = self.areas.iter_mut().find(|area| area.region.first == first);
-        area.expect("it was mapped").is_registered = true;
+        area.expect("the area was mapped").is_registered = true;
     }
 
     /// Records that the pager has closed the file of an area.
     pub(super) fn forget(&mut self, first: PageIndex) {
         let area = self.areas.iter_mut().find(|area| area.region.first == first);
-        area.expect("it was mapped").is_forgotten = true;
+        area.expect("the area was mapped").is_forgotten = true;
     }
 
     /// Ends userfaultfd for all memory.

@@ -82,14 +82,14 @@ impl Oracle {
             let what = match self.stamp_of(words) {
                 Some(0) => "zeros".to_owned(),
                 Some(stamp) => format!("write {stamp}"),
-                None => format!("{:x?}..., which nobody wrote", &words[..4]),
+                None => format!("{:x?}..., which was never written", &words[..4]),
             };
             let truth = &self.pages[page.as_usize()];
             return Err(format!(
-                "{page:?} reads as {what}, and may hold {:?} (0: zeros){}",
+                "{page:?} reads as {what}, but may only hold {:?} (0: zeros){}",
                 truth.may,
                 if truth.is_given_up {
-                    "; it is being given up"
+                    "; it is being discarded"
                 } else {
                     ""
                 }
@@ -130,7 +130,7 @@ impl Oracle {
         let truth = &self.pages[page.as_usize()];
         match truth.damage {
             Damage::None => Err(format!(
-                "{page:?} cannot be read, though nothing that was stored of it was damaged"
+                "{page:?} cannot be read, although its stored copy was not damaged"
             )),
             Damage::Real | Damage::GivenUp => Ok(()),
         }

@@ -322,7 +322,7 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
     match stage {
         Stage::Punched => {
             let waits = kernel.dontneed_begins(index, run);
-            world.log(|| format!("thread {index}: says that {run:?} is given up"));
+            world.log(|| format!("thread {index}: notifies the pager that {run:?} is discarded"));
             Doing::GivingUp(run, if waits { Stage::Said } else { Stage::Heard })
         }
         Stage::Said => match kernel.event_was_heard(index) {
@@ -342,7 +342,7 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
                     write: true,
                 });
             }
-            world.log(|| format!("thread {index}: has given up {run:?}"));
+            world.log(|| format!("thread {index}: has discarded {run:?}"));
             Doing::Nothing
         }
     }

@@ -183,7 +183,7 @@ impl Run {
     }
 
     fn killed(&mut self) {
-        self.world.log(|| "--- the pager is gone".to_owned());
+        self.world.log(|| "--- the pager has exited".to_owned());
         self.summary.stops += 1;
         self.world.set_meanwhile(0);
         self.forget_pager();
@@ -194,7 +194,7 @@ impl Run {
 
     /// Ends the management of the process after a detach.
     fn let_go(&mut self) -> Outcome {
-        self.world.log(|| "--- the pager has let go".to_owned());
+        self.world.log(|| "--- the pager has detached".to_owned());
         self.world.set_meanwhile(0);
         self.forget_pager();
         self.state = None;
@@ -211,7 +211,7 @@ impl Run {
 
     fn begin(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
-        let failed = |error: std::io::Error| format!("the simulator itself: {error}");
+        let failed = |error: std::io::Error| format!("the simulator failed: {error}");
         let mut state = match self.state.take() {
             Some(state) => {
                 let memory = SharedMemory::open(std::os::fd::AsFd::as_fd(state.memory())).map_err(failed)?;
@@ -406,7 +406,7 @@ impl Run {
             }
             7 if world.shape.write_failures_per_mille > 0 && world.chance(100) => {
                 if let Some(medium) = self.media.first() {
-                    world.log(|| "a disk can be written to no more".to_owned());
+                    world.log(|| "all further writes to a disk fail".to_owned());
                     medium.borrow_mut().is_dead = true;
                 }
             }
@@ -460,7 +460,7 @@ impl Run {
             (None, None) => false,
         };
         if is_done {
-            world.log(|| format!("bit {bit} of byte {at} of {tier:?} flips, of {page:?}"));
+            world.log(|| format!("bit {bit} of byte {at} of {tier:?} flips, in the copy of {page:?}"));
             world.process.borrow_mut().oracle.damaged(page);
         }
     }
@@ -489,7 +489,7 @@ impl Run {
             }
         }
         Err(format!(
-            "the pager does not come to rest; {}",
+            "the pager does not become idle; {}",
             world.process.borrow().waiting()
         ))
     }
@@ -498,7 +498,7 @@ impl Run {
     /// worker may still fail.
     fn come_to_rest(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
-        world.log(|| "comes to rest".to_owned());
+        world.log(|| "waiting for the pager to become idle".to_owned());
         world.process.borrow_mut().is_quiet = true;
         world.kernel.borrow_mut().is_short = false;
         let mut idle = 0;
@@ -519,7 +519,10 @@ impl Run {
             world.pass(REST_STEP);
         }
         if world.process.borrow().is_busy() {
-            return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+            return Err(format!(
+                "an operation never completes: {}",
+                world.process.borrow().waiting()
+            ));
         }
         world.process.borrow_mut().oracle.settled();
         self.check()?;
@@ -546,13 +549,13 @@ impl Run {
         // Pages whose eviction failed are counted only when they are next accessed.
         if world.shape.worker_failures_per_mille == 0 && present != pager.present_pages() {
             return Err(format!(
-                "{present} pages are in memory, the pager counts {}",
+                "{present} pages are in memory, but the pager counts {}",
                 pager.present_pages()
             ));
         }
         if world.shape.worker_failures_per_mille == 0 && !self.keeps_limit() {
             return Err(format!(
-                "{} bytes are used of {}, {} pages are in memory, and nothing is in the way; {:?}",
+                "{} bytes are used with a limit of {}, {} pages are in memory, and nothing prevents their eviction; {:?}",
                 pager.used_bytes(),
                 pager.limit_bytes(),
                 pager.present_pages(),
@@ -572,7 +575,7 @@ impl Run {
     /// Reads all memory.
     fn read_all(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
-        world.log(|| "all is read".to_owned());
+        world.log(|| "reading all memory".to_owned());
         let was_quiet = std::mem::replace(&mut world.process.borrow_mut().is_quiet, true);
         // First completes the operations in progress.
         for _ in 0..REST_ROUNDS {
@@ -583,7 +586,10 @@ impl Run {
             world.pass(REST_STEP);
         }
         if world.process.borrow().is_busy() {
-            return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+            return Err(format!(
+                "an operation never completes: {}",
+                world.process.borrow().waiting()
+            ));
         }
         let pages = world.kernel.borrow().pages();
         for page in (0..pages).map(PageIndex::new) {
@@ -600,7 +606,10 @@ impl Run {
                 }
                 rounds += 1;
                 if rounds > REST_ROUNDS {
-                    return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+                    return Err(format!(
+                        "an operation never completes: {}",
+                        world.process.borrow().waiting()
+                    ));
                 }
             }
             self.check_unbroken()?;
@@ -628,6 +637,6 @@ impl Run {
             }
             self.check_unbroken()?;
         }
-        Err("what is stored does not come back".to_owned())
+        Err("the stored pages are not paged in".to_owned())
     }
 }

@@ -223,7 +223,7 @@ impl Store for Disk {
             .find(|(_, at, _)| (from..to).contains(at))
         {
             self.world.fail(format!(
-                "{segment:?} of {tier:?} is written over, where {page:?} is stored"
+                "{segment:?} of {tier:?} is overwritten, although it stores {page:?}"
             ));
         }
         let mut medium = self.medium.borrow_mut();
@@ -233,7 +233,7 @@ impl Store for Disk {
         });
         if segment.get() >= medium.segments || overlaps {
             self.world.fail(format!(
-                "{segment:?} of {tier:?} is written to while it is used, or does not exist"
+                "{segment:?} of {tier:?} is written while a request uses it, or does not exist"
             ));
         }
         medium.pending.push(Request::Write(segment, bytes));
@@ -249,7 +249,8 @@ impl Store for Disk {
             && len <= bytes.len()
             && start + len as u64 <= u64::from(medium.segments) * SEGMENT as u64;
         if !is_in {
-            self.world.fail(format!("{len} bytes at {start} cannot be read"));
+            self.world
+                .fail(format!("the read of {len} bytes at {start} is invalid"));
         }
         let is_written = medium.pending.iter().any(|request| match request {
             Request::Write(segment, _) => u64::from(segment.get()) == start / SEGMENT as u64,

@@ -207,7 +207,7 @@ impl World {
             0 => {}
             1 => {
                 self.kill_in.set(0);
-                self.log(|| "--- killed inside a step".to_owned());
+                self.log(|| "--- pager killed during a call".to_owned());
                 std::panic::resume_unwind(Box::new(Killed));
             }
             left => self.kill_in.set(left - 1),
@@ -258,7 +258,7 @@ impl World {
         match pager.turn(self.instant()) {
             Ok(worked) => worked,
             Err(error) => {
-                self.fail(format!("the pager gives up: {error}"));
+                self.fail(format!("the pager failed: {error}"));
                 false
             }
         }

@@ -101,14 +101,14 @@ impl FileDevice {
             return tell_of_cache(disk, image, found);
         }
         match found {
-            None => tracing::info!(%image, "the image has its name again"),
+            None => tracing::info!(%image, "the image is at its path again"),
             Some(Displaced::Moved) => tracing::warn!(
                 %image,
-                "the image was moved while it is in use: its next server would serve another file, or none; move it back"
+                "the image was moved while in use: the next server would open another file, or none; move it back"
             ),
             Some(Displaced::Removed) => tracing::warn!(
                 %image,
-                "the image was deleted or replaced while it is in use: what it has is lost when its server ends; to keep it, \
+                "the image was deleted or replaced while in use: its data is lost when the server exits; to save it, \
                  pause the guest and copy {}",
                 contents(&self.file).display()
             ),
@@ -119,19 +119,19 @@ impl FileDevice {
 /// Logs where the path of a disk's cache leads.
 fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
     match found {
-        None => tracing::info!(image = disk, cache, "the cache has its name again"),
+        None => tracing::info!(image = disk, cache, "the cache is at its path again"),
         Some(Displaced::Moved) => tracing::warn!(
             image = disk,
             cache,
-            "its cache was moved while it is in use: its next server would not find it; move it back"
+            "the disk's cache was moved while in use: the next server would not find it; move it back"
         ),
         Some(Displaced::Removed) => tracing::warn!(
             image = disk,
             cache,
-            "its cache was deleted or replaced while it is in use, and is gone when its server ends, with what it has that the disk \
-             has not: do not kill the server; `larder disk cache replace {cache} --control PATH --with FILE` writes all of that to the \
-             disk and has another cache used, `larder disk cache flush {cache} --control PATH` only writes what there is now, and a \
-             stop of the server writes it, too"
+            "the disk's cache was deleted or replaced while in use: when the server exits, the cache is lost, with all data that the disk \
+             lacks: do not kill the server; `larder disk cache replace {cache} --control PATH --with FILE` writes all of that data to the \
+             disk and switches to another cache, `larder disk cache flush {cache} --control PATH` only writes the present dirty data, and a \
+             regular stop of the server writes it, too"
         ),
     }
 }

@@ -613,7 +613,9 @@ fn prepare_directory(directory: &Path, is_wanted: bool) -> io::Result<()> {
     };
     let user = rustix::process::geteuid().as_raw();
     if !found.is_dir() || found.uid() != user || found.mode() & 0o022 != 0 {
-        return Err(io::Error::other("it is no directory of this user alone"));
+        return Err(io::Error::other(
+            "it is not a directory that only this user may write to",
+        ));
     }
     if !is_tmpfs(&rustix::fs::statfs(directory)?) {
         return Err(io::Error::other("it is not on tmpfs"));
@@ -634,7 +636,7 @@ fn open_mark(path: &Path, is_wanted: bool) -> io::Result<Option<File>> {
     };
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != rustix::process::geteuid().as_raw() {
-        return Err(io::Error::other("the mark is no file of this user's"));
+        return Err(io::Error::other("the record is not a regular file of this user"));
     }
     Ok(Some(file))
 }

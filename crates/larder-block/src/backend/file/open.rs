@@ -92,8 +92,8 @@ pub enum OpenError {
         read_only: bool,
     },
     #[error(
-        "cannot open {}, which an image's header names: it leads through a link of /proc to a file that a process has open, or \
-         through symbolic links without end",
+        "cannot open {}, which an image's header names: the path leads through a link of /proc to a file that a process has open, or \
+         through an endless chain of symbolic links",
         path.display()
     )]
     Links { path: PathBuf },
@@ -103,16 +103,16 @@ pub enum OpenError {
     Locked { path: PathBuf, source: LockError },
     #[error(
         "{}: the device is claimed by another program or by the kernel: it is mounted, or part of a RAID, a volume group or \
-         another device (lsblk {} shows of which); give a device that nothing else uses",
+         another device (lsblk {} shows which); use a device that nothing else uses",
         path.display(),
         path.display()
     )]
     Claimed { path: PathBuf },
     #[error("{} is empty; make it as large as the disk first (truncate -s 10G {})", path.display(), path.display())]
     Empty { path: PathBuf },
-    #[error("{} has no size: nothing is behind this device (losetup {} shows what is behind a loop device)", path.display(), path.display())]
+    #[error("{} has size 0: the device has no backing storage (losetup {} shows the backing file of a loop device)", path.display(), path.display())]
     EmptyDevice { path: PathBuf },
-    #[error("{}: direct I/O was asked for, but {why}", path.display())]
+    #[error("{}: direct I/O was requested, but {why}", path.display())]
     NoDirect { path: PathBuf, why: String },
     #[error("{}: {what}: {source}", path.display())]
     Os {
@@ -128,7 +128,7 @@ fn hint(error: &io::Error, read_only: bool) -> &'static str {
         _ if error.raw_os_error().is_none() => "",
         io::ErrorKind::NotFound => "; check the path, or create the image first",
         io::ErrorKind::WouldBlock => {
-            "; another process has a lease on it, as file servers take: /proc/locks has its PID; try again once it has let go"
+            "; another process has a lease on it, as file servers take: /proc/locks shows its PID; try again once the lease is released"
         }
         io::ErrorKind::PermissionDenied if read_only => "; the user that runs larder needs read permission",
         io::ErrorKind::PermissionDenied => "; the user that runs larder needs read and write permission",
@@ -163,7 +163,7 @@ impl FileDevice {
             false => None,
         };
 
-        let mut size = size_of(&file).map_err(os("finding its size"))?;
+        let mut size = size_of(&file).map_err(os("cannot determine its size"))?;
         if size == 0 && (options.role != Role::Part || kind == Kind::Block) {
             let path = path.to_owned();
             return Err(match kind {
@@ -259,7 +259,7 @@ fn open_mark(
         Ok((found, mark)) => (Some(found), mark),
         Err(error) => {
             tracing::warn!(
-                "{}: no mark of its writes can be kept in {}: {error}; after a kill of this server nothing proves that no other \
+                "{}: no record of its writes can be kept in {}: {error}; after a kill of this server nothing proves that no other \
                  program has written to the image",
                 path.display(),
                 directory.display()
@@ -349,7 +349,7 @@ fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
         path: path.to_owned(),
         kind,
     };
-    let file_type = file.metadata().map_err(os("reading its type"))?.file_type();
+    let file_type = file.metadata().map_err(os("cannot read its type"))?.file_type();
     match file_type {
         found if found.is_dir() => Err(wrong("directory")),
         found if found.is_fifo() => Err(wrong("FIFO")),
@@ -358,7 +358,7 @@ fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
         found if found.is_file() => {
             let file_system = rustix::fs::fstatfs(file)
                 .map_err(io::Error::from)
-                .map_err(os("reading its file system's type"))?;
+                .map_err(os("cannot read its file system's type"))?;
             if is_tmpfs(&file_system) {
                 Ok(Kind::Tmpfs)
             } else {
@@ -383,7 +383,7 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
         match image_lock::lock(file.as_fd(), sharing, options.claim) {
             Ok(()) => return Ok(()),
             Err(LockError::Os(error)) if is_unsupported(&error) => {
-                tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
+                tracing::warn!(path = %path.display(), "the file system does not support locks: nothing prevents other processes from using this image");
                 return Ok(());
             }
             Err(source) => {
@@ -421,7 +421,7 @@ async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, Op
             Ok(claimed) if !is_same_device(&claimed, file) => {
                 return Err(OpenError::Open {
                     path: path.to_owned(),
-                    source: io::Error::other("another device has taken its place meanwhile; try again"),
+                    source: io::Error::other("another device has replaced it in the meantime; try again"),
                     read_only: false,
                 });
             }
@@ -484,12 +484,12 @@ fn choose_direct(
             Ok(Some(alignment))
         }
         Ok(Alignment { offset, .. }) => {
-            let why = format!("its size ({size} bytes) is no multiple of {offset} bytes");
+            let why = format!("its size ({size} bytes) is not a multiple of {offset} bytes");
             if caching == Caching::Direct {
                 return Err(why);
             }
             tracing::info!(
-                "{}: goes through the page cache, because {why}; truncate -s %{offset} makes it larger by what is missing",
+                "{}: I/O goes through the page cache, because {why}; truncate -s %{offset} extends it to whole blocks",
                 path.display()
             );
             Ok(None)
@@ -511,10 +511,10 @@ fn tell_of_odd_size(path: &Path, size: u64, read_only: bool) {
     }
     let written = match read_only {
         true => "",
-        false => ", and the file becomes that much larger when something is written there",
+        false => ", and the file grows by as much when they are written",
     };
     tracing::warn!(
-        "{}: its size ({size} bytes) is no multiple of {SECTOR}: the disk is {missing} bytes larger; they read as zeros{written}",
+        "{}: its size ({size} bytes) is not a multiple of {SECTOR}: the disk appears {missing} bytes larger; they read as zeros{written}",
         path.display()
     );
 }
@@ -535,7 +535,7 @@ fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
         .into_iter()
         .find(|unit| rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit));
     rustix::fs::fcntl_setfl(file, flags).map_err(|error| error.to_string())?;
-    let unit = found.ok_or_else(|| "neither 512 nor 4096 byte direct reads work".to_owned())? as u32;
+    let unit = found.ok_or_else(|| "direct reads of 512 and of 4096 bytes both fail".to_owned())? as u32;
     Ok(Alignment {
         memory: unit,
         offset: unit,

@@ -244,7 +244,7 @@ impl Handshake {
                 } => match Info::parse(&data)? {
                     Info::Export { size, flags } => export = Some((size, flags)),
                     Info::BlockSize(given) => sizes = given,
-                    Info::Name(name) => tracing::debug!(name, "the export's own name"),
+                    Info::Name(name) => tracing::debug!(name, "the server's canonical name of the export"),
                     Info::Description(text) => tracing::debug!(text, "the export's description"),
                     Info::Other(_) => {}
                 },

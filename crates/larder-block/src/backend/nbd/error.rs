@@ -25,51 +25,49 @@ pub enum OpenError {
 pub enum ConnectError {
     #[error("cannot connect: {0}{hint}", hint = dial_hint(.0))]
     Dial(io::Error),
-    #[error("waited {limit:?} in vain for {step}")]
+    #[error("timed out after {limit:?}, waiting for {step}")]
     Timeout { limit: Duration, step: Step },
     #[error("the connection broke during the handshake: {0}")]
     Io(#[from] io::Error),
-    #[error("not an NBD server, or one that breaks the protocol: {0}")]
+    #[error("not an NBD server, or one that violates the protocol: {0}")]
     Malformed(#[from] Malformed),
     #[error("the server speaks the oldstyle protocol of before 2011, which is not supported")]
     Oldstyle,
     #[error("{0}")]
     Tls(#[from] TlsError),
-    #[error("the server does not encrypt: {0}; use nbd:// if that is all right")]
+    #[error("the server does not support TLS: {0}; use nbd:// if an unencrypted connection is acceptable")]
     TlsRefused(Refusal),
-    #[error("the server requires TLS: use nbds:// in place of nbd://")]
+    #[error("the server requires TLS: use nbds:// instead of nbd://")]
     TlsRequired,
-    #[error(
-        "the server sent {0} bytes unencrypted where TLS had to begin; somebody may be tampering with the connection"
-    )]
+    #[error("the server sent {0} unencrypted bytes where TLS had to begin; the connection may have been tampered with")]
     Injected(usize),
     #[error("the server refused: {0}")]
     Refused(Refusal),
-    #[error("a reply of {len} bytes to {} is longer than the {allowed} bytes that make sense", option_name(*option))]
+    #[error("a reply of {len} bytes to {} exceeds the maximum of {allowed} bytes", option_name(*option))]
     LongReply { option: u32, len: u32, allowed: u32 },
-    #[error("the replies to {} do not end", option_name(*option))]
+    #[error("too many replies to {}", option_name(*option))]
     ManyReplies { option: u32 },
-    #[error("the server answered {} when {} was asked", option_name(*found), option_name(*asked))]
+    #[error("the server replied to {} when {} was requested", option_name(*found), option_name(*asked))]
     WrongOption { asked: u32, found: u32 },
     #[error("the server answered {} with a reply of kind {kind:#x}", option_name(*option))]
     WrongReply { option: u32, kind: u32 },
-    #[error("the server gave no size for the export")]
+    #[error("the server reported no size for the export")]
     NoExport,
-    #[error("the export has no bytes")]
+    #[error("the export is empty")]
     Empty,
-    #[error("the export is said to have {0} bytes; a disk has at most 2^63 - 512, whole sectors")]
+    #[error("the server reports an export of {0} bytes; a disk has at most 2^63 - 512 bytes, in whole sectors")]
     AbsurdSize(u64),
     #[error(
-        "the export's block sizes make no sense: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
+        "the server reports invalid block sizes: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
     )]
     BlockSizes {
         minimum: u32,
         preferred: u32,
         payload_max: u32,
     },
-    #[error("it is not the export that was there before: {0}")]
+    #[error("the export differs from the one before the connection was lost: {0}")]
     Changed(Change),
-    #[error("writes that the server had acknowledged before it went away could not be repeated: {0}")]
+    #[error("writes that the server had acknowledged before the connection was lost could not be replayed: {0}")]
     Replay(Broken),
 }
 
@@ -77,10 +75,10 @@ pub enum ConnectError {
 fn dial_hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ECONNREFUSED) => {
-            "; no server listens there: see whether it runs, and on which address and port (10809 if none is given) or socket"
+            "; no server listens there: check whether it runs, and on which address and port (default: 10809) or socket"
         }
-        Some(libc::ENOENT) => "; there is no such socket: see whether the server runs, and on which socket",
-        Some(libc::EACCES) => "; the user that runs larder may not use that socket",
+        Some(libc::ENOENT) => "; there is no such socket: check whether the server runs, and on which socket",
+        Some(libc::EACCES) => "; the user that runs larder has no permission to use that socket",
         _ => "",
     }
 }
@@ -97,18 +95,18 @@ pub enum Step {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Dial => "the connection; is the host up, and no firewall in between?",
+            Self::Dial => "the connection; is the host up, and does no firewall block it?",
             Self::Greeting => {
-                "the server's greeting; it may serve one client at a time, and have another one, or be no NBD server"
+                "the server's greeting; it may serve one client at a time and have another one now, or not be an NBD server"
             }
-            Self::Options => "the server's part of the handshake",
+            Self::Options => "the server's replies in the handshake",
         })
     }
 }
 
 /// A server's refusal of an option.
 #[derive(Debug, thiserror::Error)]
-#[error("{} to {}{}", reply_error_name(*kind), option_name(*option), quoted(text))]
+#[error("{}, in reply to {}{}", reply_error_name(*kind), option_name(*option), quoted(text))]
 pub struct Refusal {
     /// The number of the option.
     pub option: u32,
@@ -148,13 +146,13 @@ pub enum Broken {
     Ended,
     #[error("{0}")]
     Io(io::Error),
-    #[error("no byte has moved for {0:?} though requests are waiting")]
+    #[error("no byte was transferred for {0:?} although requests are waiting")]
     Stalled(Duration),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("protocol error by the server: {0}")]
     Malformed(#[from] Malformed),
-    #[error("protocol error by the server: a reply to a request that was not made (cookie {0:#x})")]
+    #[error("protocol error by the server: a reply to an unknown request (cookie {0:#x})")]
     UnknownCookie(u64),
     #[error("protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}")]
     WrongReply {
@@ -165,7 +163,7 @@ pub enum Broken {
     },
     #[error("protocol error by the server: a read of {len} bytes at {offset:#x} ended with {received} bytes")]
     ShortRead { offset: u64, len: u64, received: u64 },
-    #[error("the server failed a repeated change with error {error} ({text})")]
+    #[error("the server failed a replayed change with error {error} ({text})")]
     ReplayFailed { error: u32, text: String },
 }
 

@@ -238,13 +238,13 @@ fn tell_of_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
     let (visible, unit) = (geometry.size.get(), geometry.block_size);
     if visible > size {
         tracing::warn!(
-            "{uri}: its size ({size} bytes) is no multiple of {SECTOR}: the disk is {} bytes larger; they read as zeros, and \
-             writes of anything else there fail",
+            "{uri}: its size ({size} bytes) is not a multiple of {SECTOR}: the disk appears {} bytes larger; they read as zeros, and \
+             writes of other data there fail",
             visible - size
         );
     } else if visible < size {
         tracing::warn!(
-            "{uri}: the last {} bytes are out of reach: the server wants whole blocks of {unit} bytes",
+            "{uri}: the last {} bytes are not accessible: the server requires whole blocks of {unit} bytes",
             size - visible
         );
     }
@@ -274,7 +274,7 @@ impl Shared {
                 if self.tls.borrow().is_none() {
                     return Err(error);
                 }
-                tracing::warn!(export = %self.name, "going on with the certificates from before: {error}");
+                tracing::warn!(export = %self.name, "continuing with the previous certificates: {error}");
             }
         }
         Ok(self.tls.borrow().clone())

@@ -91,7 +91,7 @@ impl<'a> Receiver<'a> {
                 let (id, asked) = self.request(cookie)?;
                 let chunk = Chunk { id, asked, kind, len };
                 if offset.is_some_and(|offset| offset != asked.range.start.get()) {
-                    return Err(wrong(&asked, "chunk with the offset of another request"));
+                    return Err(wrong(&asked, "chunk with another offset than the request's"));
                 }
                 self.chunk(chunk).await?;
                 if done { self.done(chunk) } else { Ok(()) }
@@ -173,7 +173,7 @@ impl<'a> Receiver<'a> {
         }
         let received = self.shared.requests.borrow_mut().received(chunk.id, len);
         if received > range.len.get() {
-            let got = format!("{what} that makes it {received} bytes");
+            let got = format!("{what} that brings the total to {received} bytes");
             return Err(wrong(&chunk.asked, got));
         }
         Ok((part.start - range.start).as_usize())

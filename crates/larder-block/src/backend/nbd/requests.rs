@@ -223,7 +223,7 @@ impl Requests {
     /// caller.
     pub(super) fn poll(&mut self, id: RequestId, waker: &Waker) -> Option<Result<Vec<Extent>, Failure>> {
         let Some(slot) = self.slot_mut(id) else {
-            panic!("a request's result was asked for twice")
+            panic!("a request was polled after it had completed")
         };
         let State::Done(result) = slot.state else {
             match &mut slot.waker {
@@ -456,7 +456,7 @@ impl Requests {
                 self.release(index);
                 self.log_flush = false;
                 if let Err(failure) = result {
-                    tracing::warn!(%failure, "a flush to make room for the replay of writes failed");
+                    tracing::warn!(%failure, "a flush to free space in the replay log failed");
                     self.fail_starved(failure);
                 }
             }

@@ -135,7 +135,7 @@ async fn reconnect(shared: &Shared, outage: &mut Outage) -> Option<Connection> {
 fn give_up(shared: &Shared) {
     tracing::error!(
         export = %shared.name, after = ?shared.options.reconnect,
-        "the server answers no requests: they fail now, and the connection is still retried"
+        "the server does not answer requests: they fail from now on, and reconnection attempts continue"
     );
     shared.unreachable.set(true);
     shared.requests.borrow_mut().fail_queued(Failure::Unreachable);
@@ -153,7 +153,7 @@ async fn attempt_for_ever(shared: &Shared, pause: &mut Duration) -> Connection {
                 if error == last_error {
                     tracing::debug!(export = %shared.name, error, "cannot reconnect");
                 } else {
-                    tracing::warn!(export = %shared.name, error, "cannot reconnect; trying again and again");
+                    tracing::warn!(export = %shared.name, error, "cannot reconnect; retrying");
                     last_error = error;
                 }
             }
@@ -170,7 +170,7 @@ async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
         .replaces(&shared.export.get())
         .map_err(ConnectError::Changed)?;
     let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
-    tracing::info!(export = %shared.name, replayed, "connected again");
+    tracing::info!(export = %shared.name, replayed, "reconnected");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
     if replayed > 0 {
         // A server that dies often must not receive the same changes every time.
@@ -251,7 +251,7 @@ async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64
         ReplyHeader::Chunk { kind, len, cookie, .. } => {
             return Err(Broken::WrongReply {
                 got: format!("chunk of type {kind} with {len} bytes"),
-                command: "repeated change",
+                command: "replayed change",
                 offset: cookie,
                 len: 0,
             });

@@ -109,7 +109,7 @@ pub enum LimitError {
     LengthWithoutBurst { name: &'static str },
     #[error("{name}: set either the total or reads and writes, not both")]
     TotalAndPart { name: &'static str },
-    #[error("the size of a request says how requests count; it needs a limit on requests")]
+    #[error("a request size has an effect only together with a limit on requests")]
     RequestSizeWithoutLimit,
 }
 

@@ -50,7 +50,7 @@ static LOST: AtomicUsize = AtomicUsize::new(0);
 #[allow(missing_docs)]
 pub enum Loss {
     #[error(
-        "the front-end has made its file shorter while it was mapped, or there is no memory for the file: no more huge pages, \
+        "the front-end has truncated its file while it was mapped, or there is no memory for the file: no free huge pages, \
          or its tmpfs is full"
     )]
     Truncated,
@@ -95,7 +95,7 @@ impl Guard {
             taken.is_ok()
         };
         let index = SLOTS.iter().position(is_free);
-        let index = index.ok_or_else(|| io::Error::other(format!("{MAPPINGS_MAX} mappings are the most")))?;
+        let index = index.ok_or_else(|| io::Error::other(format!("at most {MAPPINGS_MAX} mappings can be guarded")))?;
         SLOTS_USED.fetch_max(index + 1, Ordering::AcqRel);
         let slot = &SLOTS[index];
         slot.lost.store(0, Ordering::Relaxed);

@@ -108,18 +108,18 @@ struct Descriptor {
 pub enum RingError {
     #[error("the available index went from {from} to {to}, more than the {size} descriptors of the ring")]
     AvailableIndex { from: u16, to: u16, size: u16 },
-    #[error("descriptor {index} of a ring of {size}")]
+    #[error("descriptor {index} is outside the ring of {size}")]
     DescriptorIndex { index: u16, size: u32 },
     #[error("a chain of more than {0} descriptors, or one that loops")]
     ChainTooLong(u32),
-    #[error("an indirect table of {0} bytes, no multiple of 16 or longer than {max}", max = CHAIN_MAX as u64 * DESC_BYTES)]
+    #[error("an indirect table of {0} bytes, which is not a multiple of 16 or exceeds {max}", max = CHAIN_MAX as u64 * DESC_BYTES)]
     IndirectLength(u32),
-    #[error("an indirect table inside an indirect table, or with descriptors behind it")]
+    #[error("an indirect table inside an indirect table, or with descriptors after it")]
     NestedIndirect,
-    #[error("a readable descriptor behind a writable one")]
+    #[error("a readable descriptor after a writable one")]
     ReadableAfterWritable,
     #[error(
-        "more in flight than the {size} descriptors of the ring: some were made available again before they were used"
+        "more chains in flight than the {size} descriptors of the ring: some were made available again before they were used"
     )]
     TooManyInFlight { size: u32 },
     #[error(transparent)]

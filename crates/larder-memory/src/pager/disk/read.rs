@@ -99,7 +99,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         reading.tries += 1;
         if reading.tries < READS_MAX && !is_unreachable {
-            tracing::warn!("{error}: it is tried again");
+            tracing::warn!("{error}: the read is retried");
             self.disks.again.push((self.now + READ_AGAIN_AFTER, reading));
             return;
         }

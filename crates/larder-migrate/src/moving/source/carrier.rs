@@ -26,7 +26,8 @@ pub(super) struct Carrier {
 impl Carrier {
     pub(super) fn start(options: &send::Options, user: u32, progress: &Arc<Progress>) -> Result<Self, String> {
         let sender = Sender::connect(options).map_err(|error| error.to_string())?;
-        let (socket, listener) = Folder::with_listener(user).map_err(|error| format!("a socket for QEMU: {error}"))?;
+        let (socket, listener) =
+            Folder::with_listener(user).map_err(|error| format!("cannot create a socket for QEMU: {error}"))?;
         let steering = Arc::new(Steering::default());
         steering.hold.store(true, Ordering::Relaxed);
         let notes = sender.notes();
@@ -34,7 +35,7 @@ impl Carrier {
         let thread = thread::Builder::new()
             .name("larder-send".to_owned())
             .spawn(move || sender.carry(&listener, &progress, &steered))
-            .map_err(|error| format!("a thread: {error}"))?;
+            .map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(Self {
             notes,
             steering,
@@ -63,7 +64,7 @@ impl Carrier {
                 Received::Over => return Err("the connection was lost".to_owned()),
                 Received::Note(note) => {
                     return serde_json::from_slice(&note)
-                        .map_err(|error| format!("it says what is not understood ({error})"));
+                        .map_err(|error| format!("its answer cannot be parsed ({error})"));
                 }
             }
             if said.elapsed() > SAY_LATE_EVERY {

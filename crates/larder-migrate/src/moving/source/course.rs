@@ -102,7 +102,7 @@ impl Cut {
         self.tries += 1;
         if self.tries > CUT_TRIES {
             return Err(MoveError::Broken {
-                reason: "QEMU here does not see that the connection is lost".to_owned(),
+                reason: "the source's QEMU does not detect that the connection is lost".to_owned(),
             });
         }
         Ok(true)

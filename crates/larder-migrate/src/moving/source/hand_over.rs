@@ -46,7 +46,7 @@ impl Mover<'_> {
             Ok(answer) => self.took(answer, course).map(|_| carrier),
             Err(lost) => {
                 drop(carrier);
-                tracing::warn!("the VM is handed over, and the destination's answer was lost: {lost}");
+                tracing::warn!("the VM was handed over, and the destination's answer was lost: {lost}");
                 self.reach(course).map(|(carrier, _)| carrier)
             }
         };
@@ -60,7 +60,7 @@ impl Mover<'_> {
             course.leaving.told = true;
             self.place.save(&course.leaving).map_err(|error| {
                 MoveError::Unsettled(format!(
-                    "all has arrived, but the record of the move cannot be kept ({error}): make room, and run the same command again"
+                    "all data has arrived, but the record of the move cannot be saved ({error}): free some space, and run the same command again"
                 ))
             })?;
         }
@@ -74,7 +74,7 @@ impl Mover<'_> {
             match carrier.ask(&course.go(), self.cancel, ANSWER_PATIENCE)? {
                 ToSource::NotYet { reason } => {
                     if late.is_time() {
-                        tracing::warn!("the destination cannot let the VM run yet: {reason}");
+                        tracing::warn!("the destination cannot start the VM yet: {reason}");
                     }
                 }
                 answer => return Ok(answer),
@@ -92,12 +92,12 @@ impl Mover<'_> {
                 // A later mover would not find a VM here.
                 true => MoveError::Lost {
                     reason: format!(
-                        "it was not let run there, because {reason}; larder vm NAME --take has them open here for the next \
-                         boot, where they are not so still"
+                        "the VM was not started there, because {reason}; larder vm NAME --take opens its disks here for the next \
+                         boot, unless they are still open"
                     ),
                 },
                 false => {
-                    MoveError::Unsettled(format!("all has arrived, but {reason}: run the same command again"))
+                    MoveError::Unsettled(format!("all data has arrived, but {reason}: run the same command again"))
                 }
             })?;
         self.will_tell(course)?;
@@ -125,12 +125,12 @@ impl Mover<'_> {
         if self.is_gone {
             let disks = match course.leaving.disks_left {
                 true => {
-                    "; its disks are open nowhere unless it does: larder vm NAME --take opens them for the next boot"
+                    "; unless it does, the VM's disks are open on neither host: larder vm NAME --take opens them here for the next boot"
                 }
                 false => "",
             };
             return Err(MoveError::Lost {
-                reason: format!("and the destination does not say whether it has everything: {lost}{disks}"),
+                reason: format!("the destination does not report whether it has everything: {lost}{disks}"),
             });
         }
         Err(MoveError::InDoubt { reason: lost })
@@ -159,7 +159,7 @@ impl Mover<'_> {
                     reason: format!("{reason}; and here: {error}"),
                 }),
                 Err(error) => Err(MoveError::Unsettled(format!(
-                    "{reason}; and then: {error}: look at the VM"
+                    "{reason}; and then: {error}: check the VM"
                 ))),
             },
             ToSource::Refused { reasons } => Err(MoveError::InDoubt {
@@ -168,7 +168,7 @@ impl Mover<'_> {
             ToSource::Unknown { reason } => Err(MoveError::InDoubt { reason }),
             other @ (ToSource::Prepared { .. } | ToSource::Noted | ToSource::NotYet { .. }) => {
                 Err(MoveError::InDoubt {
-                    reason: format!("it answers {other:?}"),
+                    reason: format!("it gave the unexpected answer {other:?}"),
                 })
             }
         }
@@ -179,7 +179,7 @@ impl Mover<'_> {
         if course.leaving.disks_left
             && let Err(error) = self.options.servers.have(&course.leaving.disks, Deed::Keep)
         {
-            tracing::warn!("its disks could not be opened here again; larder vm NAME --take does so: {error}");
+            tracing::warn!("the VM's disks could not be reopened here; larder vm NAME --take opens them: {error}");
         }
     }
 
@@ -192,7 +192,7 @@ impl Mover<'_> {
         reason: String,
     ) -> Result<Done, MoveError> {
         if let Err(error) = self.qmp.execute("stop", json!({})) {
-            tracing::warn!("QEMU could not be told to pause the VM: {error}");
+            tracing::warn!("QEMU could not pause the VM: {error}");
         }
         drop(carrier);
         match self.reach(&mut course)? {
@@ -210,7 +210,7 @@ impl Mover<'_> {
     ) -> Result<Done, MoveError> {
         if !self.has_exited() {
             return Err(MoveError::Unsettled(format!(
-                "{error}; its process lives: run the same command again"
+                "{error}; its process still runs: run the same command again"
             )));
         }
         let may_be_complete = course.told() || course.postcopy != Postcopy::No || !course.leaving.run;
@@ -223,7 +223,7 @@ impl Mover<'_> {
                 return Err(MoveError::ShutDown { cause });
             }
             return Err(MoveError::Lost {
-                reason: "the migration had failed before, and what the destination has is old".to_owned(),
+                reason: "the migration had failed before, and the destination's data is outdated".to_owned(),
             });
         }
         tracing::warn!(
@@ -235,7 +235,7 @@ impl Mover<'_> {
         match self.reach(&mut course)? {
             (carrier, true) => Ok(self.finish(carrier, &course, 0)),
             (_, false) => Err(MoveError::Lost {
-                reason: "it had not sent all when post-copy was under way".to_owned(),
+                reason: "it exited during post-copy, before it had sent everything".to_owned(),
             }),
         }
     }
@@ -256,7 +256,7 @@ impl Mover<'_> {
             }
             if late.is_time() {
                 tracing::info!(
-                    "waiting for the end of QEMU's process {}, which has closed its monitor",
+                    "waiting for QEMU's process {} to exit, which has closed its monitor",
                     process.pid
                 );
             }
@@ -268,7 +268,7 @@ impl Mover<'_> {
     /// Recovers post-copy after a lost connection: both QEMUs wait for a new one. Returns a session that carries the
     /// rest, or in which the destination has answered that nothing is left.
     pub(super) fn recover(&mut self, carrier: Carrier, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
-        tracing::warn!("the connection was lost in the middle of post-copy; connecting anew");
+        tracing::warn!("the connection was lost in the middle of post-copy; reconnecting");
         drop(carrier);
         let mut reason = "cancelled".to_owned();
         let mut late = Late::default();
@@ -285,7 +285,7 @@ impl Mover<'_> {
             thread::sleep(ASK_AGAIN);
         }
         Err(MoveError::Broken {
-            reason: format!("{reason}; run the same command again while both live"),
+            reason: format!("{reason}; run the same command again while both QEMUs still run"),
         })
     }
 

@@ -80,39 +80,39 @@ pub struct Done {
 #[derive(Debug, Error)]
 pub enum MoveError {
     /// An obstacle was found before anything was changed.
-    #[error("it cannot be moved, and nothing was changed: {}", .0.join("; "))]
+    #[error("the VM cannot be moved, and nothing was changed: {}", .0.join("; "))]
     Preflight(Vec<String>),
     /// The owner of the VM could not be determined; nothing was changed.
-    #[error("it cannot be moved: {0}")]
+    #[error("the VM cannot be moved: {0}")]
     Unclear(String),
     /// The VM runs on at the source.
-    #[error("not moved; the VM goes on here: {reason}")]
+    #[error("not moved; the VM continues here: {reason}")]
     Here {
         /// Reason why.
         reason: String,
     },
     /// The user has cancelled the move, and the VM runs on at the source.
-    #[error("cancelled; the VM goes on here")]
+    #[error("cancelled; the VM continues here")]
     Cancelled,
     /// The VM is stopped at the source, and may run at the destination.
     #[error(
-        "the VM stands still here: it was handed over, and whether it runs at the destination is not known ({reason}); run \
-        the same command again once the destination can be reached, and it will run there or here. Only if its QEMU there \
-        has ended, and will not run: larder migrate --take-back lets it run here"
+        "the VM is paused here: it was handed over, and it is not known whether it runs at the destination ({reason}); run \
+        the same command again once the destination can be reached, and the VM will run there or here. Only if its QEMU there \
+        has exited, and the VM will not run there: larder migrate --take-back resumes it here"
     )]
     InDoubt {
         /// Reason why there is no answer.
         reason: String,
     },
     /// Post-copy was interrupted and could not be resumed.
-    #[error("post-copy broke off and could not be taken up again, and the VM needs both QEMUs: {reason}")]
+    #[error("post-copy was interrupted and could not be resumed, and the VM needs both QEMUs: {reason}")]
     Broken {
         /// Reason why.
         reason: String,
     },
     /// The source's QEMU exited before everything was sent.
     #[error(
-        "the QEMU here has ended in the middle of the move, and the VM with it unless it runs at the destination: {reason}"
+        "the source's QEMU exited in the middle of the move, and the VM is lost unless it runs at the destination: {reason}"
     )]
     Lost {
         /// Reason why.
@@ -120,8 +120,8 @@ pub enum MoveError {
     },
     /// The VM was shut down during the move, and runs on neither host.
     #[error(
-        "not moved: {cause} during the move, and its QEMU has ended. The VM runs at neither host, and its disks are as it left \
-        them: start it at either"
+        "not moved: {cause} during the move, and its QEMU has exited. The VM runs on neither host, and its disks are as it left \
+        them: start it on either host"
     )]
     ShutDown {
         /// Event that ended it: a subject and a verb.
@@ -158,7 +158,7 @@ pub fn run(
         let is_over_there = status == "completed" && state == "postmigrate";
         if leaving.told && status == "completed" && !is_over_there {
             return Err(MoveError::Unclear(format!(
-                "it was handed over to {}, and then somebody has let it go on here: if it does not run there, say so by \
+                "it was handed over to {}, and another program has resumed it here since: if it does not run there, confirm that with \
                 larder migrate --take-back",
                 leaving.to
             )));
@@ -176,16 +176,16 @@ pub fn run(
             mover.move_it(runs(&state), report)
         }
         ("postmigrate", "completed") => Err(MoveError::Unclear(
-            "QEMU's VM was migrated, and there is no record of it: it was moved, or something else moves it. If it runs \
-             nowhere else, QEMU's 'cont' lets it run here"
+            "QEMU's VM was migrated, and there is no record of that: it was moved already, or another program moves it. If it runs \
+             nowhere else, QEMU's 'cont' resumes it here"
                 .to_owned(),
         )),
         ("postmigrate", "failed" | "cancelled") => Err(preflight(
-            "it stands still since a migration that has failed, and QEMU moves it no more before it has run: 'cont' lets \
+            "it is paused since a migration that has failed, and QEMU does not migrate it again before it has run: 'cont' lets \
              it run, and 'stop' pauses it again",
         )),
         (state, "setup" | "active" | "pre-switchover" | "device" | "cancelling") => Err(MoveError::Unclear(format!(
-            "it is being moved already, or was, by somebody else: QEMU's VM is '{state}', and its migration '{status}'"
+            "it is being moved already, or was, by another program: QEMU's VM is '{state}', and its migration '{status}'"
         ))),
         _ => Err(MoveError::Unclear(format!(
             "QEMU's VM is '{state}', and its migration '{status}'"
@@ -214,8 +214,8 @@ pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Resul
             if leaving.disks_left {
                 servers.have(&leaving.disks, Deed::Keep).map_err(|error| {
                     MoveError::Unsettled(format!(
-                        "the VM stands still here, because its disks cannot be opened: {error}; if they are open at \
-                         {}, larder vm NAME --expect closes them there, or end their server; then the same again",
+                        "the VM is paused here, because its disks cannot be opened: {error}; if they are open at \
+                         {}, larder vm NAME --expect closes them there, or end their server; then run the same command again",
                         leaving.to
                     ))
                 })?;
@@ -240,7 +240,7 @@ fn disks_stay(servers: &dyn DiskServers, sockets: &[PathBuf]) {
         return;
     }
     if let Err(error) = servers.have(sockets, Deed::Stay) {
-        tracing::warn!("caches of its disks may still write through, until their server is started again: {error}");
+        tracing::warn!("caches of the VM's disks may remain write-through until their server is restarted: {error}");
     }
 }
 

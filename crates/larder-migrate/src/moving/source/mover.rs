@@ -33,10 +33,10 @@ const FREE_WITHIN: Duration = Duration::from_secs(5);
 /// Returns why QEMU's migration has not succeeded. Often the source's QEMU only knows that the other one has
 /// disconnected.
 fn why(migration: &Value, status: &str) -> String {
-    let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
+    let said = migration["error-desc"].as_str().unwrap_or("it gives no reason");
     match status {
         "failed" => format!(
-            "QEMU's migration has failed ({said}); if the QEMU at the destination has ended, it has said why, as where it \
+            "QEMU's migration has failed ({said}); if the destination's QEMU has exited, it has reported why, for example that it \
              lacks a device"
         ),
         _ => format!("QEMU's migration was {status}"),
@@ -157,8 +157,8 @@ impl<'a> Mover<'a> {
         let disks = disks::describe(&*self.options.servers, &self.devices).map_err(preflight)?;
         if let Some(disk) = disks.first().filter(|_| self.options.postcopy) {
             return Err(preflight(format!(
-                "disk {} ({}): its server would touch memory that is not here yet, so QEMU has no post-copy with it: \
-                 leave out --postcopy; --throttle slows a guest down that changes too much",
+                "disk {} ({}): its server would access memory that has not arrived yet, so QEMU supports no post-copy with it: \
+                 leave out --postcopy; --throttle slows down a guest that changes too much memory",
                 disk.chardev, disk.served.image
             )));
         }
@@ -199,7 +199,7 @@ impl<'a> Mover<'a> {
         if runs(&state) != run {
             self.disks_stay(&course.leaving);
             return Err(preflight(format!(
-                "QEMU's VM is '{state}' now, which it was not before"
+                "the state of QEMU's VM has changed to '{state}' in the meantime"
             )));
         }
         match self.begin(&carrier.socket.socket(), &mut course) {
@@ -223,7 +223,9 @@ impl<'a> Mover<'a> {
         let settled = loop {
             match self.options.servers.settle(&leaving.disks) {
                 Ok(false) if self.is_cancelled() => break Err("cancelled".to_owned()),
-                Ok(false) => tracing::info!("its disks get what only their caches have; then the VM goes"),
+                Ok(false) => {
+                    tracing::info!("writing the dirty data of write-back caches to the VM's disks before the move")
+                }
                 settled => break settled.map(drop),
             }
         };
@@ -275,7 +277,7 @@ impl<'a> Mover<'a> {
         leaving.disks_left = true;
         self.place.save(&*leaving).map_err(|error| error.to_string())?;
         let left = self.options.servers.have(&leaving.disks, Deed::Leave);
-        left.map_err(|error| format!("its disks cannot go: {error}"))
+        left.map_err(|error| format!("the VM's disks cannot be closed: {error}"))
     }
 
     /// Checks for migration blockers that QEMU reports.
@@ -304,7 +306,9 @@ impl<'a> Mover<'a> {
         // From the record, a later mover knows what was moved where, if this one is killed.
         if let Err(error) = self.place.save(&course.leaving) {
             course.leaving.before.restore(&mut self.qmp);
-            return Err(NotBegun::Refused(format!("no record of the move can be kept: {error}")));
+            return Err(NotBegun::Refused(format!(
+                "the record of the move cannot be saved: {error}"
+            )));
         }
         course.begun = Instant::now();
         Ok(self.once_free(|mover| mover.migrate(socket, false))?)
@@ -341,14 +345,14 @@ impl<'a> Mover<'a> {
         status: &str,
         report: &mut dyn FnMut(&Report),
     ) -> Result<Done, MoveError> {
-        tracing::warn!("going on with a move to {} whose mover has ended", leaving.to);
+        tracing::warn!("continuing a move to {} whose mover has ended", leaving.to);
         let mut course = Course::new(leaving, self.options);
         course.resumed = true;
         if status != "completed" {
             course.postcopy = Postcopy::Yes;
         }
         if matches!(status, "failed" | "cancelled") {
-            let reason = format!("the migration here has {status}");
+            let reason = format!("the source's migration is '{status}'");
             return self.after_failure(None, course, reason);
         }
         let (carrier, whole) = self.reach(&mut course)?;
@@ -460,7 +464,7 @@ impl<'a> Mover<'a> {
             return Err(Some(format!(
                 "it did not end in {} s: {}",
                 timeout.as_secs(),
-                verdict.unwrap_or_else(|| "it was still under way".to_owned())
+                verdict.unwrap_or_else(|| "it was still in progress".to_owned())
             )));
         }
         if carrier.is_over() {
@@ -471,7 +475,7 @@ impl<'a> Mover<'a> {
         {
             tracing::info!("post-copy begins: {verdict}");
             self.begin_post_copy(carrier, course)
-                .map_err(|error| Some(format!("post-copy does not begin: {error}")))?;
+                .map_err(|error| Some(format!("post-copy could not be started: {error}")))?;
         }
         Ok(())
     }
@@ -540,7 +544,7 @@ impl<'a> Mover<'a> {
         if course.leaving.run != runs && (runs || stands.contains(&state.as_str())) {
             course.leaving.run = runs;
             if let Err(error) = self.place.save(&course.leaving) {
-                tracing::warn!("the record of the move cannot be kept: {error}");
+                tracing::warn!("the record of the move cannot be updated: {error}");
             }
         }
     }

@@ -42,7 +42,7 @@ impl Mover<'_> {
                 self.stays(&course.leaving);
                 MoveError::Here { reason }
             }
-            Err(error) => MoveError::Unsettled(format!("{reason}; and then: {error}: look at the VM")),
+            Err(error) => MoveError::Unsettled(format!("{reason}; and then: {error}: check the VM")),
         }
     }
 
@@ -52,8 +52,8 @@ impl Mover<'_> {
     fn say_if_postmigrate(&mut self, leaving: &Leaving) {
         if !leaving.run && self.qmp.run_state().is_ok_and(|state| state == "postmigrate") {
             tracing::warn!(
-                "the VM is paused here, as it was before; QEMU calls that 'postmigrate' now: 'cont' lets it run, and QEMU \
-                 moves it to no other place before it has run"
+                "the VM is paused here, as it was before; QEMU calls this state 'postmigrate' now: 'cont' resumes it, and QEMU \
+                 does not migrate it again before it has run"
             );
         }
     }
@@ -64,8 +64,8 @@ impl Mover<'_> {
             let opened = self.options.servers.have(&leaving.disks, Deed::Keep);
             opened.map_err(|error| {
                 format!(
-                    "its disks cannot be opened here again, so it stands still: {error}; once they can be, larder migrate \
-                     --take-back lets it run"
+                    "the VM's disks cannot be reopened here, so it stays paused: {error}; once they can be opened, larder migrate \
+                     --take-back resumes it"
                 )
             })?;
         }
@@ -80,7 +80,7 @@ impl Mover<'_> {
                 Err(error) => error.to_string(),
             };
             if Instant::now() > until {
-                return Err(format!("QEMU does not let it run: {is}"));
+                return Err(format!("QEMU does not resume the VM: {is}"));
             }
             thread::sleep(LOOK_EVERY);
         }
@@ -128,7 +128,7 @@ impl Mover<'_> {
         let seconds = course.begun.elapsed().as_secs_f64();
         if !self.options.keep && !self.is_gone && !self.qmp.quit(END_LIMIT) {
             tracing::warn!(
-                "the VM runs at {}; its QEMU here, {}, was told to end and has not: kill it",
+                "the VM runs at {}; its QEMU here, {}, received the command to quit and still runs: kill it",
                 self.options.send.to,
                 self.options.qmp.display()
             );

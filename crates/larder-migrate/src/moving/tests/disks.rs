@@ -68,7 +68,7 @@ impl DiskServers for Server {
 
     fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
         let mut state = self.state.lock().expect("no panic");
-        state.done.push("settle".to_owned());
+        state.done.push("flush".to_owned());
         Ok(state.done.len() > 1)
     }
 
@@ -125,12 +125,12 @@ fn disks_switch_hosts_before_vm_runs() {
     let (bed, here, there) = bed();
     let server = Arc::clone(&there);
     // Permanently: writes of the guest must be found even after any restart.
-    let before_it_runs = move || assert_eq!(server.done(), ["warm", "take", "keep"]);
+    let before_it_runs = move || assert_eq!(server.done(), ["warm", "activate", "commit"]);
     bed.destination.hook("cont", before_it_runs);
     bed.run().expect("moves");
     assert_eq!(open(&here), ["destination"]);
-    assert_eq!(here.done(), ["settle", "settle", "leave"]);
-    assert_eq!(there.done(), ["warm", "take", "keep"]);
+    assert_eq!(here.done(), ["flush", "flush", "inactivate"]);
+    assert_eq!(there.done(), ["warm", "activate", "commit"]);
 }
 
 /// Disks that the destination cannot open are open at the source again before the VM resumes there.
@@ -148,7 +148,10 @@ fn disks_return_when_destination_cannot_open() {
         "{said}"
     );
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
-    assert_eq!(here.done(), ["settle", "settle", "leave", "keep", "stay", "warm"]);
+    assert_eq!(
+        here.done(),
+        ["flush", "flush", "inactivate", "commit", "restorecaches", "warm"]
+    );
     assert_eq!(bed.destination.has_heard("cont"), 0);
 }
 
@@ -160,7 +163,7 @@ fn vm_stays_when_disks_cannot_close() {
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
-    assert!(!there.done().contains(&"take".to_owned()));
+    assert!(!there.done().contains(&"activate".to_owned()));
 }
 
 /// A VM whose disks cannot be opened on either host stays stopped until take-back can open them.
@@ -187,7 +190,10 @@ fn destination_closes_disks_of_refused_vm() {
     bed.destination.is().refuses.insert("cont");
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!(there.done(), ["warm", "take", "keep", "giveback", "yield"]);
+    assert_eq!(
+        there.done(),
+        ["warm", "activate", "commit", "awaitincoming", "rollback"]
+    );
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
@@ -215,11 +221,11 @@ fn source_leaves_possibly_open_disks_closed() {
     assert!(matches!(result, Err(MoveError::InDoubt { .. })), "{result:?}");
     let said = format!("{result:?}");
     assert!(
-        said.contains("may be open at the destination still: it cannot"),
+        said.contains("may still be open at the destination: it cannot"),
         "{said}"
     );
     assert_eq!(bed.source.is().run, "postmigrate");
-    assert!(!here.done().contains(&"keep".to_owned()));
+    assert!(!here.done().contains(&"commit".to_owned()));
     // The move continues once they are closed there.
     there.refuses(&[Deed::Take]);
     let result = bed.run();
@@ -234,7 +240,7 @@ fn later_mover_reopens_closed_disks() {
     // The first mover gives up with the disks open on neither host.
     there.refuses(&[Deed::Take]);
     here.refuses(&[Deed::Keep]);
-    bed.run().expect_err("stands still");
+    bed.run().expect_err("the VM stays paused");
     assert!(bed.record().expect("is there").disks_left);
     here.refuses(&[]);
     let result = bed.run();

@@ -66,7 +66,7 @@ impl Made {
         });
         match (changed, &self.note.path) {
             (Some(changed), Some(path)) => changed.write(path),
-            _ => Err(io::Error::new(io::ErrorKind::NotFound, "there is no note of it")),
+            _ => Err(io::Error::new(io::ErrorKind::NotFound, "the cache has no state file")),
         }
     }
 
@@ -101,7 +101,7 @@ impl Made {
         *self.noted() = Some(ours);
         if let Err(error) = self.change(|_| {}) {
             tracing::warn!(
-                "{}: what of a failed cache is right cannot be noted, so it will not be believed: {error}",
+                "{}: cannot record which data of the failed cache is valid, so none of it will be trusted: {error}",
                 self.note.place()
             );
         }
@@ -198,7 +198,7 @@ impl Made {
                         noted = Vec::new();
                         if !std::mem::replace(&mut is_told, true) {
                             tracing::warn!(
-                                "{}: when the disk was changed cannot be noted, so after a kill or a crash its cache will not be believed: {error}",
+                                "{}: cannot record the timestamps of the disk, so its cache will not be trusted after a kill or a crash: {error}",
                                 self.note.place()
                             );
                         }

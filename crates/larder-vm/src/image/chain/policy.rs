@@ -95,7 +95,7 @@ pub enum ChainError {
         lines: String,
     },
     #[error(
-        "{image}: its header says that the backing file '{}' is {}, and {} says {}",
+        "{image}: its header gives the backing file '{}' the format {}, but {} gives {}",
         printable(name),
         header.name(),
         says(by),
@@ -109,7 +109,7 @@ pub enum ChainError {
         by: PinnedBy,
     },
     #[error(
-        "{image}: {author}, and its header has root open '{}'; if that file is the right one, say so with --trust-image, or do \
+        "{image}: {author}, and its header would make root open '{}'; if that file is correct, confirm it with --trust-image, or do \
          this as another user",
         printable(name)
     )]
@@ -119,8 +119,8 @@ pub enum ChainError {
         author: Author,
     },
     #[error(
-        "{image}: its header has root open '{}', and root does not follow every link: {}; if that file is the right one, \
-         say so with --trust-image, or do this as another user",
+        "{image}: its header would make root open '{}', but root does not follow every link: {}; if that file is correct, \
+         confirm it with --trust-image, or do this as another user",
         printable(name),
         printable(&source.to_string())
     )]
@@ -130,7 +130,7 @@ pub enum ChainError {
         source: io::Error,
     },
     #[error(
-        "{image}: its header names no {what}, and {} names '{}'{}",
+        "{image}: its header names no {what}, but {} names '{}'{}",
         says(by),
         printable(name),
         allow(by, lines)
@@ -165,11 +165,11 @@ fn denies(by: &PinnedBy) -> String {
 
 fn allow(by: &PinnedBy, lines: &str) -> String {
     match by {
-        PinnedBy::VmFile => format!("; if that is as it should be, say so for this disk there: {lines}"),
+        PinnedBy::VmFile => format!("; if the header is correct, the VM's file needs for this disk: {lines}"),
         PinnedBy::ChainFile(path) => {
             let path = path.display();
             format!(
-                "; if that is as it should be, remove {path}, which the next start writes anew, or have {path} say so: {lines}"
+                "; if the header is correct, remove {path}, which the next start creates again, or change {path} to: {lines}"
             )
         }
         PinnedBy::NoChain => String::new(),
@@ -238,7 +238,7 @@ impl std::fmt::Display for Author {
                 None => write!(f, "users of group {number} may write to it"),
             },
             Self::Guest => f.write_str(
-                "it is on a block device and nobody has said its format, so a guest may have written its header",
+                "it is on a block device and its format was not given, so a guest may have written its header",
             ),
             Self::Server => f.write_str("it comes from an NBD server"),
         }
@@ -535,12 +535,13 @@ impl NamedChain {
     /// Returns the keys as lines of TOML.
     pub fn lines(&self) -> String {
         if let Some(path) = self.path_not_utf8() {
-            return format!("(no line can: {})", not_utf8(path));
+            return format!("(not possible: {})", not_utf8(path));
         }
         let keys = self.keys().into_iter();
         let mut lines: Vec<String> = keys.map(|(key, value)| format!("{key} = {value}")).collect();
         if self.backing.iter().any(|image| image.format.is_none()) {
-            lines.push("with raw or qcow2 in place of the question mark, which no header says".to_owned());
+            lines
+                .push("with raw or qcow2 in place of the question mark, because no header gives the format".to_owned());
         }
         match lines.as_slice() {
             [] => "no data-file and no backing".to_owned(),

@@ -51,7 +51,7 @@ pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: Unneeded) -> IoResu
         Unneeded::Plain(segments) => {
             let range = range(segments);
             if range.len >= LONG {
-                tracing::info!("swap cache {}: its first {} are made zeros", device.name(), range.len);
+                tracing::info!("swap cache {}: zeroing its first {}", device.name(), range.len);
             }
             let how = ZeroFlags {
                 unmap: true,
@@ -143,7 +143,7 @@ impl SwapRelease {
         };
         if let Err(error) = released {
             let name = self.device.name();
-            tracing::warn!("swap cache {name}: what is left of it, which nothing needs, is not removed: {error}");
+            tracing::warn!("swap cache {name}: its data is not needed any more, and cannot be removed: {error}");
         }
     }
 }
@@ -152,7 +152,7 @@ impl SwapRelease {
 async fn clear(device: &Rc<dyn BlockDevice>, log: Unneeded) -> Result<(), String> {
     let erased = erase(device, log).await;
     match (erased, log) {
-        (Err(error), Unneeded::Plain(_)) => return Err(format!("pages can be read on it: {error}")),
+        (Err(error), Unneeded::Plain(_)) => return Err(format!("the pages on it are still readable: {error}")),
         (Err(error), Unneeded::Encrypted(_)) => {
             tracing::debug!(
                 "swap cache {}: its encrypted pages are not discarded: {error}",

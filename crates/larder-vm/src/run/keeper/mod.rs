@@ -60,7 +60,7 @@ const REST: Timespec = Timespec {
 pub enum KeeperError {
     #[error(transparent)]
     Listen(#[from] ListenError),
-    #[error("cannot make a thread between QEMU and the server: {0}")]
+    #[error("cannot start the proxy between QEMU and the server: {0}")]
     Os(#[from] io::Error),
 }
 

@@ -24,7 +24,7 @@ pub(super) fn receive(stream: &UnixStream, bell: &OwnedFd) -> Result<Option<Mess
     }
     let payload_bytes = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]) as usize;
     if payload_bytes > PAYLOAD_BYTES_MAX {
-        return Err(io::Error::other(format!("a message of {payload_bytes} bytes")).into());
+        return Err(io::Error::other(format!("a message of {payload_bytes} bytes is too long")).into());
     }
     bytes.resize(HEADER_BYTES + payload_bytes, 0);
     match fill(&mut bytes[HEADER_BYTES..], &mut descriptors, stream, bell)? {
@@ -102,7 +102,7 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Broken {
     /// The eventfd `bell` is readable: the thread must end.
-    #[error("it is over")]
+    #[error("the proxy is being stopped")]
     Over,
     #[error(transparent)]
     Io(#[from] io::Error),

@@ -156,9 +156,9 @@ fn read_own(path: &Path) -> io::Result<String> {
     let found = file.metadata()?;
     let user = rustix::process::geteuid().as_raw();
     let why = match found.uid() {
-        _ if !found.is_file() => "it is no regular file",
-        owner if owner != 0 && owner != user => "it belongs to another user, who could have any file opened",
-        _ if found.mode() & 0o022 != 0 => "other users may write to it, and could have any file opened",
+        _ if !found.is_file() => "it is not a regular file",
+        owner if owner != 0 && owner != user => "it belongs to another user, who could make Larder open any file",
+        _ if found.mode() & 0o022 != 0 => "other users may write to it, and could make Larder open any file",
         _ => "",
     };
     if !why.is_empty() {
@@ -189,7 +189,7 @@ impl Reader<'_> {
             if !table.contains_key(key) {
                 self.mistake(
                     &(0..0),
-                    format!("there is no {key}; remove this file to have it written anew"),
+                    format!("there is no {key}; remove this file, and Larder writes a new one"),
                 );
             }
         }
@@ -216,7 +216,7 @@ impl Reader<'_> {
                 self.mistake(
                     &value.span(),
                     format!(
-                        "backing: {} is raw, and a raw image leads to no other file",
+                        "backing: {} is raw, and a raw image refers to no other file",
                         image.image
                     ),
                 );
@@ -230,7 +230,7 @@ impl Reader<'_> {
         if *chain != PinnedChain::default() {
             self.mistake(
                 at,
-                "a raw image leads to no other file: leave data-file and backing out, or say format = \"qcow2\"",
+                "a raw image refers to no other file: omit data-file and backing, or set format = \"qcow2\"",
             );
         }
     }

@@ -90,9 +90,9 @@ impl Reader<'_> {
             (None, Some(path)) => Some(QemuAt::PidFile(path)),
             (given, _) => {
                 let what = match given {
-                    Some(_) => "memory: QEMU is found by qmp or by pid-file: leave one of them out",
+                    Some(_) => "memory: QEMU is located by either qmp or pid-file: omit one of them",
                     None => {
-                        "memory: how is QEMU found? Add qmp = \"/path/of/its/QMP/socket\", or pid-file = \"/path/of/its/pid/file\""
+                        "memory: it does not give the location of QEMU; add qmp = \"/path/of/its/QMP/socket\", or pid-file = \"/path/of/its/pid/file\""
                     }
                 };
                 self.mistake(&value.span(), what);
@@ -109,11 +109,9 @@ impl Reader<'_> {
 /// Returns a hint about an unknown key.
 fn hint(key: &str) -> String {
     match nearest(key, KEYS.into_iter().chain(FOUND_BY)) {
-        _ if VM_KEYS.contains(&key) => "; it says something of the VM: write it above [memory]".to_owned(),
+        _ if VM_KEYS.contains(&key) => "; it is a key of the VM: write it above [memory]".to_owned(),
         near if !near.is_empty() => near,
-        _ if keys::names().any(|known| known == key) => {
-            "; it says something of a disk: write it below [[disk]]".to_owned()
-        }
+        _ if keys::names().any(|known| known == key) => "; it is a key of a disk: write it below [[disk]]".to_owned(),
         _ => {
             let known: Vec<&str> = KEYS.into_iter().chain(FOUND_BY).collect();
             format!("; the memory has {}", known.join(", "))
